@@ -24,7 +24,8 @@ from typing import Any
 
 from bench_loop import THREADS, cpu_model
 
-from mgrpo.telemetry.chart import COLOURS, Frame, Points, metric_points, running_mean
+from mgrpo.telemetry.report.course import metric_points, running_mean
+from mgrpo.telemetry.report.frame import COLOURS, UNDER_TITLE, Frame
 from mgrpo.telemetry.samples import read_records
 
 COMPLETIONS_PER_STEP = 256
@@ -124,28 +125,26 @@ def dumped(report: Mapping[str, Any]) -> str:
 def picture(report: Mapping[str, Any], window: int = WINDOW) -> str:
     """Reward by training step as SVG: for each setting the mean of its seeds, and the band between the lowest and highest."""
     curves = {setting["name"]: band(setting["runs"], window) for setting in report["settings"]}
-    frame = Frame([point for low, _, high in curves.values() for point in (*low, *high)], WIDTH, HEIGHT)
+    ranges = [(min(low), max(high)) for low, _, high in curves.values()]
+    last = max(len(mean) for _, mean, _ in curves.values())
+    frame = Frame.around(ranges, 1, last, size=(WIDTH, HEIGHT), top=UNDER_TITLE)
     colours = dict(zip(curves, COLOURS, strict=False))
     seeds = min(len(setting["runs"]) for setting in report["settings"])
     title = f"reward of a step's completions, 0 to 1, mean of the last {window} steps; line: mean of {seeds} seeds, band: their range"
-    return frame.svg(
-        [
-            *(frame.band(low, high, colours[name]) for name, (low, _, high) in curves.items()),
-            *(frame.line(mean, colours[name], 1.8) for name, (_, mean, _) in curves.items()),
-            f"<text x='{frame.left:.1f}' y='13'>{title}</text>",
-            *legend(colours, left=WIDTH - 270, top=HEIGHT - 50 - 20 * len(colours)),
-        ]
-    )
+    bands, lines = [], []
+    for number, (low, mean, high) in enumerate(curves.values()):
+        steps = range(1, len(mean) + 1)
+        bands += frame.bands(steps, low, high, f"band f{number}")
+        lines += frame.lines(steps, mean, f"line s{number}")
+    shown = legend(colours, left=WIDTH - 270, top=HEIGHT - 50 - 20 * len(colours))
+    return frame.svg([*bands, *lines, frame.title(title), *shown], label="reward", is_file=True)
 
 
-def band(runs: Iterable[Run], window: int) -> tuple[Points, Points, Points]:
+def band(runs: Iterable[Run], window: int) -> tuple[list[float], list[float], list[float]]:
     """Lowest, mean and highest running mean of the runs at each step."""
     smooth = [running_mean(run["rewards"], window) for run in runs]
     summaries: tuple[Callable[[list[float]], float], ...] = (min, statistics.fmean, max)
-    low, mean, high = (
-        [(step, summary(list(values))) for step, values in enumerate(zip(*smooth, strict=True), start=1)]
-        for summary in summaries
-    )
+    low, mean, high = ([summary(list(values)) for values in zip(*smooth, strict=True)] for summary in summaries)
     return low, mean, high
 
 
@@ -155,7 +154,7 @@ def legend(colours: Mapping[str, str], *, left: float, top: float) -> list[str]:
         f"<rect x='{left - 8}' y='{top - 14}' width='{WIDTH - left - 8}' height='{20 * len(colours) + 8}' fill='white'/>",
         *(
             f"<line x1='{left}' x2='{left + 24}' y1='{top + 20 * row}' y2='{top + 20 * row}' stroke='{colour}' stroke-width='3'/>"
-            f"<text x='{left + 32}' y='{top + 20 * row + 4}' font-size='13'>{name}</text>"
+            f"<text x='{left + 32}' y='{top + 20 * row + 4}' style='font-size:13px'>{name}</text>"
             for row, (name, colour) in enumerate(colours.items())
         ),
     ]

@@ -21,7 +21,7 @@ import yaml
 from bench_loop import cpu_model
 from curves import ROOT, Run, dumped, picture
 
-from mgrpo.telemetry.chart import metric_points
+from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.samples import read_records
 
 WINDOW = 5

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mgrpo.telemetry.chart import metric_points, reward_svg
+from mgrpo.telemetry.report.figure import reward_svg
 from mgrpo.telemetry.samples import read_records
 
 if __name__ == "__main__":
-    lines = list(read_records([Path(sys.argv[1]) / "metrics.jsonl"]))
-    print(reward_svg(metric_points(lines, "reward"), metric_points(lines, "eval/scores")))
+    print(reward_svg(list(read_records([Path(sys.argv[1]) / "metrics.jsonl"]))))

@@ -16,8 +16,9 @@ from mgrpo.models.family import is_on_hub
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.report.result import TrainResult, step_of
 from mgrpo.run.report.upload import Uploads
-from mgrpo.telemetry.chart import metric_points, reward_svg
 from mgrpo.telemetry.files import write_whole
+from mgrpo.telemetry.report.course import metric_points
+from mgrpo.telemetry.report.figure import reward_svg
 from mgrpo.telemetry.samples import read_records
 from mgrpo.telemetry.versions import version_line
 
@@ -55,9 +56,9 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
     """README.md and the curve of the reward, in the export that `folder` is."""
     lines = list(read_records([Path(config.experiment.output_dir) / "metrics.jsonl"]))
     step = step_of(folder)
-    rewards = metric_points(lines, "reward")
-    if rewards:
-        write_whole(folder / CURVE, reward_svg(rewards, metric_points(lines, "eval/scores")))
+    has_rewards = bool(metric_points(lines, "reward"))
+    if has_rewards:
+        write_whole(folder / CURVE, reward_svg(lines))
     snapshot = config.provenance.snapshots.get("model_name_or_path")
     data = config.data.dataset_mixer_list[::2]
     on_hub = [name for name in data if is_on_hub(name)]
@@ -77,7 +78,7 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
             num_held_out=len(inputs.held_out),
             before=_evaluation(lines, 0),
             after=_evaluation(lines, step),
-            has_curve=bool(rewards),
+            has_curve=has_rewards,
             settings=dict(_settings(config)),
             versions=version_line(),
         )

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from mgrpo.telemetry.chart import Points
 from mgrpo.telemetry.metrics.meanings import Metric, find, metrics
-from mgrpo.telemetry.report.course import Course, Curve, Values, evaluation_points
+from mgrpo.telemetry.report.course import Course, Curve, Points, Values, evaluation_points
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Series, Sheet
 from mgrpo.telemetry.report.run import RecordedRun
 from mgrpo.telemetry.report.text import shown, text

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mgrpo.telemetry.chart import Points, metric_points, running_mean
 from mgrpo.telemetry.metrics.meanings import Metric
 from mgrpo.telemetry.samples import Record
 
@@ -14,7 +13,10 @@ MAX_PLACES = 300
 MIN_SMOOTHED = 20
 """Steps from which on a running mean is worth drawing."""
 
+Points = list[tuple[int, float]]
+"""`(step, value)`."""
 Values = list[float | None]
+"""At each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Course:
         smooth: Values = []
         if is_smoothed and len(known) >= MIN_SMOOTHED:
             smooth = [None] * len(self.places)
-            means = running_mean([value for _, value in known], min(len(known) // 10, 50))
+            means = running_mean([value for _, value in known], window_of(len(known)))
             for (index, _), mean in zip(known, means, strict=True):
                 smooth[index // self.size] = mean
         return Curve(
@@ -78,3 +80,22 @@ class Course:
 def evaluation_points(evaluations: Sequence[Record], name: str) -> Points:
     """A metric of evaluations; the later one where two follow the same step."""
     return list(dict(metric_points(evaluations, name)).items())
+
+
+def metric_points(lines: Iterable[Record], name: str) -> Points:
+    """One metric of the lines of a metrics.jsonl; lines without a value are left out."""
+    return [
+        (line["step"], line[name])
+        for line in lines
+        if isinstance(line.get("step"), int) and isinstance(line.get(name), (int, float))
+    ]
+
+
+def window_of(num_values: int) -> int:
+    """Over how many values the running mean of a curve is taken, from `MIN_SMOOTHED` values on."""
+    return min(num_values // 10, 50)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` values at each position, of fewer at the start."""
+    return [sum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]

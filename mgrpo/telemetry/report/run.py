@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.chart import metric_points
 from mgrpo.telemetry.engines import ENGINES
+from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.samples import Record, read_records
 from mgrpo.telemetry.status import STATUS, read_status
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from mgrpo.telemetry.report.course import MAX_PLACES, Course
-from mgrpo.telemetry.report.figure import Series, Sheet, log_ticks, number
+from mgrpo.telemetry.report.course import MAX_PLACES, Course, metric_points, running_mean
+from mgrpo.telemetry.report.figure import PICTURE, Series, Sheet, reward_svg
+from mgrpo.telemetry.report.frame import UNDER_TITLE, Frame, log_ticks, number, ticks
+from mgrpo.telemetry.samples import read_records
 from tests.unit.telemetry.report.runs import step_line
 
 
@@ -113,3 +116,104 @@ def test_an_axis_over_decades_is_logarithmic_where_it_may_be():
 )
 def test_numbers_of_an_axis_are_short(value, unit, expected):
     assert number(value, unit) == expected
+
+
+def test_points_skip_null_and_a_torn_last_line(tmp_path):
+    """The curve is also drawn from runs that crashed."""
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": 0, "eval/scores": 0.5}]
+    for step in range(1, 61):
+        records.append({"step": step, "reward": None if step == 30 else step / 10 + step % 3})
+        records += [{"step": step, "eval/scores": step / 10}] if step % 20 == 0 else []
+    path.write_text("\n".join(json.dumps(record) for record in records) + '\n{"step": 61, "sco')
+    lines = list(read_records([path]))
+    assert len(metric_points(lines, "reward")) == 59
+    assert metric_points(lines, "eval/scores") == [(0, 0.5), (20, 2.0), (40, 4.0), (60, 6.0)]
+
+
+def test_the_running_mean_looks_back_only():
+    """A mean that looks ahead would show learning before it happened."""
+    assert running_mean([0.0, 2.0, 4.0, 6.0], 2) == [0.0, 1.0, 3.0, 5.0]
+    assert running_mean([3.0], 5) == [3.0]
+
+
+def reward_lines(rewards, evaluations=()) -> list[dict]:
+    """Lines of a metrics.jsonl."""
+    return [{"step": step, "reward": value} for step, value in rewards] + [
+        {"step": step, "eval/scores": value} for step, value in evaluations
+    ]
+
+
+def test_the_curve_of_the_reward_is_a_picture_of_its_own():
+    """Viewers of SVG files are stricter than browsers: one namespaced XML element, with both lines and every evaluation."""
+    lines = reward_lines([(step, step / 60) for step in range(1, 61)], [(0, 0.5), (60, 1.0)])
+    root = ElementTree.fromstring(reward_svg(lines))
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{namespace}svg"
+    # Its colours are in it: nothing around a file has a style sheet for it.
+    style = root.find(f"{namespace}style").text
+    drawn = [name for node in root.iter() if node.tag != f"{namespace}text" for name in node.get("class", "").split()]
+    assert {"faint", "line", "s0", "f1", "rule"} <= {*drawn} and all(
+        f".{name}{{" in style for name in {*drawn} - {"dot"}
+    )
+    thin, bold = root.findall(f"{namespace}polyline")
+    assert (thin.get("class"), bold.get("class")) == ("faint s0", "line s0")
+    # From the left edge of the frame to its right edge; the mean of the last 6 steps ends at 57.5 / 60.
+    frame = Frame.around([(0.0, 1.0)], 0, 60, size=PICTURE, top=UNDER_TITLE)
+    for line in (thin, bold):
+        xs = [float(point.split(",")[0]) for point in line.attrib["points"].split()]
+        assert xs[0] == pytest.approx(frame.x(1), abs=0.1) and xs[-1] == frame.right
+    assert [float(dot.attrib["cx"]) for dot in root.findall(f"{namespace}circle")] == [
+        round(frame.left, 1),
+        frame.right,
+    ]
+    top, bottom = float(thin.attrib["points"].split(",")[-1]), float(bold.attrib["points"].split(",")[-1])
+    assert top == frame.top
+    assert bottom == pytest.approx(frame.top + (frame.bottom - frame.top) * (1 - 57.5 / 60), abs=0.1)
+    assert "of the last 6 steps (bold), on held-out prompts (dots)" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]),
+        (-0.19, -0.05, [-0.2, -0.15, -0.1, -0.05]),
+        (3.0, 41.0, [0, 10, 20, 30, 40, 50]),
+        (0.0, 0.0, [-1, -0.5, 0, 0.5, 1]),
+        (3.125, 3.125, [1, 2, 3, 4, 5]),
+        (1e-6, 3e-6, [1e-6, 1.5e-6, 2e-6, 2.5e-6, 3e-6]),
+    ],
+)
+def test_ticks_are_round_numbers_around_all_values(low, high, expected):
+    """-0.04824 tells a reader nothing, and a flat curve on the edge of its frame looks like an empty one."""
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, -0.14472), (9, -0.09648)], [(4, 0.0), (5, 0.0)], [(7, 1e-7)], [(1, -2e12), (2, 3.0)]]
+)
+def test_labels_and_lines_are_inside_the_file(points):
+    """Of a negative label the sign was cut off; a single step had no mark at all."""
+    for svg in (reward_svg(reward_lines(points)), reward_svg(reward_lines(points, points))):
+        root = ElementTree.fromstring(svg)
+        width, height = (float(root.attrib[name]) for name in ("width", "height"))
+        labels = [node for node in root.iter() if node.attrib.get("text-anchor") == "end"]
+        assert labels and all(float(n.attrib["x"]) - 6.5 * len(n.text or "") >= 0 for n in labels)
+        places = [corner.split(",") for n in root.iter() for corner in n.attrib.get("points", "").split()]
+        places += [[n.attrib["cx"], n.attrib["cy"]] for n in root.iter() if "cx" in n.attrib]
+        assert places and all(0 < float(x) < width and 10 < float(y) < height - 10 for x, y in places)
+        steps = [n.text.removeprefix("step ") for n in root.iter() if n.attrib.get("text-anchor") == "middle"]
+        assert steps[0] == str(points[0][0]) and all(step.isdigit() for step in steps)
+
+
+def test_the_title_promises_what_is_there():
+    """Runs without held-out prompts, and those of a few steps, also have a curve."""
+    svg = reward_svg(reward_lines([(1, 0.5), (2, 1.0)]))
+    assert "mean reward per step<" in svg and "NaN" not in reward_svg(reward_lines([(5, 1.0)], [(5, 1.0)])).replace(
+        "nan", "NaN"
+    )
+
+
+def test_a_curve_of_many_steps_stays_small():
+    """A page of a month's run must open."""
+    assert len(reward_svg(reward_lines((step, step % 10 / 10) for step in range(1, 100_001)))) < 30_000
