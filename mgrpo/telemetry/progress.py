@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, a dozen plain lines in a log, and a summary at the end.
+"""Progress of a run: what its start waits for, a live panel on a terminal, a dozen plain lines in a log, a summary at the end.
 
 Only rank 0 reports. Metrics are plain dicts, and any of them may be missing. There is no thread: `update` redraws the
 panel a few times per second at most, so that its cost is negligible even for steps of milliseconds.
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,23 @@ REDRAW_EVERY_S = 0.25
 MAX_QUIET_S = 300.0
 """A log gets a line after this time even when none is due, so that a run with long steps does not seem to hang."""
 BARS = " ▁▂▃▄▅▆▇█"
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """Says what a start is waiting for: a line for each part, with the seconds that have passed since this was made."""
+
+    clock: Callable[[], float] = time.monotonic
+    write: Callable[[str], None] = _print
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self, what: str) -> None:
+        """Name what begins now."""
+        self.write(f"[{self.clock() - self.began:4.0f} s] {what}")
 
 
 class Progress:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
-from mgrpo.telemetry.sinks import Cell, Table, utf8
-from mgrpo.telemetry.trajectories import trajectory_record
+from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, plain, text_of
-from mgrpo.types import Completion, Prompt, Score, ScoredGroup
+from mgrpo.types import Completion, Prompt, Score, ScoredGroup, Turn
 
 SHARD_LINES = 10_000
 TRAIN_SAMPLES = "train_samples.jsonl"
@@ -244,7 +243,7 @@ def trace_records(
                 "logprobs": _logprobs(completion, digits=7),
                 "policy_version": _version(completion),
                 **_masks(completion),
-                **trajectory_record(completion),
+                **_trajectory(completion),
                 **({"extras": _extras(score)} if score.extras else {}),
             }
 
@@ -268,6 +267,35 @@ def _masks(completion: Completion) -> Record:
         for branch in completion.trajectory.branches
     ]
     return {"response_mask": completion.loss_mask.tolist(), **({"branches": branches} if branches else {})}
+
+
+def _trajectory(completion: Completion) -> dict[str, Any]:
+    """The entry `trajectory`: what was called, what was answered, and who ended it; nothing for a completion of a single turn."""
+    record = completion.trajectory
+    if record is None:
+        return {}
+    found = {
+        "ended_by": record.ended_by,
+        "turns": [_turn(turn) for turn in record.turns],
+        "messages": plain(record.messages),
+        "scored_text": record.scored_text,
+        "reward": None if record.reward is None else finite(record.reward),
+        "metrics": plain(record.metrics),
+    }
+    return {"trajectory": found}
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    calls = zip(turn.calls, turn.failed, turn.seconds, strict=False)
+    return {
+        "num_tokens": turn.end - turn.start,
+        "calls": [
+            {"name": name, "failed": bool(failed), "seconds": finite(seconds)} for name, failed, seconds in calls
+        ],
+        "unreadable_calls": turn.num_unreadable,
+        "unknown_calls": turn.num_unknown,
+        "reward": finite(turn.reward),
+    }
 
 
 def as_table(name: str, records: Sequence[Record]) -> Table:
@@ -322,7 +350,7 @@ def _readable(prompt: Prompt, completion: Completion, score: Score) -> Record:
         "finish_reason": completion.finish_reason,
         "num_tokens": completion.num_sampled,
         "policy_version": _version(completion),
-        **trajectory_record(completion),
+        **_trajectory(completion),
         **({"extras": _extras(score)} if score.extras else {}),
     }
 

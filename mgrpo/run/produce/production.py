@@ -26,7 +26,7 @@ from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, wi
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.producer import Producer
 from mgrpo.telemetry.metrics.evaluation import short_names
-from mgrpo.telemetry.startup import StartUp
+from mgrpo.telemetry.progress import StartUp
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:

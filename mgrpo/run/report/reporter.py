@@ -22,13 +22,12 @@ from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
 from mgrpo.telemetry.alerts import AlertWatch
 from mgrpo.telemetry.completions import completions_table, printed, some_of
-from mgrpo.telemetry.engines import EngineStates
 from mgrpo.telemetry.metrics.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.samples import EvaluationTables, Pieces, Traces, TrainSamples, as_table, evaluation_records
-from mgrpo.telemetry.status import write_status
+from mgrpo.telemetry.state import EngineStates, write_status
 from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
 

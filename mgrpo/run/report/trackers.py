@@ -11,10 +11,10 @@ from pathlib import Path
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
 from mgrpo.config.tracking import EVERY, TRACKERS
-from mgrpo.telemetry.sinks import Sink
-from mgrpo.telemetry.tensorboard import EventFile
 from mgrpo.telemetry.trackers import trackio, wandb
 from mgrpo.telemetry.trackers.process import Tracker
+from mgrpo.telemetry.trackers.sinks import Sink
+from mgrpo.telemetry.trackers.tensorboard import EventFile
 from mgrpo.telemetry.versions import version_line
 
 _log = logging.getLogger(__name__)

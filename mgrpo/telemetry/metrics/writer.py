@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mgrpo.telemetry.files import move_aside, write_whole
-from mgrpo.telemetry.sinks import Sink, Table
+from mgrpo.telemetry.trackers.sinks import Sink, Table
 
 
 class MetricsWriter:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.engines import ENGINES
 from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.samples import Record, read_records
-from mgrpo.telemetry.status import STATUS, read_status
+from mgrpo.telemetry.state import ENGINES, STATUS, read_status
 
 LOCK = "run.lock"
 """In the folder from the start of a run to its end, and touched every 15 seconds."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mgrpo.processes.json_lines import Child, exchange
-from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.trackers.sinks import Table
 from mgrpo.telemetry.trackers.tracker import LAST_S
 
 MOST_UNANSWERED = 20_000

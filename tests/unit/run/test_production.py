@@ -15,7 +15,7 @@ from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
 from mgrpo.run.produce.production import Production, Started, prepare
-from mgrpo.telemetry.startup import StartUp
+from mgrpo.telemetry.progress import StartUp
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import ScriptedRewarder, collect
 

@@ -8,7 +8,7 @@ import pytest
 
 from mgrpo.telemetry.completions import completions_table, printed, some_of
 from mgrpo.telemetry.progress import Progress
-from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.trackers.sinks import Table
 from mgrpo.telemetry.untrusted import printable
 from tests import builders
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mgrpo.telemetry.metrics.writer import MetricsWriter
-from mgrpo.telemetry.sinks import Table
-from mgrpo.telemetry.tensorboard import EventFile
+from mgrpo.telemetry.trackers.sinks import Table
+from mgrpo.telemetry.trackers.tensorboard import EventFile
 
 
 def lines_of(path):

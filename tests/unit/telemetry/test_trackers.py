@@ -17,9 +17,9 @@ import pytest
 
 from mgrpo.processes.lifetime import children
 from mgrpo.telemetry.metrics.writer import MetricsWriter
-from mgrpo.telemetry.sinks import Table
 from mgrpo.telemetry.trackers import process, tracker, trackio, wandb
 from mgrpo.telemetry.trackers.process import Tracker
+from mgrpo.telemetry.trackers.sinks import Table
 from tests.unit.telemetry.wandb_file import history, offline_runs, records, run, values
 
 HOSTILE = "<b>\x1b[31m[red]"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.trackers.sinks import Table
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -1,0 +1,59 @@
+"""What others read while a run goes on, in its folder: `status.json` says how it stands, `engines.jsonl` how its engines do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
+
+from mgrpo.telemetry.files import take_over, write_whole
+
+STATUS, ENGINES = "status.json", "engines.jsonl"
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+class Status(TypedDict):
+    """The object in status.json."""
+
+    state: State
+    cause: str
+    """Why the run has ended before its last step; empty otherwise, or where it was asked to."""
+
+
+def write_status(folder: Path, state: State, cause: str = "") -> None:
+    """Say how the run in a folder stands."""
+    write_whole(folder / STATUS, json.dumps(Status(state=state, cause=cause)) + "\n")
+
+
+def read_status(folder: Path) -> Status | None:
+    """How the run in a folder stands; None where the file is missing or cannot be read."""
+    try:
+        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        state = found["state"]
+        return Status(state=state, cause=str(found["cause"])) if state in get_args(State) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class EngineStates:
+    """Writes engines.jsonl: a line with the states of all engines whenever they differ from those before.
+
+    Args:
+        resumed_after: the step after which this run continues the run that wrote the file; its later lines are removed.
+            None: a new run.
+    """
+
+    def __init__(self, folder: Path, *, resumed_after: int | None = None) -> None:
+        self.path = folder / ENGINES
+        self._last: Sequence[dict[str, Any]] = []
+        take_over(self.path, resumed_after)
+
+    def write(self, step: int, engines: Sequence[dict[str, Any]]) -> None:
+        """Record the states after a step: of each engine its number, state, number of starts and last failure."""
+        if engines == self._last:
+            return
+        self._last = engines
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "time/unix": time.time(), "engines": engines}) + "\n")
