@@ -10,7 +10,7 @@ import json
 import math
 import numbers
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mgrpo.telemetry.files import move_aside, write_whole
@@ -25,8 +25,16 @@ class MetricsWriter:
         num_lines: lines that this run had written at that step; later lines are removed.
     """
 
-    def __init__(self, output_dir: str | Path, *, resumed_after: int | None = None, num_lines: int = 0) -> None:
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        resumed_after: int | None = None,
+        num_lines: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         folder = Path(output_dir)
+        self._clock = clock
         folder.mkdir(parents=True, exist_ok=True)
         self.num_lines = 0
         """Lines of metrics.jsonl."""
@@ -69,7 +77,7 @@ class MetricsWriter:
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Close the file, and the sinks in up to `wait_s` seconds together; a second call does nothing."""
-        deadline = time.monotonic() + wait_s
+        deadline = self._clock() + wait_s
         try:
             self._lines.close()
         finally:
@@ -77,7 +85,7 @@ class MetricsWriter:
             for sink in self.sinks:
                 sink.finish()
             for sink in self.sinks:
-                sink.close(wait_s=max(0.0, deadline - time.monotonic()))
+                sink.close(wait_s=max(0.0, deadline - self._clock()))
 
     def __enter__(self) -> MetricsWriter:
         return self

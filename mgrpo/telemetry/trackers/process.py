@@ -2,7 +2,7 @@
 
 What a tracker's package does when it is imported, the threads and programs that it starts, a network that stalls, a crash:
 all of it stays in the child. The run writes to a pipe that never blocks. A child whose run closes the pipe, or has died,
-finishes by itself, and ends with all that it started within `LAST_S` seconds.
+finishes by itself, and ends with all that it started within `Limits.last_s` seconds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mgrpo.processes.json_lines import Child, exchange
 from mgrpo.telemetry.trackers.sinks import Table
 from mgrpo.telemetry.trackers.tracker import LAST_S
 
-MOST_UNANSWERED = 20_000
-"""Messages that wait for a tracker; one that falls so far behind is given up."""
 
-SILENT_S = 10.0
-"""Seconds to wait at the end before that is said."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a run bears with a tracker."""
+
+    unanswered: int = 20_000
+    """Messages that wait for it; one that falls further behind is given up."""
+    silent_s: float = 10.0
+    """Seconds to wait at the end before that is said."""
+    last_s: float = LAST_S
+    """Seconds that its process has after the run has gone on or ended without it."""
 
 
 class Tracker:
@@ -35,20 +42,22 @@ class Tracker:
         *,
         say: Callable[[str], None] = print,
         warn: Callable[[str], None] = print,
+        limits: Limits = Limits(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start it without waiting for it.
 
         Args:
             name: a module of this package.
-            opening: keyword arguments of `program.OPEN[name]`.
+            opening: keyword arguments of the module's `open_run`.
             say: is told once where to look.
             warn: is told once why the run goes on without it.
         """
         self.name, self.where = name, ""
-        self._say, self._warn = say, warn
+        self._say, self._warn, self._limits, self._clock = say, warn, limits, clock
         self._unanswered, self._is_finishing = 0, False
         self._child: Child | None = Child("mgrpo.telemetry.trackers.tracker")
-        self._send({"open": [name, dict(opening)]})
+        self._send({"open": [name, dict(opening), limits.last_s]})
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Sink`."""
@@ -71,21 +80,22 @@ class Tracker:
     def close(self, *, wait_s: float) -> None:
         """See `Sink`."""
         self.finish()
-        began, is_said = time.monotonic(), wait_s < SILENT_S
+        limits = self._limits
+        began, is_said = self._clock(), wait_s < limits.silent_s
         while self._child and self._unanswered:
-            passed = time.monotonic() - began
-            if passed >= SILENT_S and not is_said:
+            passed = self._clock() - began
+            if passed >= limits.silent_s and not is_said:
                 self._say(f"waiting up to {wait_s - passed:.0f} s for {self.name} to send what is left")
                 is_said = True
             left = max(0.0, wait_s - passed)
-            exchange([self._child], left if is_said else min(SILENT_S, left))
+            exchange([self._child], min(limits.silent_s, left))
             self._listen()
             if self._child and self._unanswered and not left:
                 self._leave(wait_s)
                 return
         if self._child:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.process.wait(LAST_S)
+                self._child.process.wait(limits.last_s)
         self._end()
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -95,8 +105,8 @@ class Tracker:
         self._child.send([message])
         self._child.pump()
         self._listen()
-        if self._unanswered > MOST_UNANSWERED:
-            self._give_up(f"has not answered {MOST_UNANSWERED} messages")
+        if self._unanswered > self._limits.unanswered:
+            self._give_up(f"has not answered {self._limits.unanswered} messages")
 
     def _listen(self) -> None:
         """Take the answers that have arrived."""
@@ -117,13 +127,13 @@ class Tracker:
             self._give_up(child.how_it_ended)
 
     def _leave(self, waited_s: float) -> None:
-        """Wait no longer; the child has `LAST_S` seconds more."""
+        """Wait no longer; the child has `Limits.last_s` seconds more."""
         child, self._child = self._child, None
         assert child is not None
         child.close_pipes()
         threading.Thread(target=child.process.wait, name=f"{self.name}-end", daemon=True).start()
         self._warn(
-            f"{self.name} has not finished within {waited_s:.0f} s, and has {LAST_S:.0f} s more; "
+            f"{self.name} has not finished within {waited_s:.0f} s, and has {self._limits.last_s:.0f} s more; "
             "metrics.jsonl has everything"
         )
 

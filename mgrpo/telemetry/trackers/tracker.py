@@ -13,14 +13,16 @@ import signal
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
 from mgrpo.processes.json_lines import take_standard_streams
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
 
 LAST_S = 5.0
-"""Seconds in which the tracker of a run that has died must finish."""
+"""Seconds in which the tracker of a run that has died must finish, unless the run has said otherwise."""
 POLL_S = 1.0
+"""How often it looks whether its run is still there."""
 
 _END = object()
 
@@ -57,14 +59,15 @@ def main() -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
     questions, answers = take_standard_streams()
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(questions, lines, parent), name="reader", daemon=True).start()
+    limit = _Limit()
+    threading.Thread(target=_read, args=(questions, lines, parent, limit), name="reader", daemon=True).start()
     run: TrackedRun | None = None
     while (line := lines.get()) is not _END:
         answer: dict[str, Any] = {}
         ((verb, arguments),) = json.loads(line).items()
         try:
             if verb == "open":
-                name, options = arguments
+                name, options, limit.last_s = arguments
                 run = importlib.import_module(f"mgrpo.telemetry.trackers.{name}").open_run(**options)
                 answer = {"where": run.where} | ({"remark": run.remark} if run.remark else {})
             elif run is not None:
@@ -81,8 +84,13 @@ def main() -> None:
     _leave()
 
 
-def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int) -> None:
-    """Queue what the run sends; when that ends, or the run does, this process has `LAST_S` seconds."""
+@dataclass(slots=True)
+class _Limit:
+    last_s: float = LAST_S
+
+
+def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int, limit: _Limit) -> None:
+    """Queue what the run sends; when that ends, or the run does, this process has `limit.last_s` seconds."""
     rest = b""
     while os.getppid() == parent:
         if not select.select([questions], [], [], POLL_S)[0]:
@@ -94,7 +102,7 @@ def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int) -> No
         for line in whole:
             lines.put(line)
     lines.put(_END)
-    threading.Timer(LAST_S, _leave).start()
+    threading.Timer(limit.last_s, _leave).start()
 
 
 def _leave() -> None:

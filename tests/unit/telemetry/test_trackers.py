@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mgrpo.processes.lifetime import children
 from mgrpo.telemetry.metrics.writer import MetricsWriter
-from mgrpo.telemetry.trackers import process, tracker, trackio, wandb
-from mgrpo.telemetry.trackers.process import Tracker
+from mgrpo.telemetry.trackers import tracker, trackio, wandb
+from mgrpo.telemetry.trackers.process import Limits, Tracker
 from mgrpo.telemetry.trackers.sinks import Table
 from tests.unit.telemetry.wandb_file import history, offline_runs, records, run, values
 
@@ -54,8 +55,8 @@ def opening(folder: Path) -> dict[str, object]:
 
 
 @contextmanager
-def heard(name: str, options: dict[str, object]) -> Iterator[tuple[Tracker, list[str], list[str]]]:
-    """A tracker, what it says and what it warns of."""
+def heard(name: str, options: dict[str, object], **settings: Any) -> Iterator[tuple[Tracker, list[str], list[str]]]:
+    """A tracker, what it says and what it warns of; further settings are those of `Tracker`."""
     said: list[str] = []
     warned: list[str] = []
 
@@ -63,7 +64,7 @@ def heard(name: str, options: dict[str, object]) -> Iterator[tuple[Tracker, list
         if not line.startswith("waiting up to"):  # on a slow machine
             said.append(line)
 
-    tracker = Tracker(name, options, say=say, warn=warned.append)
+    tracker = Tracker(name, options, say=say, warn=warned.append, **settings)
     try:
         yield tracker, said, warned
     finally:
@@ -123,12 +124,14 @@ def test_an_offline_run_of_wandb_holds_what_the_run_reported(tmp_path) -> None:
 def test_a_continued_run_keeps_its_id_and_goes_up(tmp_path) -> None:
     """`wandb sync` uploads all folders of an id into one run, in the order in which they began."""
     for first in (1, 3):
+        began = int(time.time())
         with heard("wandb", opening(tmp_path)) as (tracker, _, warned):
             for step in range(first, first + 4):
                 tracker.write(step, {"reward": float(step)})
             tracker.close(wait_s=60)
             assert not warned
-        time.sleep(1.1)  # folders are named by the second
+        while int(time.time()) == began:  # folders are named by the second
+            time.sleep(0.05)
     paths = offline_runs(tmp_path)
     assert [run(path).run_id for path in paths] == ["abcd1234"] * 2
     assert [[row["_step"] for row in history(path)] for path in paths] == [[1, 2, 3, 4], [3, 4, 5, 6]]
@@ -197,7 +200,7 @@ def test_a_server_that_does_not_answer_holds_nothing_up(tmp_path, monkeypatch) -
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        with heard("wandb", opening(tmp_path)) as (tracker, _, warned):
+        with heard("wandb", opening(tmp_path), limits=Limits(last_s=1.0)) as (tracker, _, warned):
             slowest = 0.0
             for step in range(200):
                 began = time.monotonic()
@@ -205,11 +208,11 @@ def test_a_server_that_does_not_answer_holds_nothing_up(tmp_path, monkeypatch) -
                 slowest = max(slowest, time.monotonic() - began)
             started = {tracker._child.process.pid} | descendants(tracker._child.process.pid)
             began = time.monotonic()
-            tracker.close(wait_s=2)
+            tracker.close(wait_s=1)
             took = time.monotonic() - began
             assert_ended(started)
-    assert slowest < 0.5 and took < 6
-    assert warned == ["wandb has not finished within 2 s, and has 5 s more; metrics.jsonl has everything"]
+    assert slowest < 0.5 and took < 5
+    assert warned == ["wandb has not finished within 1 s, and has 1 s more; metrics.jsonl has everything"]
 
 
 def test_a_server_that_cannot_be_reached_makes_the_run_an_offline_one(tmp_path, monkeypatch) -> None:
@@ -218,7 +221,7 @@ def test_a_server_that_cannot_be_reached_makes_the_run_an_offline_one(tmp_path, 
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
         with heard("wandb", opening(tmp_path)) as (tracker, said, warned):
             tracker.write(1, {"reward": 0.5})
             tracker.close(wait_s=60)
@@ -294,25 +297,34 @@ def test_a_run_that_cannot_wait_loses_nothing(tmp_path) -> None:
 
 def test_trackers_finish_at_the_same_time(tmp_path) -> None:
     """One that uses up the time to send would leave none to the next, which has recorded everything."""
-    with MetricsWriter(tmp_path) as writer, heard("wandb", opening(tmp_path)) as (tracker, _, warned):
-        with heard("wandb", opening(tmp_path)) as (stuck, _, complaints):
-            writer.sinks += [stuck, tracker]
-            writer.write(1, {"reward": 1.0})
-            while not tracker.where:
-                tracker.write(1, {})
-                time.sleep(0.1)
-            child = stuck._child.process.pid
-            os.kill(child, signal.SIGSTOP)
-            writer.close(wait_s=15)
-            os.kill(child, signal.SIGCONT)
+    others = list[int]()
+
+    def clock() -> float:
+        """All the time is over as soon as the other tracker has finished, and not before."""
+        return time.monotonic() + (0.0 if any(map(is_alive, others)) else 15.0)
+
+    with (
+        MetricsWriter(tmp_path, clock=clock) as writer,
+        heard("wandb", opening(tmp_path)) as (tracker, _, warned),
+        heard("wandb", opening(tmp_path), limits=Limits(silent_s=0.1), clock=clock) as (stuck, _, complaints),
+    ):
+        others.append(tracker._child.process.pid)
+        writer.sinks += [stuck, tracker]
+        writer.write(1, {"reward": 1.0})
+        while not tracker.where:
+            tracker.write(1, {})
+            time.sleep(0.1)
+        child = stuck._child.process.pid
+        os.kill(child, signal.SIGSTOP)
+        writer.close(wait_s=15)
+        os.kill(child, signal.SIGCONT)
         assert_ended({child})
-        assert len(complaints) == 1 and "has not finished within 15 s" in complaints[0] and not warned
+    assert len(complaints) == 1 and "has not finished within 15 s" in complaints[0] and not warned
 
 
-def test_a_tracker_that_never_answers_is_given_up(tmp_path, monkeypatch) -> None:
+def test_a_tracker_that_never_answers_is_given_up(tmp_path) -> None:
     """Its messages would fill the memory of a run of weeks."""
-    monkeypatch.setattr(process, "MOST_UNANSWERED", 10)
-    with heard("wandb", opening(tmp_path)) as (tracker, _, warned):
+    with heard("wandb", opening(tmp_path), limits=Limits(unanswered=10)) as (tracker, _, warned):
         os.kill(tracker._child.process.pid, signal.SIGSTOP)
         for step in range(20):
             tracker.write(step, {})
