@@ -1,4 +1,4 @@
-"""What the generated pages share."""
+"""Markdown that several generated pages have."""
 
 from __future__ import annotations
 
