@@ -2,7 +2,7 @@
 
 The side effects of importing a tracker's package, the threads and programs that it starts, a network that stalls, a crash:
 all of it stays in the child. The run writes to a pipe that never blocks. A child whose run closes the pipe, or has died,
-finishes by itself, and ends with all that it started within `Limits.last_s` seconds.
+finishes by itself, and ends with all that it started within `TrackerLimits.last_s` seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mgrpo.telemetry.trackers.tracker import LAST_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits after which a run goes on, or ends, without a tracker."""
+class TrackerLimits:
+    """TrackerLimits after which a run goes on, or ends, without a tracker."""
 
     unanswered: int = 20_000
     """The largest number of messages that wait for the tracker; one that falls further behind is given up."""
@@ -42,7 +42,7 @@ class Tracker:
         *,
         say: Callable[[str], None] = print,
         warn: Callable[[str], None] = print,
-        limits: Limits = Limits(),
+        limits: TrackerLimits = TrackerLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start it without waiting for it.
@@ -128,7 +128,7 @@ class Tracker:
             self._give_up(child.how_it_ended)
 
     def _leave(self, waited_s: float) -> None:
-        """Stop waiting; the child has `Limits.last_s` seconds more."""
+        """Stop waiting; the child has `TrackerLimits.last_s` seconds more."""
         child, self._child = self._child, None
         assert child is not None
         child.close_pipes()
