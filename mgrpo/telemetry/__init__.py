@@ -1,1 +1,1 @@
-"""Output of a run for its user: metrics files, progress on the terminal, samples, the report. Imports nothing heavy."""
+"""The output of a run for its user: files of metrics and samples, progress on the terminal, the report. Imports nothing heavy."""

@@ -1,4 +1,4 @@
-"""What is wrong with a run that goes on: steps that teach nothing, and why.
+"""Warnings about a run that goes on although its steps teach nothing, with the likely cause.
 
 Pure functions over the metrics of a step, so that the running run and the report of its metrics.jsonl say the same.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 PATIENCE = 3
-"""Steps in a row before a sign is worth a warning; a run of fewer steps is judged by all of them."""
+"""Steps in a row that must show a sign before it is worth a warning; in a shorter run, all of its steps."""
 REPEAT_AFTER = 100
-"""A warning that was given is given again after this many steps at the earliest."""
+"""Steps before the same warning is given again."""
 MOST = 0.99
-"""A fraction from which on "almost every" is said."""
+"""The smallest fraction that is called "almost every"."""
 HALF_UNSCORED = 0.5
-"""The fraction of completions without a score that is worth a warning."""
+"""The smallest fraction of completions without a score that is worth a warning."""
 _PAGES = {
     "objective/": "docs/rewards.md",
     "val/no_score_rate": "docs/rewards.md",
     "tools/": "docs/environments.md",
 }
-"""Documentation by the beginning of a metric's name; docs/troubleshooting.md for the others."""
+"""Pages of the documentation by the beginning of a metric's name; the others are in docs/troubleshooting.md."""
 
 Metrics = Mapping[str, object]
 
@@ -29,7 +29,7 @@ class AlertWatch:
     """Counts for how many steps in a row each sign has been there.
 
     Args:
-        total_steps: of the whole run.
+        total_steps: the number of steps of the whole run.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -42,7 +42,7 @@ class AlertWatch:
         return list(self.due(step, metrics).values())
 
     def due(self, step: int, metrics: Metrics) -> dict[str, str]:
-        """The same by the metric that shows each."""
+        """The warnings of `after` by the metric that shows each sign."""
         found = signs(metrics)
         self.lasting = {name: self.lasting.get(name, 0) + 1 for name in found}
         due = {}
@@ -55,7 +55,7 @@ class AlertWatch:
 
 
 def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str, str]]:
-    """`(step, metric, warning)` of a run, from the lines of its metrics.jsonl."""
+    """The warnings of a run as `(step, metric, warning)`, from the lines of its metrics.jsonl."""
     watch = AlertWatch(total_steps)
     return [
         (step, name, text)
@@ -71,7 +71,7 @@ def help_page(metric: str) -> str:
 
 
 def signs(metrics: Metrics) -> dict[str, str]:
-    """What is wrong with one training step: by the metric that shows it a sentence with a likely cause."""
+    """The signs of one training step: a sentence with the likely cause, by the metric that shows the sign."""
     found = _unscored(metrics) | _truncated(metrics) | _uncalled(metrics)
     if not found:
         found |= _without_spread(metrics)
@@ -175,7 +175,7 @@ def _untrained(metrics: Metrics) -> dict[str, str]:
 
 
 def _value(metrics: Metrics, name: str) -> float:
-    """NaN where it is missing or null: no comparison with it holds."""
+    """A metric's value; NaN where it is missing or null, so that no comparison with it holds."""
     value = metrics.get(name)
     return float(value) if isinstance(value, (int, float)) else float("nan")
 

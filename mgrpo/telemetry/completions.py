@@ -1,6 +1,7 @@
 """Completions of a training step as a table, for the terminal and for trackers.
 
-What a model wrote is untrusted: on a terminal its control characters are shown, not obeyed, and it is never markup.
+Completions are untrusted input: a terminal shows their control characters instead of obeying them, and reads no markup in
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "completion")
 NARROW = 100
-"""Columns of a terminal below which a row is printed line by line."""
+"""On a terminal with fewer columns, a row is printed line by line."""
 NOT_PARTS = {"correct"}
 
 
@@ -53,7 +54,7 @@ def completions_table(
 
 
 def some_of(table: Table, count: int | None) -> Table:
-    """So many of the rows, spread evenly; None: all."""
+    """The table with `count` of its rows, spread evenly; None keeps all of them."""
     total = len(table.rows)
     if count is None or count >= total:
         return table
@@ -62,7 +63,7 @@ def some_of(table: Table, count: int | None) -> Table:
 
 
 def printed(table: Table, *, title: str, width: int) -> RenderableType:
-    """The table for a terminal of `width` columns; on a narrow one, and in its logs, row by row."""
+    """The table for a terminal of `width` columns; row by row where that is narrow."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as Grid

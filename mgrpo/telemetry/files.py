@@ -12,7 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 3
-"""Files named in one message."""
+"""The number of files that one message names."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -24,7 +24,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def move_aside(paths: Sequence[Path]) -> None:
-    """Rename those of `paths`, files or folders of one folder, that exist to `NAME.N` with the first N free for all."""
+    """Rename the files and folders of `paths` that exist to `NAME.N`, with the first N that is free for all of them.
+
+    All of them are in one folder.
+    """
     existing = [path for path in paths if path.exists()]
     if not existing:
         return

@@ -1,4 +1,4 @@
-"""Progress of a run: what its start waits for, a live panel on a terminal, a dozen plain lines in a log, a summary at the end.
+"""Progress of a run: the parts of its start, a live panel on a terminal or a dozen lines in a log, and a summary at the end.
 
 Only rank 0 reports. Metrics are plain dicts, and any of them may be missing. There is no thread: `update` redraws the
 panel a few times per second at most, so that its cost is negligible even for steps of milliseconds.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Metrics = Mapping[str, float]
 
 PHASES = ("generate", "score", "train", "drain", "sync")
-"""Of a step, in their order; a run has those that its metrics have."""
+"""The phases of a step in their order; a run has those that are in its metrics."""
 EVALUATE = "evaluate"
 LINES_PER_RUN = 12
 LOG_COLUMNS = 140
@@ -38,14 +38,14 @@ def _print(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """Says what a start is waiting for: a line for each part, with the seconds that have passed since this was made."""
+    """Prints a line for each part of a start, with the seconds that have passed since this object was made."""
 
     clock: Callable[[], float] = time.monotonic
     write: Callable[[str], None] = _print
     began: float = field(default_factory=time.monotonic)
 
     def say(self, what: str) -> None:
-        """Name what begins now."""
+        """Print the part of the start that begins now."""
         self.write(f"[{self.clock() - self.began:4.0f} s] {what}")
 
 
@@ -54,7 +54,7 @@ class Progress:
 
     Args:
         console: a rich Console; by default standard output, with the live panel only on a terminal.
-        highest: the reward of a right answer, said with every reward; 0 where there is none, or it is 1.
+        highest: the reward of a right answer, printed with every reward unless it is 1; 0 where there is none.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ def _phases(latest: Metrics) -> list[tuple[str, float]]:
 
 
 def _of(highest: float) -> str:
-    """What a reward is out of: 3.125 means little where a right answer earns 10."""
+    """The highest reward, as the end of a phrase: 3.125 means little where a right answer earns 10."""
     return f" of {highest:g}" if highest not in (0, 1) else ""
 
 

@@ -1,4 +1,4 @@
-"""Completions of a run as JSONL: all of each evaluation, some that training sampled, and on request all of those.
+"""Completions of a run as JSONL: all of each evaluation, some from training, and on request all from training.
 
 Rank 0 owns these files. As with metrics, a run never adds to another run's files: those are renamed first. A run that
 continues from a checkpoint removes the samples of later steps, which it repeats. A file has up to `SHARD_LINES` lines.
@@ -23,14 +23,14 @@ from mgrpo.types import Completion, Prompt, Score, ScoredGroup, Turn
 SHARD_LINES = 10_000
 TRAIN_SAMPLES = "train_samples.jsonl"
 NUM_SHOWN, NUM_SHOWN_STEPS = 8, 20
-"""Completions of a training step that are kept to be read, and of about how many steps."""
+"""Completions of a training step that are kept for a reader, and the rough number of such steps."""
 COLUMN_CHARACTERS = 2000
-"""Of a row's own columns, each."""
+"""Characters that are kept of each of a row's own columns."""
 _LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
 """Columns that are in a record under another name."""
 Record = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
-"""The text of each of some tokens."""
+"""A function from tokens to the text of each."""
 
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
@@ -72,12 +72,12 @@ class EvaluationTables:
 
 
 class TrainSamples:
-    """A few completions that training sampled, to be read: `train_samples.jsonl` in `folder`.
+    """A few completions of training for a reader: `train_samples.jsonl` in `folder`.
 
-    One prompt's from the first step, the last, and about `NUM_SHOWN_STEPS` between them.
+    They are of one prompt in each of these steps: the first, the last, and about `NUM_SHOWN_STEPS` between them.
 
     Args:
-        pieces: the text of single tokens, written beside their logprobs; None: without both.
+        pieces: the text of single tokens, written with their logprobs; None writes neither.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
@@ -94,7 +94,7 @@ class TrainSamples:
         dropped: Sequence[ScoredGroup],
         advantages: Sequence[float],
     ) -> list[Record]:
-        """Add a training step, if it is one of those; what was added. See `Traces.write`."""
+        """Add a training step if its completions are kept, and return the records that were added. See `Traces.write`."""
         is_due = step in (1, self.total_steps) or step % max(1, self.total_steps // NUM_SHOWN_STEPS) == 0
         if not is_due or not (groups or dropped):
             return []
@@ -106,10 +106,10 @@ class TrainSamples:
 
 
 class Traces:
-    """Every completion that training sampled: `{run_name}_rollouts_{shard}.jsonl` in `folder`, Open Instruct's name.
+    """Every completion of training: `{run_name}_rollouts_{shard}.jsonl` in `folder`, which is Open Instruct's name.
 
     Args:
-        pieces: the text of single tokens; None: without it.
+        pieces: the text of single tokens; None leaves it out.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
@@ -215,9 +215,9 @@ def trace_records(
     """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
     Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on, and null for tokens that
-    were not sampled; `tokens` has the text of each token. A trajectory's
-    `response_mask` says which of the tokens were sampled, and `branches` which of them after something else than what precedes
-    them: `prompt_tokens` of the tokens from `start` to `end`.
+    were not sampled; `tokens` has the text of each token. A trajectory's `response_mask` marks the tokens that were sampled.
+    Its `branches` list the tokens, from `start` to `end`, that were sampled after `prompt_tokens` and not after the tokens
+    before them.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -253,13 +253,13 @@ def _pieces(completion: Completion, pieces: Pieces | None) -> Record:
 
 
 def _logprobs(completion: Completion, *, digits: int) -> list[float | None]:
-    """Those of the engine; null where a token was not sampled."""
+    """The engine's log-probability of each token; null where the token was not sampled."""
     pairs = zip(completion.logprobs.tolist(), completion.loss_mask.tolist(), strict=True)
     return [finite(round(value, digits)) if is_sampled else None for value, is_sampled in pairs]
 
 
 def _masks(completion: Completion) -> Record:
-    """Which tokens were sampled, and after what, where that is not all of them after all before them."""
+    """`response_mask` and `branches` of a trajectory; empty for a completion whose tokens were all sampled in one go."""
     if completion.trajectory is None:
         return {}
     branches = [
@@ -270,7 +270,7 @@ def _masks(completion: Completion) -> Record:
 
 
 def _trajectory(completion: Completion) -> dict[str, Any]:
-    """The entry `trajectory`: what was called, what was answered, and who ended it; nothing for a completion of a single turn."""
+    """The entry `trajectory`: its calls, the answers to them, and the way it ended; empty for a completion of a single turn."""
     record = completion.trajectory
     if record is None:
         return {}
@@ -299,7 +299,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def as_table(name: str, records: Sequence[Record]) -> Table:
-    """Records for a reader as a table; what is neither text nor a number is JSON."""
+    """Records for a reader as a table; values that are neither text nor numbers become JSON."""
     columns = tuple(dict.fromkeys(key for record in records for key in record if key not in ("tokens", "logprobs")))
     rows = tuple(tuple(_cell(record.get(key)) for key in columns) for record in records)
     return Table(name=name, columns=columns, rows=rows)
@@ -322,7 +322,7 @@ def tables(folder: Path) -> dict[int, list[Path]]:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[Record]:
-    """The records of JSONL files; a line cut off by a crash is left out."""
+    """The records of JSONL files; a line that a crash has cut off is left out."""
     for path in paths:
         with path.open(encoding="utf-8") as lines:
             for line in lines:

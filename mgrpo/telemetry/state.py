@@ -1,4 +1,4 @@
-"""What others read while a run goes on, in its folder: `status.json` says how it stands, `engines.jsonl` how its engines do."""
+"""Files of a run that others read while it goes on: its state in `status.json`, those of its engines in `engines.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Status(TypedDict):
 
     state: State
     cause: str
-    """Why the run has ended before its last step; empty otherwise, or where it was asked to."""
+    """The reason why the run has ended before its last step; empty otherwise, and where it was asked to end."""
 
 
 def write_status(folder: Path, state: State, cause: str = "") -> None:
-    """Say how the run in a folder stands."""
+    """Record the state of the run in a folder."""
     write_whole(folder / STATUS, json.dumps(Status(state=state, cause=cause)) + "\n")
 
 
 def read_status(folder: Path) -> Status | None:
-    """How the run in a folder stands; None where the file is missing or cannot be read."""
+    """The state that the run in a folder recorded last; None where the file is missing or cannot be read."""
     try:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
         state = found["state"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 _MAX_DEPTH = 20
-"""Nested lists and dicts; deeper levels become text."""
+"""The deepest level of nested lists and dicts; deeper ones become text."""
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -44,7 +44,7 @@ def text_of(value: object) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The value; null where JSON has no number for it."""
+    """The value; None where it is not finite, which JSON has no number for."""
     return float(value) if math.isfinite(value) else None
 
 

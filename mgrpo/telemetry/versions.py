@@ -1,4 +1,4 @@
-"""Installed packages in one line."""
+"""The versions of installed packages, in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def version_line() -> str:
 
 
 def package_versions(*, is_extension_compiled: bool, kernels: str) -> str:
-    """Versions of the packages that a run needs, and what computes: the extension, and `kernels`."""
+    """Versions of the packages that a run needs, whether the extension is compiled, and `kernels`."""
     packages = {name: _version(*names) for name, names in _NEEDED.items()}
     return ", ".join(
         [

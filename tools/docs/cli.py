@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 def commands() -> Iterator[tuple[str, ...]]:
-    """Every command and subcommand, as its words."""
+    """Every command and subcommand, each as its words."""
     for command in ("train", *COMMANDS, *SHORT_COMMANDS):
         yield (command,)
         for subcommand in SUBCOMMANDS.get(command, ()):
@@ -48,7 +48,7 @@ def help_of(*words: str) -> str:
 
 
 def without_settings(text: str) -> str:
-    """The help without the groups of settings, which are the same for each command that has them."""
+    """The help without the groups of settings, which are the same in each command that has them."""
     return text.partition("\n\nexperiment:\n")[0]
 
 

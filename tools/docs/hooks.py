@@ -1,7 +1,7 @@
-"""The hooks of `make docs` for mkdocs: pages that lie outside docs/, links as the repository has them, and a look for foreign URLs.
+"""Hooks of mkdocs for `make docs`: pages from outside docs/, links as the repository has them, and a check for foreign URLs.
 
 Pages are written for the repository: `../examples/own_loss/README.md` in docs/losses.md is a link that works there. The site
-has the same tree, except that docs/ is its root, so each link is set right when its page is made. What a page links to becomes
+has the same tree, except that docs/ is its root, so each link is adapted when its page is made. The target of a link becomes
 part of the site: Markdown as a page, source text as a page that shows it, anything else as a file.
 """
 
@@ -21,18 +21,18 @@ from tools.docs.links import Link, links, resolved, with_targets
 from tools.docs.lists import with_four_spaces
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".toml": "toml", ".txt": "text"}
-"""Source text that is shown as a page, and what it is highlighted as."""
+"""The kinds of source text that are shown as a page, and the language to highlight each in."""
 FOREIGN = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//"
     r"|<link\b[^>]*rel=\"?(?:stylesheet|icon|preconnect|preload)[^>]*\bhref=\"?(?:https?:)?//"
     r"|<link\b[^>]*\bhref=\"?(?:https?:)?//[^>]*rel=\"?(?:stylesheet|icon|preconnect|preload)"
     r"|@import\s+[\"']?(?:url\()?[\"']?(?:https?:)?//|url\([\"']?(?:https?:)?//"
 )
-"""Everything that a browser fetches from elsewhere when it opens a page; a link to click on is not."""
+"""Markup that makes a browser fetch from another server when it opens a page; links to click on are not among it."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages and the navigation name outside docs/."""
+    """Add the files outside docs/ that pages and the navigation name."""
     added = [path for path in _paths(config.nav or []) if _outside(path)]
     pages = [*added, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
     for path in pages:
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at where their targets are in the site."""
+    """Point links at the places of their targets in the site."""
     here = page.file.src_uri
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown
@@ -78,7 +78,7 @@ def _outside(path: str) -> bool:
 
 
 def _uri(path: str) -> str:
-    """Where the site has a file of the repository."""
+    """The place in the site of a file of the repository."""
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{path}.md" if _is_shown(path) else path
 
 

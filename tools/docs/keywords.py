@@ -39,7 +39,7 @@ def to_stub() -> str:
 
 
 def _type(setting: Setting) -> str:
-    """What a caller may give; text is read as in a file, where a list may be one word."""
+    """The types that a caller may give; text is read as in a file, where a list may be one word."""
     if setting.name in SOURCES:
         return "object"
     return " | ".join(dict.fromkeys(_alternative(kind) for kind in alternatives(setting.type)))

@@ -26,7 +26,7 @@ _ID = re.compile(r"\b(?:id|name)=\"([^\"]+)\"")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link, and where its target stands in the text."""
+    """One link, and the place of its target in the text."""
 
     target: str
     start: int
@@ -34,7 +34,7 @@ class Link:
 
     @property
     def path(self) -> str:
-        """Without the anchor; empty for a link within the page."""
+        """The target without the anchor; empty for a link within the page."""
         return unquote(self.target.partition("#")[0])
 
     @property
@@ -47,14 +47,14 @@ class Link:
 
 
 def links(text: str) -> Iterator[Link]:
-    """Every link of a page, images included, code left out."""
+    """Every link of a page, including images, but not those in code."""
     for found in _LINK.finditer(_blank(text, _FENCE, _COMMENT, _CODE)):
         group = str(found.lastgroup)
         yield Link(found[group], *found.span(group))
 
 
 def with_targets(text: str, target: Callable[[Link], str]) -> str:
-    """The page with other targets of its links."""
+    """The page with new targets for its links."""
     pieces, end = [], 0
     for link in links(text):
         pieces += [text[end : link.start], target(link)]
@@ -63,7 +63,7 @@ def with_targets(text: str, target: Callable[[Link], str]) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """The names that a link to the page may have after '#': its headings, and the ids in its HTML."""
+    """The anchors that a link to the page may name after '#': its headings, and the ids in its HTML."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in _HEADING.findall(_blank(text, _FENCE, _COMMENT)):
@@ -80,7 +80,7 @@ def slug(heading: str) -> str:
 
 
 def resolved(link: Link, page: str) -> str:
-    """The file that a relative link of `page` means, both as paths within the repository; of a folder, its README.md."""
+    """The file that a relative link of `page` leads to, both as paths within the repository; for a folder, its README.md."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link.path)) if link.path else page
     return posixpath.join(path, "README.md") if Path(path, "README.md").is_file() else path
 

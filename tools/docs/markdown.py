@@ -1,4 +1,4 @@
-"""The parts that the generated pages share."""
+"""Markdown that several generated pages have."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """docs/metrics.md: every metric that a run logs, and what became of the names that other trainers use.
 
-`python -m tools.docs.metrics > docs/metrics.md` writes it. What is logged is mgrpo/telemetry/metrics/metrics.csv; the other names
-are other_metrics.csv beside this module, with the columns
+`python -m tools.docs.metrics > docs/metrics.md` writes it. The metrics are the rows of mgrpo/telemetry/metrics/metrics.csv, the
+other names those of other_metrics.csv beside this module, which has the columns
 
-    section   the section of the page, in which they follow what is logged
+    section   the section of the page, in which they follow the metrics
     name      as the other trainer spells it
-    of        whose name it is
+    of        the trainer that uses it
     status    "alias": logged under the name `target`; "not yet"; "left out": deliberately
-    target    of an alias
-    note      of an alias where it differs from its target; of the others the reason
+    target    the metric that an alias means
+    note      how an alias differs from its target, if it does; for the others the reason
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.docs.markdown import table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherName:
-    """A name that is not logged, a row of other_metrics.csv; see the columns above."""
+    """A name that is not logged, a row of other_metrics.csv; the fields are the columns above."""
 
     section: str
     name: str
@@ -91,13 +91,13 @@ Histograms are lists of counts, never more than 16:
 
 @cache
 def other_names() -> dict[str, OtherName]:
-    """The names that are not logged, in their order."""
+    """The names that are not logged, in the order of the file."""
     with Path(__file__).with_name("other_metrics.csv").open(encoding="utf-8", newline="") as file:
         return {row["name"]: OtherName(**row) for row in csv.DictReader(file)}
 
 
 def entry(name: str) -> Metric | OtherName | None:
-    """What the page says of a name, or of one in braces as it stands there; None for an unknown one."""
+    """The row of a name, or of one with braces as it stands in a table; None for an unknown one."""
     return other_names().get(name) or find(name)
 
 

@@ -1,1 +1,1 @@
-"""Metrics: what each name means, how those of a batch and of an evaluation are computed, and where they are written."""
+"""Metrics: the meaning of each name, the computation for a batch and an evaluation, and the writer of metrics.jsonl."""

@@ -44,12 +44,12 @@ def batch_metrics(
         kept: groups that the step trains on.
         dropped: groups that a filter left out.
         samples: one per completion of `kept`, or one per branch of it, in order.
-        packs: lengths in those of one pass over `samples`, of all mini-batches and data-parallel ranks.
+        packs: lengths in the packs of one pass over `samples`, of all mini-batches and data-parallel ranks.
         batch_size: completions of a full step.
         policy_version: version of the weights from which the step's first update starts.
         num_excluded_prompts: prompts that this step's results exclude from further sampling.
         engine_s: seconds for which engines had work, for `kept` and `dropped`.
-        scale: None with a user's own reward functions: then nothing is solved or unsolved.
+        scale: None with a user's own reward functions; then no completion is solved or unsolved.
     """
     sampled = [*kept, *dropped]
     return {
@@ -69,9 +69,9 @@ def batch_metrics(
 
 
 def kept_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
-    """How large the sets are that tokens were sampled from, where the sampling is cut; empty where it is not.
+    """Sizes of the sets that tokens were sampled from, where the sampling is cut; empty where it is not.
 
-    Over every sampled token of the completions that have such sets. An engine that could not say all of a set left it empty.
+    Counts every sampled token of the completions that have such sets. A set that the engine does not know whole is empty.
     """
     completions = [completion for group in groups for completion in group.group.completions]
     sizes = [c.kept.sizes[c.loss_mask] for c in completions if c.kept is not None]
@@ -87,10 +87,10 @@ def kept_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[ScoredGroup], *, policy_version: int) -> dict[str, float]:
-    """How far back the weights lie that have sampled these groups, in versions of the policy.
+    """The age of the weights that have sampled these groups, in versions of the policy.
 
     Args:
-        policy_version: of the weights that the step starts from.
+        policy_version: the version of the weights that the step starts from.
     """
     versions = [[_sampled_versions(completion) for completion in group.group.completions] for group in groups]
     ages = [
@@ -283,7 +283,7 @@ def _packing(samples: Sequence[TrainSample], packs: PackLengths) -> Metrics:
 def _filtering(
     kept: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], scale: RewardScale | None, num_excluded: int
 ) -> Metrics:
-    """Number of groups left out, and the kind of reward, equal within each group, they had."""
+    """The number of groups left out, in total and by the kind of their reward, which is the same within each group."""
     num_sampled = len(kept) + len(dropped)
     kinds = [_kind(group, scale) for group in dropped]
     return {
@@ -292,13 +292,13 @@ def _filtering(
         "batch/filtered_prompts_pct": len(dropped) / num_sampled if num_sampled else 0.0,
         **{f"batch/filtered_prompts_{kind}": kinds.count(kind) for kind in ("zero", "solved", "nonzero", "unscored")},
         "batch/no_resampled_prompts": num_excluded,
-        # What would grow too old is waited for.
+        # Groups that would become too old are waited for.
         "stale_results_dropped": 0,
     }
 
 
 def _kind(group: ScoredGroup, scale: RewardScale | None) -> str:
-    """Kind of the equal rewards of a group that was left out."""
+    """The kind of the equal rewards of a group that was left out."""
     is_scored = ~np.isnan(group.rewards)
     if not is_scored.any():
         return "unscored"
@@ -319,7 +319,7 @@ def _policy_versions(kept: Sequence[ScoredGroup], policy_version: int) -> Metric
 
 
 def _sampled_versions(completion: Completion) -> np.ndarray:
-    """What stands between turns has none."""
+    """The version that sampled each token; the text between turns was not sampled and has none."""
     return completion.policy_versions[completion.loss_mask]
 
 
@@ -347,7 +347,7 @@ def _verifier_sums(groups: Sequence[ScoredGroup], weights: Mapping[str, float]) 
 
 
 def _rewards(groups: Sequence[ScoredGroup]) -> np.ndarray:
-    """`[completions]` float64."""
+    """The rewards of all completions, `[completions]` float64; NaN without a score."""
     return _joined([group.rewards for group in groups], np.float64)
 
 

@@ -42,7 +42,7 @@ def evaluation_metrics(
 
     Args:
         groups: the same number of completions in each.
-        scale: see `batch_metrics`; None also leaves out what only verifiers provide.
+        scale: see `batch_metrics`; None also leaves out the metrics that only verifiers provide.
         sources: the short name of each group's dataset; empty: no metrics per source.
         generate_s: seconds that generation took; None leaves out its speed.
     """
@@ -105,12 +105,12 @@ def pass_at_k(num_correct: np.ndarray, num_samples: int, k: int) -> np.ndarray:
 
 
 def _pass_rates(correct: np.ndarray) -> dict[str, float]:
-    """From `[prompts, n]` bool: the share of correct completions, and of prompts with at least one."""
+    """The share of correct completions, and of prompts with at least one, from `[prompts, n]` bool."""
     return {"pass_at_1": float(correct.mean()), f"pass_at_{correct.shape[1]}": float(correct.any(axis=1).mean())}
 
 
 def _correct(group: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
-    """`[group]` bool."""
+    """Whether each completion of a group is correct, `[group]` bool."""
     correct = np.array([score.parts["correct"] == 1.0 for score in group.scores])
     return correct if scale is None else correct & is_solved(group, scale)
 

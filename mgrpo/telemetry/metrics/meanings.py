@@ -1,14 +1,14 @@
-"""Every metric that a run can log: a row of metrics.csv, which docs/metrics.md and the charts of a report are made from.
+"""All metrics that a run can log: the rows of metrics.csv, from which docs/metrics.md and the charts of a report are made.
 
 The columns:
 
     section   the section of docs/metrics.md, in which rows stand in the file's order
     name      as it stands in metrics.jsonl; {n} and {k} stand for a number, any other word in braces for text without a slash
-    unit      what a value is counted in
-    of        whose name it is: Open Instruct's where that has one
+    unit      the unit of a value
+    of        the trainer that introduced the name, "own" for this one
     meaning   what a value says
-    chart     the title of the chart that draws it, a row of report/charts.csv; empty: it has one of its own, among the others
-    line      its name in that chart; empty for a name in braces: what stands for the braces
+    chart     the title of the chart that draws it, a row of report/charts.csv; empty where it gets a chart of its own
+    line      its name in that chart; empty for a name with braces, whose line is named by the text that stands for them
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS = ("{n}", "{k}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A row; see the columns above."""
+    """A row; the fields are the columns above."""
 
     section: str
     name: str
@@ -46,7 +46,7 @@ class Metric:
         return self.name.startswith("eval/")
 
     def match(self, name: str) -> re.Match[str] | None:
-        """A logged name that the row is for, with a group for each of its braces."""
+        """The match of a logged name that this row describes, with a group for each of its braces."""
         return _pattern(self.name).fullmatch(name)
 
 
@@ -58,7 +58,7 @@ def metrics() -> tuple[Metric, ...]:
 
 
 def find(name: str) -> Metric | None:
-    """The row of a logged name, or of one in braces as it stands in the table; the most exact one."""
+    """The row that describes a logged name, or has this very name; an exact row before one with braces."""
     rows = [row for row in metrics() if row.name == name] or [row for row in metrics() if row.match(name)]
     return rows[0] if rows else None
 

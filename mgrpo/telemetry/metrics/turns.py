@@ -10,12 +10,12 @@ import numpy as np
 from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord
 
 ENDINGS = ("stop", "length", "max_calls", "done", "error")
-"""What ends a trajectory."""
+"""The ways in which a trajectory ends."""
 NAN = float("nan")
 
 
 def turn_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
-    """Over every completion that has a trajectory; empty where none has. Clock readings are under time/."""
+    """Metrics of every completion that has a trajectory; empty where none has. Clock readings are under time/."""
     completions = [completion for group in groups for completion in group.group.completions]
     records = [completion.trajectory for completion in completions if completion.trajectory is not None]
     if not records:
@@ -43,7 +43,7 @@ def _tokens(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """By tool, and of all tools together; what could not be read or names no tool is counted elsewhere."""
+    """Calls by tool, and of all tools together; `_turns` counts those that cannot be read or that name no tool."""
     calls: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for record in records:
         for turn in record.turns:
@@ -60,7 +60,7 @@ def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def _of_environments(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """What environments report by themselves, as `{environment}/{metric}`."""
+    """Metrics that environments report themselves, as `{environment}/{metric}`."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.metrics.items():

@@ -23,6 +23,7 @@ class MetricsWriter:
     Args:
         resumed_after: the step after which this run continues the run that wrote these files; None: a new run.
         num_lines: lines that this run had written at that step; later lines are removed.
+        clock: the time in seconds, for the limit of `close`.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class MetricsWriter:
         self._clock = clock
         folder.mkdir(parents=True, exist_ok=True)
         self.num_lines = 0
-        """Lines of metrics.jsonl."""
+        """Lines that metrics.jsonl has."""
         if resumed_after is None:
             move_earlier_run(folder)
         else:
@@ -45,7 +46,7 @@ class MetricsWriter:
         self.path = folder / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
         self.sinks: list[Sink] = []
-        """Add them once the writer exists, which moves the files of an earlier run aside."""
+        """Trackers and the like. Make them after the writer, which moves the files of an earlier run aside."""
 
     def write(self, step: int, metrics: Mapping[str, float | list[int]]) -> None:
         """Record one step; the line is complete on disk on return. NaN and infinities become null.
@@ -70,7 +71,7 @@ class MetricsWriter:
             sink.table(step, table)
 
     def summary(self, values: Mapping[str, float]) -> None:
-        """Tell every sink what came of the run."""
+        """Give every sink the results of the run, numbers that belong to no step."""
         finite = {name: number for name, value in values.items() if (number := _number(value)) is not None}
         for sink in self.sinks:
             sink.summary(finite)

@@ -1,14 +1,14 @@
-"""The charts of a run, and of several runs in one: those of charts.csv, in its order, with the metrics that name them.
+"""The charts of a run, and of several runs in one. charts.csv lists them in their order.
 
 The columns of charts.csv:
 
     group     the heading under which it stands
-    title     named in the column `chart` of metrics.csv by each metric that it draws; those of evaluations are dots
-    unit      "%" shows shares of 1 as percentages; nothing else is needed, the note says what a number is
-    options   words: "log" lets the axis be logarithmic, "zero" begins it there, "stacked" draws areas on top of each other, "large"
-              makes the chart wide, "unsmoothed" leaves out the running mean
-    compared  the metric with which runs are compared; empty for the chart's first
-    note      what the chart says about a run
+    title     the column `chart` of metrics.csv names it for each metric that it draws, those of evaluations as dots
+    unit      "%" for shares of 1 that are shown as percentages; otherwise empty
+    options   words: "log" (the axis may be logarithmic), "zero" (it begins at 0), "stacked" (areas on top of each other),
+              "large", "unsmoothed" (no running mean)
+    compared  the metric that a comparison of runs draws; empty for the first metric of the chart
+    note      a sentence that says how to read the chart
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mgrpo.telemetry.report.text import shown, text
 
 LARGE = (660, 250)
 MAX_OTHER = 80
-"""Charts of metrics that no other chart shows."""
+"""The largest number of charts for metrics that no row of charts.csv draws."""
 NOT_DRAWN = {"step", "policy_version", "episode", "time/unix"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A row of charts.csv; see the columns above."""
+    """A row of charts.csv; the fields are the columns above."""
 
     group: str
     title: str
@@ -44,11 +44,11 @@ class Chart:
 
     @property
     def words(self) -> list[str]:
-        """Its options."""
+        """The options as a list."""
         return self.options.split()
 
     def drawn(self, *, held_out: bool) -> list[Metric]:
-        """The metrics that it draws: those of training steps, or those of evaluations."""
+        """The metrics of training steps that the chart draws, or those of evaluations."""
         return [metric for metric in metrics() if metric.chart == self.title and metric.is_held_out == held_out]
 
 
@@ -78,7 +78,7 @@ def chart_groups(run: RecordedRun, sheet: Sheet) -> str:
             dots = {name: evaluation_points(run.evaluations, m) for name, m in _held_out(chart, run)}
             still = {m: only for m, curve in curves.values() if (only := _constant(curve, course)) is not None}
             has_dots = any(dots.values())
-            # A line that moves shows the ones that do not; alone, they are better read than seen.
+            # Lines that never change are drawn beside one that does; alone, they are listed as text.
             if not has_dots and len(still) == sum(curve.range() is not None for _, curve in curves.values()):
                 constant |= still
                 continue
@@ -92,7 +92,7 @@ def chart_groups(run: RecordedRun, sheet: Sheet) -> str:
 
 
 def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: Sheet) -> str:
-    """The same charts with the leading metric of each, one line per run."""
+    """The same charts with one metric each, and a line for each run."""
     courses = [Course(run.steps) for run in runs]
     parts, known = list[str](), list[list[Values]]()
     for heading, charts in groups().items():
@@ -129,7 +129,7 @@ def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: S
 
 
 def _names(courses: Iterable[Course], metric: Metric | None) -> dict[str, str]:
-    """The names to compare runs by, under what stands for a pattern's braces; "" for a metric that is none."""
+    """The logged names to compare runs by, by the text that stands for the braces of a pattern; "" for a plain name."""
     if metric is None or not metric.is_pattern:
         return {"": metric.name if metric else ""}
     found = {name: line for course in courses for line, name in course.matching(metric).items()}
@@ -186,7 +186,7 @@ def _figure(sheet: Sheet, chart: Chart, series: Sequence[Series], names: str) ->
 
 
 def _constant(curve: Curve, course: Course) -> float | None:
-    """The value of a curve that never changes over two steps or more."""
+    """The value of a curve of two steps or more that never changes; None for other curves."""
     found = curve.range()
     return found[0] if found and found[0] == found[1] and len(course.lines) > 1 else None
 

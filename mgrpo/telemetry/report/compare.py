@@ -18,7 +18,7 @@ from mgrpo.telemetry.report.text import percent, shown, table, text
 from mgrpo.telemetry.samples import Record, tables
 
 OWN = {"output_dir", "exp_name", "run_name", "rollouts_save_path"}
-"""Settings that say which run it is, not what it does."""
+"""Settings that identify a run and do not change what it computes."""
 MAX_SIDE_BY_SIDE = 6
 
 
@@ -26,7 +26,7 @@ def comparison(folders: Sequence[Path], *, follow: Follow | None = None) -> str:
     """The whole page.
 
     Args:
-        follow: as for the page of a run.
+        follow: see `page`.
     Raises:
         ValueError: a folder holds no metrics.
     """
@@ -61,7 +61,7 @@ def comparison(folders: Sequence[Path], *, follow: Follow | None = None) -> str:
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its path without what all have in common."""
+    """A name for each folder: its path without the part that all folders share."""
     parts = [folder.absolute().parts for folder in folders]
     common = len(list(takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))))
     names = ["/".join(path[min(common, len(path) - 1) :]) for path in parts]

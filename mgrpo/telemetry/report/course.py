@@ -1,4 +1,4 @@
-"""How metrics change over the steps of a run, thinned to what a chart can show."""
+"""The course of metrics over the steps of a run, thinned to as many places as a chart can show."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mgrpo.telemetry.samples import Record
 MAX_PLACES = 300
 """Places along the x axis of a chart; each stands for one step or for several in a row."""
 MIN_SMOOTHED = 20
-"""Steps from which on a running mean is worth drawing."""
+"""The fewest values of which a running mean is worth drawing."""
 
 Points = list[tuple[int, float]]
-"""`(step, value)`."""
+"""Pairs `(step, value)`."""
 Values = list[float | None]
-"""At each place."""
+"""A value for each place; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Curve:
     smooth: Values
 
     def range(self) -> tuple[float, float] | None:
-        """Lowest and highest of what is drawn; None where there is nothing."""
+        """The lowest and the highest value that are drawn; None where there is none."""
         known = [value for values in (self.low, self.high) for value in values if value is not None]
         return (min(known), max(known)) if known else None
 
@@ -50,11 +50,11 @@ class Course:
         self.names = sorted({name for line in self.lines for name in line})
 
     def matching(self, metric: Metric) -> dict[str, str]:
-        """The logged names that a row with braces stands for, by what is in their place."""
+        """The logged names that a row with braces describes, by the text that stands for the braces."""
         return {found[1]: name for name in self.names if (found := metric.match(name))}
 
     def curve(self, name: str, *, is_smoothed: bool = True) -> Curve:
-        """One metric; without a running mean where that would say something else than the values."""
+        """One metric; a running mean only if `is_smoothed`, because the mean of a schedule is not its value."""
         known = [
             (index, float(value))
             for index, line in enumerate(self.lines)
@@ -78,12 +78,12 @@ class Course:
 
 
 def evaluation_points(evaluations: Sequence[Record], name: str) -> Points:
-    """A metric of evaluations; the later one where two follow the same step."""
+    """A metric of evaluations; where two follow the same step, the later one."""
     return list(dict(metric_points(evaluations, name)).items())
 
 
 def metric_points(lines: Iterable[Record], name: str) -> Points:
-    """One metric of the lines of a metrics.jsonl; lines without a value are left out."""
+    """A metric from the lines of a metrics.jsonl; lines without a value are left out."""
     return [
         (line["step"], line[name])
         for line in lines
@@ -92,7 +92,7 @@ def metric_points(lines: Iterable[Record], name: str) -> Points:
 
 
 def window_of(num_values: int) -> int:
-    """Over how many values the running mean of a curve is taken, from `MIN_SMOOTHED` values on."""
+    """The number of values in the running mean of a curve of `num_values`, which are at least `MIN_SMOOTHED`."""
     return min(num_values // 10, 50)
 
 

@@ -1,6 +1,6 @@
-"""A chart as HTML: its title, its legend, its curves as SVG, and its values for the script that reads them out.
+"""A chart as HTML: its title, its legend, its curves as SVG, and its values for the script of the page.
 
-And the curve of the reward as a file of its own.
+`reward_svg` draws the curve of the reward as a file of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mgrpo.telemetry.samples import Record
 
 NUM_COLOURS = 8
 PICTURE = (760, 260)
-"""Size of a picture that is a file."""
+"""The size of a picture that is a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ class Series:
     course: Course
     curve: Curve
     dots: Points = field(default_factory=list)
-    """Single values beside it, such as evaluations."""
+    """Single values beside the line, such as evaluations."""
 
     def xs(self) -> list[float]:
-        """Steps of the places."""
+        """The x of each place: the middle of its steps."""
         return [(first + last) / 2 for first, last in self.course.places]
 
     def ranges(self) -> list[tuple[float, float]]:
@@ -66,7 +66,7 @@ class Sheet:
         self._numbers = count(1)
 
     def values(self) -> dict[str, Any]:
-        """What the script needs, in JSON."""
+        """The values of all charts for the script, as JSON objects."""
         return {
             "first": self.first,
             "last": self.last,
@@ -91,9 +91,9 @@ class Sheet:
 
         Args:
             note: what the chart means, in a sentence.
-            names: of the metrics, as they are in metrics.jsonl.
-            unit: "%" shows shares of 1 as percentages; others follow the number.
-            is_stacked: areas on top of each other instead of lines.
+            names: the names of the metrics in metrics.jsonl.
+            unit: "%" shows shares of 1 as percentages.
+            is_stacked: draws areas on top of each other instead of lines.
         """
         borders = _stacked(series) if is_stacked else []
         frame = Frame.around(
@@ -142,7 +142,7 @@ def reward_svg(lines: Sequence[Record]) -> str:
     """The rewards of a run and of its evaluations as an SVG file, for a model card or a page.
 
     Args:
-        lines: of its metrics.jsonl; at least one has a reward.
+        lines: the lines of its metrics.jsonl; at least one has a reward.
     """
     course = Course([line for line in lines if "reward" in line])
     series = Series(name="reward", colour=0, course=course, curve=course.curve("reward"))
@@ -160,7 +160,7 @@ def reward_svg(lines: Sequence[Record]) -> str:
 
 
 def areas(frame: Frame, series: Sequence[Series], borders: Sequence[Sequence[float]]) -> list[str]:
-    """Curves on top of each other."""
+    """The areas between curves on top of each other."""
     return [
         mark
         for one, low, high in zip(series, borders, borders[1:], strict=False)

@@ -1,4 +1,4 @@
-"""A coordinate system over training steps, and what is drawn in it, as SVG.
+"""A coordinate system over training steps, and marks in it, as SVG.
 
 Marks have classes. The style sheet of a page gives them their colours, or `STYLE` in a picture that is a file of its own.
 """
@@ -19,11 +19,11 @@ UNDER_TITLE = 24
 CHARACTER = 6.5
 """Width of a character of a label, roughly."""
 LOG_FROM = 50.0
-"""Ratio of the highest and the lowest value from which on an axis that may be logarithmic is."""
+"""An axis that may be logarithmic is so where the highest value is this many times the lowest."""
 CURSOR = "<g class='cursor'></g>"
-"""Where the script of a page marks the step under the pointer."""
+"""The place where the script of a page marks the step under the pointer."""
 COLOURS = ("#1f5a99", "#d9622b", "#3c8c4a", "#8a5fb0", "#b08d2f")
-"""Those of a picture; a page has its own."""
+"""Colours of a picture; a page has its own."""
 STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#444}.rule{stroke:#e3e3e3}polyline{stroke-linejoin:round}.line{stroke-width:2}"
     ".faint{stroke-width:1;opacity:.45}.band{opacity:.15}"
@@ -46,7 +46,7 @@ class Frame:
     high: float
     is_log: bool
     labels: Sequence[tuple[float, str]]
-    """Values with a rule, and what stands beside it."""
+    """The values that have a rule, and the label of each."""
 
     @classmethod
     def around(
@@ -61,11 +61,11 @@ class Frame:
         size: tuple[int, int] = (WIDTH, HEIGHT),
         top: int = TOP,
     ) -> Frame:
-        """Around everything that is drawn.
+        """The coordinate system around everything that is drawn.
 
         Args:
-            ranges: the lowest and the highest value of each thing; at least one.
-            first, last: steps.
+            ranges: the lowest and the highest value of each curve; at least one.
+            first, last: the ends of the x axis, in steps.
             top: room above, in pixels: `UNDER_TITLE` for a picture that has a title.
         """
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
@@ -98,7 +98,7 @@ class Frame:
         return self.height - BOTTOM
 
     def x(self, step: float) -> float:
-        """A step's place; that of a single one is the middle."""
+        """The place of a step; with a single step, the middle."""
         span = self.last - self.first
         share = (step - self.first) / span if span else 0.5
         return self.left + share * (self.right - self.left)
@@ -112,10 +112,10 @@ class Frame:
         return self.bottom - share * (self.bottom - self.top)
 
     def lines(self, xs: Sequence[float], values: Sequence[float | None], style: str) -> list[str]:
-        """A line through the values, in pieces where they have gaps; a dot for one alone, which has no line.
+        """A line through the values, in pieces where they have gaps; a piece of one value is a dot.
 
         Args:
-            style: names of classes.
+            style: class names.
         """
         found = []
         for piece in _pieces(xs, values):
@@ -140,7 +140,7 @@ class Frame:
         return found
 
     def dots(self, points: Points, style: str) -> list[str]:
-        """Single values."""
+        """A dot for each point."""
         return [
             f"<circle class='{style}' cx='{self.x(x):.1f}' cy='{self.y(value):.1f}' r='3.5'/>" for x, value in points
         ]
@@ -153,8 +153,8 @@ class Frame:
         """An `<svg>` element.
 
         Args:
-            label: what it shows, for those who cannot see it.
-            is_file: it is a picture by itself, with colours, on white; otherwise it is part of a page.
+            label: a description for those who cannot see it.
+            is_file: whether it is a file of its own, with colours and on white, or part of a page.
         """
         own = f" xmlns='http://www.w3.org/2000/svg' width='{self.width}' height='{self.height}'" if is_file else ""
         before = f"<style>{STYLE}</style><rect width='100%' height='100%' fill='white'/>" if is_file else ""
@@ -192,7 +192,7 @@ def step_ticks(first: int, last: int, most: int) -> list[int]:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 and 10 times a power of ten."""
+    """The smallest number from `value` on that is 1, 2, 2.5, 5 or 10 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= value * (1 - 1e-9))
 
@@ -222,7 +222,7 @@ def _plain(value: float) -> str:
 
 
 def _pieces(xs: Sequence[float], values: Sequence[float | None]) -> list[list[tuple[float, float]]]:
-    """The values without the gaps between them; gaps of a few places are bridged, because not every step has each metric."""
+    """The values in pieces between gaps; gaps of a few places are bridged, because not every step has each metric."""
     known = [(index, x, value) for index, (x, value) in enumerate(zip(xs, values, strict=True)) if value is not None]
     pieces: list[list[tuple[float, float]]] = []
     before = -math.inf

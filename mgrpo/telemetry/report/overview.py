@@ -27,7 +27,7 @@ SETTINGS = (
     "beta",
     "seed",
 )
-"""Shown without unfolding the rest."""
+"""Settings that are shown without unfolding the rest."""
 COLUMNS = {
     "step": "after step",
     "policy_version": "weights version",
@@ -37,12 +37,12 @@ COLUMNS = {
     "eval/stop_rate": "ended by themselves",
     "eval/no_score_rate": "without a score",
 }
-"""Of the table of evaluations; the fraction of prompts that one of several answers solves follows."""
+"""Columns of the table of evaluations; after them come the shares of prompts that one of several answers solves."""
 SHARES = re.compile(r"eval/(pass_at_\d+|stop_rate|no_score_rate)")
 STRIP = 1000
 """Length of an engine's bar, which is stretched to the width of the page."""
 TAIL = 10
-"""Steps whose mean is the value now, and the value at the start."""
+"""The number of steps whose mean is the value now, and the value at the start."""
 TILES = (
     ("Reward", "reward", "{:.3g}", ""),
     ("Length", "completions/mean_length", "{:.4g}", "tokens"),
@@ -55,7 +55,7 @@ TILES = (
 
 
 def header(run: RecordedRun) -> str:
-    """The run's name and state, how far it is, and the numbers that say most."""
+    """The run's name, state and progress, and its main numbers."""
     model = run.settings.get("model_name_or_path")
     data = run.settings.get("dataset_mixer_list")
     about = [str(value) for value in (model, data[0] if isinstance(data, list) and data else None) if value]
@@ -67,7 +67,7 @@ def header(run: RecordedRun) -> str:
 
 
 def pill(run: RecordedRun) -> str:
-    """The state as a small sign."""
+    """The state as a coloured label."""
     return f"<span class='pill {run.state}'>{text(run.state_words)}</span>"
 
 
@@ -93,7 +93,7 @@ def _cause(run: RecordedRun) -> str:
 
 
 def _tiles(run: RecordedRun) -> str:
-    """Numbers now, and what they were at the start."""
+    """The main numbers now and at the start."""
     tiles = []
     held_out = [v for line in run.evaluations if isinstance(v := line.get("eval/pass_at_1"), (int, float))]
     if held_out:
@@ -115,7 +115,7 @@ def _tile(name: str, now: str, before: str, unit: str = "") -> str:
 
 
 def _facts(run: RecordedRun) -> list[str]:
-    """When it ran, and with which packages, which config.yaml says in its first line."""
+    """The number of steps, the times of the run, and its packages, which the first line of config.yaml lists."""
     facts = [f"{len(run.steps)} {'step' if len(run.steps) == 1 else 'steps'}"] if run.steps else []
     idle = sum(line.get("optim/steps") == 0 for line in run.steps)
     if idle:
@@ -131,7 +131,7 @@ def _facts(run: RecordedRun) -> list[str]:
 
 def warnings(run: RecordedRun) -> str:
     """Each sign once, with all steps at which it was reported and the page that helps."""
-    # A run whose settings are not known is taken for a long one.
+    # A run with unknown settings counts as a long one.
     found: dict[str, tuple[list[int], str]] = {}
     for step, name, sentence in replay(run.steps, run.num_steps or len(run.steps) + 3):
         steps = found.pop(name, ([], ""))[0]
@@ -170,7 +170,7 @@ def _number(name: str) -> int:
 
 
 def settings(run: RecordedRun) -> str:
-    """The settings that describe a run, and all of them."""
+    """The settings that describe a run best, and a folded list of all of them."""
     if not run.config:
         return ""
     rows = [[name, shown(run.settings[name])] for name in SETTINGS if run.settings.get(name) not in (None, [], "")]
@@ -181,7 +181,7 @@ def settings(run: RecordedRun) -> str:
 
 
 def engines(run: RecordedRun) -> str:
-    """The states of the engines by step: a bar for each, what failed, and how they stand now."""
+    """The states of the engines by step: a bar for each engine, the failures, and the present states."""
     if not run.engines:
         return ""
     last = max(run.step, 1)
@@ -219,7 +219,7 @@ def engines(run: RecordedRun) -> str:
 
 
 def _history(changes: Sequence[tuple[int, Sequence[Record]]], number: int) -> list[tuple[int, Record]]:
-    """What one engine was from which step on."""
+    """The states of one engine, each with the first step of it."""
     history: list[tuple[int, Record]] = []
     for step, engines in changes:
         for engine in engines:

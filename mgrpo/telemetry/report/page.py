@@ -1,7 +1,8 @@
 """A run as one HTML page, made from the files in its folder: config.yaml, metrics.jsonl and the tables of samples.
 
-The page loads nothing, and runs one script: the one in this folder, whose hash its policy names. What a model wrote is untrusted
-input: it is escaped here, and is only ever text there. Without scripts everything can be read but the values under the pointer.
+The page loads nothing, and runs one script: the one in this folder, whose hash its policy names. Completions are untrusted
+input: they are escaped here, and the script handles them as text only. Without scripts everything but the values under the
+pointer can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mgrpo.telemetry.report.text import script_json, text
 from mgrpo.telemetry.samples import TRAIN_SAMPLES
 
 Follow = Literal["", "reload", "poll"]
-"""How the page keeps up with a run: not at all, by loading itself again, or by asking the server that it came from."""
+"""The way in which the page follows a run: not at all, by loading itself again, or by asking the server that it came from."""
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -42,7 +43,7 @@ def page(folder: Path, *, follow: Follow | None = None) -> str:
     """The whole page.
 
     Args:
-        follow: None: the page loads itself again as long as the run goes on.
+        follow: None for a page that loads itself again as long as the run goes on.
     """
     run = RecordedRun.read(folder)
     if follow is None:
@@ -78,7 +79,7 @@ _KINDS = (("", "all"), ("correct", "correct"), ("wrong", "wrong"), ("unscored", 
 
 
 def with_tools(samples: str, *, has_tokens: bool) -> str:
-    """The section of samples, with what searches them."""
+    """The section of samples, with the fields that search them."""
     if not samples:
         return ""
     kinds = "".join(f"<option value='{value}'>{name}</option>" for value, name in _KINDS)
@@ -98,7 +99,7 @@ def with_tools(samples: str, *, has_tokens: bool) -> str:
 
 
 PROBABILITIES = ("above 0.9", "above 0.5", "above 0.1", "above 0.01", "below", "not sampled")
-"""Levels of the colours of tokens."""
+"""Levels of probability, each with a colour for tokens."""
 
 
 def whole(
@@ -110,7 +111,11 @@ def whole(
     gallery: Gallery | None = None,
     follow: Follow = "",
 ) -> str:
-    """A page of sections: by the place that the contents link to, their name and HTML; empty ones are left out."""
+    """A page of sections.
+
+    Args:
+        sections: name and HTML by the anchor that the contents link to; empty sections are left out.
+    """
     kept = {place: found for place, found in sections.items() if found[1]}
     values: dict[str, Any] = {"tokens": gallery.tokens if gallery else {}, **(sheet.values() if sheet else {})}
     policy = (

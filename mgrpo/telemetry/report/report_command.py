@@ -1,4 +1,4 @@
-"""`mgrpo report DIR ...` and `mgrpo watch DIR ...`."""
+"""The commands `mgrpo report DIR ...` and `mgrpo watch DIR ...`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RUNS = 20
 
 
 def report_command(argv: Sequence[str]) -> int:
-    """Write the report of a run or of an evaluation again, or a comparison of several."""
+    """Write the report of a run or of an evaluation again, or a comparison of several; returns the exit status."""
     made = argparse.ArgumentParser(
         prog="mgrpo report",
         description=f"Writes the report of a run again; of several runs, a page that compares them: {COMPARISON} in this folder.",

@@ -1,4 +1,4 @@
-"""What the files in a run's folder say, read once for a page."""
+"""A run as the files in its folder record it, read once for a page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mgrpo.telemetry.samples import Record, read_records
 from mgrpo.telemetry.state import ENGINES, STATUS, read_status
 
 LOCK = "run.lock"
-"""In the folder from the start of a run to its end, and touched every 15 seconds."""
+"""A file that is in the folder from the start of a run to its end, and is touched every 15 seconds."""
 LOST_S = 60.0
-"""Seconds without a touch after which a run has ended without saying so."""
+"""A run whose lock has not been touched for this many seconds has ended without recording it."""
 FOLLOWED = ("config.yaml", "metrics.jsonl", STATUS, ENGINES, "rollouts")
-"""What a page is made of."""
+"""The files that a page is made from."""
 STATES = {
     "waiting": "waiting for a run",
     "starting": "starting",
@@ -28,7 +28,7 @@ STATES = {
     "lost": "no sign of life",
     "ended": "ended",
 }
-"""States of a run in words."""
+"""The states of a run, and the words for them on a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +39,21 @@ class RecordedRun:
     config: str
     settings: Mapping[str, Any]
     steps: Sequence[Record]
-    """Training steps in their order."""
+    """The lines of training steps in their order."""
     evaluations: Sequence[Record]
     engines: Sequence[Record]
     """States of all engines after a step, where they differ from those before."""
     state: str
-    """See `STATES`."""
+    """A key of `STATES`."""
     cause: str
-    """Why it ended, where that is known."""
+    """The reason for its end, where that is known."""
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
         """The run in a folder.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the folder has no metrics.jsonl.
         """
         metrics = folder / "metrics.jsonl"
         if not metrics.is_file():
@@ -76,12 +76,12 @@ class RecordedRun:
 
     @property
     def title(self) -> str:
-        """Its name."""
+        """The name of the experiment, or that of the folder."""
         return str(self.settings.get("exp_name") or self.name)
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
+        """The name of the folder."""
         return self.folder.absolute().name
 
     @property
@@ -100,16 +100,16 @@ class RecordedRun:
 
     @property
     def state_words(self) -> str:
-        """Its state for readers."""
+        """The state in words."""
         return "evaluation" if self.is_over and self.evaluations and not self.steps else STATES[self.state]
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the run has ended, for whatever reason."""
         return self.state not in ("waiting", "starting", "running")
 
     def times(self) -> list[float]:
-        """When its lines were written, since 1970; the first and the last."""
+        """The times of the first and the last line, in seconds since 1970; empty without lines."""
         times = [t for line in (*self.steps, *self.evaluations) if isinstance(t := line.get("time/unix"), (int, float))]
         return [min(times), max(times)] if times else []
 
@@ -127,7 +127,7 @@ class RecordedRun:
 
 
 def state_of(folder: Path) -> tuple[str, str]:
-    """The state of the run in a folder, and why it ended."""
+    """The state of the run in a folder, a key of `STATES`, and the reason for its end."""
     status = read_status(folder)
     lock = folder / LOCK
     age = time.time() - lock.stat().st_mtime if lock.exists() else None

@@ -1,4 +1,4 @@
-"""Completions on the page: the same held-out prompts across evaluations, and what training sampled, step by step."""
+"""Completions on the page: the same held-out prompts across evaluations, and samples of training step by step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mgrpo.telemetry.report.text import shown, text, visible
 from mgrpo.telemetry.samples import TRAIN_SAMPLES, Record, read_records, tables
 
 MAX_COLUMNS = 4
-"""Evaluations that stand side by side."""
+"""The largest number of evaluations side by side."""
 MAX_ANSWERS = 4
-"""Of a prompt in one evaluation."""
+"""The largest number of answers to a prompt in one evaluation."""
 MAX_TRAIN_RECORDS = 400
 MAX_READ_BYTES = 32 * 2**20
-"""Of an evaluation's tables, whose records are in the order of the prompts."""
+"""Bytes that are read of an evaluation's tables, whose records are in the order of the prompts."""
 NUM_PLACES, LINES_AT_PLACE, MAX_LINE_BYTES = 16, 4, 2**20
-"""Places in the traces from which records are shown, evenly spread, and how much is read at each."""
+"""The number of evenly spread places in the traces from which records are shown, lines at each, and bytes of a line."""
 CHARACTERS = 2000
-"""Shown of each text."""
+"""Characters of each text that are shown."""
 MAX_TOKENS = 60_000
-"""Tokens of a page that can be coloured."""
+"""The largest number of tokens of a page that have colours."""
 HEADINGS = {
     "Rose most": 4,
     "Fell most": 3,
@@ -43,7 +43,7 @@ ENDS = {
     "error": "lost by the environment",
     "abort": "aborted",
 }
-"""Finish reasons and what ends a trajectory, in words."""
+"""Finish reasons of completions and ends of trajectories, in words."""
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class Gallery:
     """The samples of a page, and the tokens of those that have them."""
 
     tokens: dict[str, list[Any]] = field(default_factory=dict)
-    """By the sample's id: its pieces of text, and the log-probability of each."""
+    """The pieces of text of a sample, and the log-probability of each, by the sample's id."""
     room: int = MAX_TOKENS
     _numbers: Iterator[int] = field(default_factory=count)
 
     def sample(self, record: Record) -> str:
-        """A completion with everything that is known about it."""
+        """A completion with all facts of its record."""
         number = f"s{next(self._numbers)}"
         completion = record.get("completion")
         pieces, logprobs = record.get("tokens"), record.get("logprobs")
@@ -88,7 +88,7 @@ class Gallery:
         """Held-out prompts, each with its answers in every column.
 
         Args:
-            columns: by heading, the records of each prompt.
+            columns: the records of each prompt, by the heading of the column.
             chosen: prompts by the heading under which they are shown.
         """
         parts = []
@@ -146,7 +146,7 @@ def _after(step: int) -> str:
 
 
 def by_prompt(paths: Iterable[Path]) -> dict[Any, list[Record]]:
-    """The records of an evaluation by prompt; of a large one its first part."""
+    """The records of an evaluation by prompt; only the first `MAX_READ_BYTES` or so of a large one."""
     found: dict[Any, list[Record]] = {}
     left = MAX_READ_BYTES
     for path in paths:
@@ -170,10 +170,10 @@ def mean_rewards(records: Mapping[Any, Sequence[Record]]) -> dict[Any, float]:
 
 
 def choose_prompts(first: Mapping[Any, float], last: Mapping[Any, float]) -> dict[str, list[Any]]:
-    """Prompts by why they are worth reading, each once: those that changed most, the extremes, and a few at random.
+    """Prompts that are worth reading, each once, by the reason: those that changed most, the extremes, and a few at random.
 
     Args:
-        first, last: rewards by prompt, in the first and in the last evaluation; the same for a single one.
+        first, last: rewards by prompt in the first and the last evaluation, which may be the same.
     """
     changes = {prompt: last[prompt] - first[prompt] for prompt in last if prompt in first}
     has_spread = len(set(last.values())) > 1
@@ -193,14 +193,14 @@ def choose_prompts(first: Mapping[Any, float], last: Mapping[Any, float]) -> dic
 
 
 def train_samples(path: Path, gallery: Gallery) -> str:
-    """Completions of one prompt of each of some steps, the newest first."""
+    """Completions of one prompt for each of some steps, the newest step first."""
     records = [r for r in read_records([path]) if isinstance(r, dict)] if path.is_file() else []
     note = f"Of one prompt a step. rollouts/{TRAIN_SAMPLES} has these completions."
     return _by_step("training", "Training samples", note, records[-MAX_TRAIN_RECORDS:], gallery)
 
 
 def traces(folder: Path, gallery: Gallery) -> str:
-    """Some of the completions that `save_traces` has kept, from the whole run."""
+    """Some of the completions that `save_traces` has kept, spread over the whole run."""
     shards = sorted(folder.glob("*_rollouts_[0-9]*.jsonl")) if folder.is_dir() else []
     readable = [r for r in _spread_records(shards) if isinstance(r, dict) and ("tokens" in r or "completion" in r)]
     note = (
@@ -210,7 +210,7 @@ def traces(folder: Path, gallery: Gallery) -> str:
 
 
 def _spread_records(shards: Sequence[Path]) -> Iterator[Any]:
-    """A few lines from evenly spread places of large files."""
+    """The records of a few lines from evenly spread places in large files."""
     sizes = [path.stat().st_size for path in shards]
     for place in range(NUM_PLACES):
         position = sum(sizes) * place // NUM_PLACES
@@ -252,7 +252,7 @@ def _by_step(name: str, heading: str, note: str, records: Iterable[Record], gall
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of them, the first and the last among them."""
+    """At most `most` of the items, with the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
@@ -264,7 +264,7 @@ def _prompt(record: Record) -> str:
 
 
 def _kind(record: Record) -> str:
-    """Training records do not say whether they are correct; the scores of their verifiers do."""
+    """Whether a training record is correct, by the scores of its verifiers: it does not say so itself."""
     if record.get("reward") is None:
         return "unscored"
     scores = record.get("scores")
@@ -294,7 +294,7 @@ def _ended_by(record: Record) -> str:
 
 
 def _turns(record: Record) -> list[str]:
-    """How many turns a trajectory has, and what they called."""
+    """The number of turns of a trajectory, and the tools that they called."""
     turns = (record.get("trajectory") or {}).get("turns")
     if not turns:
         return []

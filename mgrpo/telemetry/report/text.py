@@ -1,4 +1,4 @@
-"""Untrusted text and numbers on the page: escaped, visible, and never anything but text."""
+"""Untrusted text and numbers on the page: escaped, visible, and nothing but text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 SHOWN_CHARACTERS = 4000
-"""Of one text, unless its place says less."""
+"""Characters of one text that are shown, unless its place shows fewer."""
 _IN_SCRIPTS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 
 
 def text(value: object, *, limit: int | None = SHOWN_CHARACTERS) -> str:
-    """Anything as HTML text or the value of a quoted attribute: no markup, and nothing invisible."""
+    """Any value as HTML text or as a quoted attribute: no markup, and nothing invisible."""
     return html.escape(visible(str(value), limit=limit), quote=True)
 
 
@@ -47,12 +47,12 @@ def shown(value: object) -> str:
 
 
 def percent(share: object) -> str:
-    """A share of 1 as a percentage; nothing for what is no number."""
+    """A share of 1 as a percentage; empty for anything but a number."""
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) else ""
 
 
 SHORT = 16
-"""Characters of a cell that stays in one line."""
+"""The longest text of a cell that stays on one line."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
-"""A page that follows runs, served on this machine: made anew when their files have changed and somebody looks.
+"""A page that follows runs, served on this machine: made again for a request after their files have changed.
 
-GET / is the page, GET /version says which one it would be now. There is nothing else: no path names a file.
+GET / is the page, GET /version identifies the page that GET / would return now. No other path exists, so none can name a file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mgrpo.telemetry.report.run import FOLLOWED, STATES, state_of
 from mgrpo.telemetry.report.text import text
 
 REST = 10.0
-"""Pages are made so rarely that this many times their work passes in between: a long run must not slow down for them."""
+"""Between two pages this many times the CPU time of the first must pass: a long run must not slow down for them."""
 MIN_REST_S = 1.0
 
 
 class Pages:
-    """The newest page about some runs. May be asked from any thread."""
+    """The newest page about some runs. Any thread may ask."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)
@@ -36,7 +36,7 @@ class Pages:
         self._due = 0.0
 
     def version(self) -> str:
-        """What the page now is made of; it changes with the files."""
+        """A hash that identifies the page; it changes with the files, but not before the next page may be made."""
         found = hashlib.sha256()
         for folder in self.folders:
             found.update(state_of(folder)[0].encode())
@@ -48,7 +48,7 @@ class Pages:
             return found.hexdigest() if time.monotonic() >= self._due or not self._version else self._version
 
     def page(self) -> str:
-        """The page, made anew where its files have changed."""
+        """The page, made again if its files have changed."""
         version = self.version()
         with self._lock:
             if version != self._version:
@@ -80,7 +80,7 @@ class PageServer(ThreadingHTTPServer):
     """Serves the pages about some runs.
 
     Raises:
-        OSError: the address cannot be listened at.
+        OSError: the server cannot listen at the address.
     """
 
     daemon_threads = True
@@ -90,16 +90,16 @@ class PageServer(ThreadingHTTPServer):
         self.pages = Pages(folders)
         super().__init__((host, port), Handler)
         self.is_loopback = ipaddress.ip_address(str(self.server_address[0])).is_loopback
-        """Whether only this machine can reach it, so that names of other machines in a request are an attack."""
+        """Whether only this machine can reach it: then a request that names another host is an attack."""
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         host, port = str(self.server_address[0]), self.server_address[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone away is no error."""
+        """Ignore it: a browser may close the connection."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "mgrpo", ""
 
     def do_GET(self) -> None:
-        """The page or its version."""
+        """Answer with the page or its version."""
         # A page of another site whose name leads here would otherwise read this one (DNS rebinding).
         if self.server.is_loopback and not _is_local(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "this page is for this machine")
@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a request every two seconds is no news."""
+        """Log nothing: there is a request every two seconds."""
 
 
 def _is_local(host: str) -> bool:

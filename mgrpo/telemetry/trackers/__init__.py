@@ -1,1 +1,4 @@
-"""Trackers that are other packages, Weights & Biases and trackio: each runs in a process of its own, see `process.Tracker`."""
+"""Trackers of a run. TensorBoard's files are written here; Weights & Biases and trackio run in a process of their own each.
+
+`sinks` has what a run asks of all of them, `process.Tracker` the run's side of a process, and `tracker` the program in it.
+"""

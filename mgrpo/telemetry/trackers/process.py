@@ -1,8 +1,8 @@
 """A tracker in a process of its own, so that nothing it does reaches the run.
 
-What a tracker's package does when it is imported, the threads and programs that it starts, a network that stalls, a crash:
+The side effects of importing a tracker's package, the threads and programs that it starts, a network that stalls, a crash:
 all of it stays in the child. The run writes to a pipe that never blocks. A child whose run closes the pipe, or has died,
-finishes by itself, and ends with all that it started within `Limits.last_s` seconds.
+finishes by itself, and ends with all that it started within `TrackerLimits.last_s` seconds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mgrpo.telemetry.trackers.tracker import LAST_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How long a run bears with a tracker."""
+class TrackerLimits:
+    """TrackerLimits after which a run goes on, or ends, without a tracker."""
 
     unanswered: int = 20_000
-    """Messages that wait for it; one that falls further behind is given up."""
+    """The largest number of messages that wait for the tracker; one that falls further behind is given up."""
     silent_s: float = 10.0
-    """Seconds to wait at the end before that is said."""
+    """Seconds to wait at the end before the run says that it waits."""
     last_s: float = LAST_S
-    """Seconds that its process has after the run has gone on or ended without it."""
+    """Seconds in which the process must finish after the run has closed the pipe or died."""
 
 
 class Tracker:
@@ -42,7 +42,7 @@ class Tracker:
         *,
         say: Callable[[str], None] = print,
         warn: Callable[[str], None] = print,
-        limits: Limits = Limits(),
+        limits: TrackerLimits = TrackerLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start it without waiting for it.
@@ -50,8 +50,9 @@ class Tracker:
         Args:
             name: a module of this package.
             opening: keyword arguments of the module's `open_run`.
-            say: is told once where to look.
-            warn: is told once why the run goes on without it.
+            say: prints the line that says where to look, once.
+            warn: prints the reason why the run goes on without the tracker, once.
+            clock: the time in seconds, for the limits of `close`.
         """
         self.name, self.where = name, ""
         self._say, self._warn, self._limits, self._clock = say, warn, limits, clock
@@ -109,7 +110,7 @@ class Tracker:
             self._give_up(f"has not answered {self._limits.unanswered} messages")
 
     def _listen(self) -> None:
-        """Take the answers that have arrived."""
+        """Read the answers that have arrived."""
         child = self._child
         if child is None:
             return
@@ -127,7 +128,7 @@ class Tracker:
             self._give_up(child.how_it_ended)
 
     def _leave(self, waited_s: float) -> None:
-        """Wait no longer; the child has `Limits.last_s` seconds more."""
+        """Stop waiting; the child has `TrackerLimits.last_s` seconds more."""
         child, self._child = self._child, None
         assert child is not None
         child.close_pipes()

@@ -1,4 +1,4 @@
-"""Where a run can be watched beside its own files: what every such place takes."""
+"""The protocol of a sink: a place beside the run's own files that shows what it reports, such as a tracker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cell = str | float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows to be read by a person. What a model wrote is as it was, apart from what is no text in UTF-8."""
+    """Rows for a reader. Text of a model is unchanged, except for halves of surrogate pairs, which UTF-8 cannot encode."""
 
     name: str
     columns: tuple[str, ...]
@@ -19,26 +19,26 @@ class Table:
 
 
 class Sink(Protocol):
-    """Takes what rank 0 reports. No call may wait for a network, and none but `write` and `table` may fail."""
+    """Receives the reports of rank 0. No call may wait for a network, and only `write` and `table` may fail."""
 
     @property
     def where(self) -> str:
-        """A line that says where to look; empty while that is not known."""
+        """A line that says where to look; empty as long as that is not known."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Numbers of a step, or of the evaluation after it."""
+        """Record the numbers of a step, or of the evaluation after it."""
 
     def table(self, step: int, table: Table) -> None:
-        """Samples of a step."""
+        """Record samples of a step."""
 
     def summary(self, values: Mapping[str, float]) -> None:
-        """What came of the run: numbers that are not a step's."""
+        """Record the results of the run: numbers that belong to no step."""
 
     def finish(self) -> None:
-        """Nothing more follows: begin to send what has not been sent. A second call does nothing."""
+        """Begin to send what has not been sent: nothing more follows. A second call does nothing."""
 
     def close(self, *, wait_s: float) -> None:
-        """After `finish`: up to `wait_s` seconds are left to send what has not been sent. A second call does nothing."""
+        """End, after `finish`; what has not been sent may take up to `wait_s` seconds. A second call does nothing."""
 
 
 def utf8(text: str) -> str:

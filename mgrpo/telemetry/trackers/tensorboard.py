@@ -19,7 +19,7 @@ class EventFile:
 
     Args:
         resumed_after: the step after which this run continues the run that wrote the folder's other files.
-        settings: the configuration, shown among the texts; empty: none is.
+        settings: the configuration, shown among the texts; empty shows none.
     Raises:
         ImportError: tensorboard is not installed.
     """
@@ -45,7 +45,7 @@ class EventFile:
 
     @property
     def where(self) -> str:
-        """The command that shows it."""
+        """The command that shows the curves."""
         return f"curves   tensorboard --logdir {self.folder}"
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -60,7 +60,7 @@ class EventFile:
             self.text(step, f"{table.name}/{number}", "\n".join(f"{name}: {cell}" for name, cell in cells))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Record a text, which its lines' indentation shows as code: TensorBoard reads Markdown."""
+        """Record a text; its lines are indented, so that TensorBoard, which reads Markdown, shows them as code."""
         from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -74,10 +74,10 @@ class EventFile:
         self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def summary(self, values: Mapping[str, float]) -> None:
-        """Nothing: the curves end with it."""
+        """Do nothing: the curves end with these numbers."""
 
     def finish(self) -> None:
-        """Nothing: what was recorded is in the file."""
+        """Do nothing: everything recorded is in the file."""
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """Close the file."""

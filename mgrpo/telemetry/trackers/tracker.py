@@ -20,36 +20,36 @@ from mgrpo.processes.json_lines import take_standard_streams
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
 
 LAST_S = 5.0
-"""Seconds in which the tracker of a run that has died must finish, unless the run has said otherwise."""
+"""Seconds in which the tracker of a run that has died must finish, unless the run has set another limit."""
 POLL_S = 1.0
-"""How often it looks whether its run is still there."""
+"""Seconds between looks whether the run still exists."""
 
 _END = object()
 
 
 class TrackedRun(Protocol):
-    """A tracker's side of a run. Where it cannot record, it raises."""
+    """A run as a tracker records it. A method that cannot record raises."""
 
     where: str
-    """Where to look."""
+    """A line that says where to look."""
     remark: str
-    """What went otherwise than asked for; empty: nothing."""
+    """A sentence about what differs from what the run asked for; empty where nothing does."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Numbers of a step."""
+        """Record the numbers of a step."""
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Samples of a step."""
+        """Record samples of a step."""
 
     def summary(self, values: dict[str, float]) -> None:
-        """Numbers of the run."""
+        """Record numbers of the whole run."""
 
     def close(self) -> None:
-        """Send what is left; may take as long as it takes."""
+        """Send what has not been sent, however long that takes."""
 
 
 def main() -> None:
-    """Serve until the run closes the pipe; everything that was started ends with this process."""
+    """Serve until the run closes the pipe; everything that this process has started ends with it."""
     parent = os.getppid()
     # They are for the run, which ends its tracker.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,7 +90,7 @@ class _Limit:
 
 
 def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int, limit: _Limit) -> None:
-    """Queue what the run sends; when that ends, or the run does, this process has `limit.last_s` seconds."""
+    """Queue the lines that the run sends; after their end, or that of the run, this process has `limit.last_s` seconds."""
     rest = b""
     while os.getppid() == parent:
         if not select.select([questions], [], [], POLL_S)[0]:

@@ -1,4 +1,4 @@
-"""trackio: the child's side, and whether it can be used here. TRACKIO_* variables of the environment count as always."""
+"""trackio: a run in the child, and a check that it can be used here. The TRACKIO_* environment variables work as usual."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DEFAULT_PROJECT = "mgrpo"
 
 
 def problem() -> str | None:
-    """Why no run can be recorded; None where it can."""
+    """The reason why no run can be recorded; None where it can."""
     found = importlib.util.find_spec(PACKAGE) is not None
     return None if found else "the package trackio is not installed; pip install trackio"
 
 
 class TrackioRun:
-    """One run; see `program.Run`."""
+    """One run; see `tracker.TrackedRun`."""
 
     remark = ""
 
@@ -36,8 +36,8 @@ class TrackioRun:
     ) -> None:
         """
         Args:
-            folder: of trackio's database, unless TRACKIO_DIR names one.
-            is_continued: the newest run of this name goes on.
+            folder: the folder of trackio's database, unless TRACKIO_DIR names one.
+            is_continued: whether to continue the newest run of this name.
         """
         place = os.environ.setdefault("TRACKIO_DIR", folder)
         import trackio
@@ -52,18 +52,18 @@ class TrackioRun:
         self.where = f"trackio  TRACKIO_DIR={place} trackio show --project {project}"
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Steps from before the run was continued, which it does again, are left out."""
+        """Record a step, unless it was recorded before the run was continued: the run repeats such steps."""
         if step >= self._first:
             self._run.log(scalars, step=step)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Nothing: trackio shows cells as Markdown, in which what a model wrote could load pages from elsewhere."""
+        """Do nothing: trackio shows cells as Markdown, in which text of a model could load pages from elsewhere."""
 
     def summary(self, values: dict[str, float]) -> None:
-        """Nothing: trackio has none."""
+        """Do nothing: trackio has no summary."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what has not been written."""
         with redirect_stdout(io.StringIO()):
             self._trackio.finish()
 

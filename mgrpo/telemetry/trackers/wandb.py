@@ -1,4 +1,4 @@
-"""Weights & Biases: the child's side, and whether it can be used here. WANDB_* variables of the environment count as always."""
+"""Weights & Biases: a run in the child, and a check that it can be used here. The WANDB_* environment variables work as usual."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import sys, wandb
 mode = wandb.setup().settings.mode
 sys.exit(0 if mode in ("offline", "disabled") or wandb.login(prompt=False, verify=False) else 3)
 """
-"""Ends with 3 where an account is needed and nobody is logged in. In a process of its own, which may not ask on the terminal."""
+"""Exits with 3 where an account is needed and nobody is logged in. Its process cannot ask on the terminal."""
 
 
 def problem() -> str | None:
-    """Why no run can be recorded; None where it can. Takes seconds at most, and no network."""
+    """The reason why no run can be recorded; None where it can. Takes a few seconds at most and uses no network."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "the package wandb is not installed; pip install wandb"
     if os.environ.get("WANDB_MODE") in NEEDS_NO_ACCOUNT or os.environ.get("WANDB_API_KEY"):
@@ -50,7 +50,7 @@ def problem() -> str | None:
 
 
 class WandbRun:
-    """One run; see `program.Run`."""
+    """One run; see `tracker.TrackedRun`."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class WandbRun:
     ) -> None:
         """
         Args:
-            folder: where wandb/ is made.
-            id: of the run; an online run of this id is continued.
+            folder: the folder in which wandb/ is made.
+            id: the id of the run; an online run with this id is continued.
         """
         # The terminal is the run's.
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -103,23 +103,23 @@ class WandbRun:
             self.where = f"wandb    offline; upload it with: wandb sync {settings.sync_dir}"
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Steps that an online run has already, from before it was continued, are left out: there, steps only go up."""
+        """Record a step, unless the online run has it from before it was continued: its steps can only go up."""
         if step >= self._first:
             self._run.log(scalars, step=step)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of the step."""
+        """Record a table of the step."""
         if step >= self._first:
             data = [list(row) for row in rows]
             table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
             self._run.log({name: table}, step=step)
 
     def summary(self, values: dict[str, float]) -> None:
-        """Beside the last value of each metric, which is there anyway."""
+        """Add to the summary, which has the last value of each metric anyway."""
         self._run.summary.update(values)
 
     def close(self) -> None:
-        """Upload what is left, and end wandb's own processes."""
+        """Upload what has not been uploaded, and end wandb's own processes."""
         self._run.finish()
         self._wandb.teardown()
 

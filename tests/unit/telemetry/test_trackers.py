@@ -19,7 +19,7 @@ import pytest
 from mgrpo.processes.lifetime import children
 from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.trackers import tracker, trackio, wandb
-from mgrpo.telemetry.trackers.process import Limits, Tracker
+from mgrpo.telemetry.trackers.process import Tracker, TrackerLimits
 from mgrpo.telemetry.trackers.sinks import Table
 from tests.unit.telemetry.wandb_file import history, offline_runs, records, run, values
 
@@ -200,7 +200,7 @@ def test_a_server_that_does_not_answer_holds_nothing_up(tmp_path, monkeypatch) -
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        with heard("wandb", opening(tmp_path), limits=Limits(last_s=1.0)) as (tracker, _, warned):
+        with heard("wandb", opening(tmp_path), limits=TrackerLimits(last_s=1.0)) as (tracker, _, warned):
             slowest = 0.0
             for step in range(200):
                 began = time.monotonic()
@@ -306,7 +306,7 @@ def test_trackers_finish_at_the_same_time(tmp_path) -> None:
     with (
         MetricsWriter(tmp_path, clock=clock) as writer,
         heard("wandb", opening(tmp_path)) as (tracker, _, warned),
-        heard("wandb", opening(tmp_path), limits=Limits(silent_s=0.1), clock=clock) as (stuck, _, complaints),
+        heard("wandb", opening(tmp_path), limits=TrackerLimits(silent_s=0.1), clock=clock) as (stuck, _, complaints),
     ):
         others.append(tracker._child.process.pid)
         writer.sinks += [stuck, tracker]
@@ -324,7 +324,7 @@ def test_trackers_finish_at_the_same_time(tmp_path) -> None:
 
 def test_a_tracker_that_never_answers_is_given_up(tmp_path) -> None:
     """Its messages would fill the memory of a run of weeks."""
-    with heard("wandb", opening(tmp_path), limits=Limits(unanswered=10)) as (tracker, _, warned):
+    with heard("wandb", opening(tmp_path), limits=TrackerLimits(unanswered=10)) as (tracker, _, warned):
         os.kill(tracker._child.process.pid, signal.SIGSTOP)
         for step in range(20):
             tracker.write(step, {})
