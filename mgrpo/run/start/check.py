@@ -168,8 +168,7 @@ def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | N
 def _base(config: Config, shape: ModelShape) -> str | None:
     """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
     prepare_environment(config)
-    from mgrpo.model_io.fingerprint import fingerprint
-    from mgrpo.model_io.model_reader import model_reader
+    from mgrpo.model_io.model_reader import fingerprint, model_reader
 
     try:
         return fingerprint(model_reader(config.model_path, shape), shape)

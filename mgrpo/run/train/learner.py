@@ -22,8 +22,7 @@ from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.model_io.fingerprint import fingerprint
-from mgrpo.model_io.model_reader import model_reader
+from mgrpo.model_io.model_reader import fingerprint, model_reader
 from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
