@@ -17,7 +17,7 @@ from mgrpo.environments.offered.functions import FunctionTool
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
 from mgrpo.environments.offered.program import Program
 from mgrpo.environments.offered.toolbox import Toolbox
-from mgrpo.environments.offered.user_code import loaded
+from mgrpo.processes.user_code import user_module
 
 __all__ = ["NAMES", "PROGRAM", "TRL", "Description", "Spec", "Toolbox", "built"]
 
@@ -113,14 +113,32 @@ def _member(spec: Spec) -> OfferedEnvironment:
 
 def _found(entry: str, names: Mapping[str, str]) -> Any:
     if ":" in entry:
-        return loaded(entry)
+        return _named(entry)
     if entry in names:
-        return loaded(names[entry])
+        return _named(names[entry])
     near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
         f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
     )
+
+
+def _named(entry: str) -> Any:
+    """The attribute of a module that an entry names.
+
+    Raises:
+        ValueError: there is no such module, file or attribute, or its code raises.
+    """
+    home, _, attribute = entry.rpartition(":")
+    missing = "there is no module {name}; put its folder on PYTHONPATH, or write path/to/file.py:attribute"
+    found: Any = user_module(entry, home, missing=missing)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            names = [other for other in vars(found) if not other.startswith("_")]
+            near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4)) or "none with a similar name"
+            raise ValueError(f"{entry}: {name} does not exist; there is {near}")
+        found = getattr(found, name)
+    return found
 
 
 def _trl(found: Any, spec: Spec) -> Environment:
