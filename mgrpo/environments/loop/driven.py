@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from mgrpo.environments.loop.conversation import Chats, Conversation, Step
-from mgrpo.environments.loop.episodes import Environments, EpisodeBounds, Episodes, Task, together
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task, together
 from mgrpo.environments.loop.gathering import Gathering
+from mgrpo.environments.loop.instance import Environments, Instance
+from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.environments.workers.errors import EnvironmentLost
-from mgrpo.environments.workers.instance import Instance
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 _MOST_REFUSALS = 10

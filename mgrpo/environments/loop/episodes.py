@@ -14,24 +14,16 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.instance import Ending, Environments, Instance
+from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, Losses, ResetFailed, TrajectoryTimeout
 from mgrpo.environments.loop.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.environments.offered.description import ACT
 from mgrpo.environments.offered.row_columns import row_settings
-from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
-from mgrpo.environments.workers.instance import Answered, Ending, Instance
-from mgrpo.environments.workers.losses import Losses
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 T = TypeVar("T")
-
-
-class Environments(Protocol):
-    """Where instances come from."""
-
-    async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Instance:
-        """One for a new trajectory; raises EnvironmentLost."""
 
 
 class Said(Protocol):

@@ -101,10 +101,10 @@ def failure(err: BaseException) -> Observation:
 
 
 async def _awaited(begun: Sequence[Observation | Awaitable[Any]]) -> Sequence[Observation]:
-    return await asyncio.gather(*(_outcome(item) for item in begun))
+    return await asyncio.gather(*(_observed(item) for item in begun))
 
 
-async def _outcome(item: Observation | Awaitable[Any]) -> Observation:
+async def _observed(item: Observation | Awaitable[Any]) -> Observation:
     if isinstance(item, Observation):
         return item
     try:

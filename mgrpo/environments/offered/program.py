@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Environment
+from mgrpo.environments.offered.calling import outcome
 from mgrpo.environments.offered.functions import tool_of
-from mgrpo.environments.workers.plain import is_plain, sendable
+from mgrpo.environments.offered.row_columns import is_plain, sendable
 
 Wish = dict[str, Any]
 """What a program wants of the model, and what came of it, as JSON."""
@@ -190,7 +191,7 @@ class Program(Environment):
         assert model is not None
         if self._task is None:
             model.begin(answer["begin"])
-            self._task = asyncio.create_task(_outcome(self._rollout(self._row, model, **self._settings)))
+            self._task = asyncio.create_task(outcome(self._rollout, self._row, model, **self._settings))
         else:
             model.answer(answer)
         wish = asyncio.create_task(model.wish())
@@ -227,11 +228,3 @@ class Program(Environment):
         own = [frame for frame in frames if frame.filename == self._file]
         frame = (own or frames)[-1]
         return f"{frame.filename}:{frame.lineno}"
-
-
-async def _outcome(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """The result, or what was raised: whatever that is, it must not end the worker's loop."""
-    try:
-        return await work, None
-    except BaseException as err:
-        return None, err

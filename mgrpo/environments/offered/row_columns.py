@@ -1,10 +1,14 @@
-"""What a row of the data asks of the environments, in its columns `tools`, `env_config` and `environment`."""
+"""Rows of the data as environments have them: as JSON, and with wishes in the columns `tools`, `env_config`, `environment`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_MAX_DEPTH = 64
+"""Of lists and objects in each other; far more would end the reader by its limit of recursion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +79,28 @@ def _own_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
+
+
+def sendable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that JSON holds."""
+    return {name: value for name, value in row.items() if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON holds it."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        if not level:
+            break
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    try:
+        json.dumps(value)
+    # An integer of more than 4300 digits is a ValueError.
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return not level

@@ -1,4 +1,4 @@
-"""Several tools and environments as one: who answers which call of a trajectory."""
+"""Several tools and environments as one: which of them answers which call of a trajectory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.environments.offered.call_arguments import ArgumentError
+from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.offered.description import ACT, Description
+from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
 from mgrpo.environments.offered.program import Program
 
 T = TypeVar("T")
 
 
-class Toolbox(Environment):
+class Toolbox:
     """Its tools are known after `setup`; `active` and `acts` after `reset`."""
 
     def __init__(self, members: Sequence[OfferedEnvironment]) -> None:
         self._members = {member.name: member for member in members}
         self._description = Description(offers=tuple(member.offer for member in members))
         self._description.refuse_clashes()
-        self.is_repeatable = self._description.is_repeatable
         self._playing: tuple[OfferedEnvironment, ...] = ()
         self._routes: dict[str, OfferedEnvironment] = {}
         self.active: frozenset[str] = frozenset()
@@ -31,13 +30,9 @@ class Toolbox(Environment):
         """Whether each turn of the trajectory is the call `ACT`."""
 
     async def setup(self) -> None:
-        await _together(member.set_up() for member in self._members.values())
+        await _each(member.set_up() for member in self._members.values())
         self._description = Description(offers=tuple(member.offer for member in self._members.values()))
         self._description.refuse_clashes()
-        self.is_repeatable = self._description.is_repeatable
-
-    def tools(self) -> Sequence[Tool]:
-        return self._description.tools
 
     def describe(self) -> Description:
         return self._description
@@ -64,7 +59,7 @@ class Toolbox(Environment):
         if choice.actor is not None:
             self._routes[ACT] = self._members[choice.actor]
         own = choice.settings.settings
-        begun = await _together(
+        begun = await _each(
             member.begin(
                 row if member.offer.is_program else {**row, "env_config": own.get(member.name, {})},
                 seed=seed,
@@ -77,27 +72,20 @@ class Toolbox(Environment):
             metrics={name: value for each in begun for name, value in each.metrics.items()},
         )
 
-    async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
+    async def step(self, calls: Sequence[Call]) -> list[Answered]:
         """Members go on together, each with its own calls in their order; none of them makes this raise."""
-        answers: dict[int, Observation] = {}
-        routed: dict[OfferedEnvironment, dict[int, Call]] = {}
-        for place, call in enumerate(calls):
-            try:
-                member = self._member_for(call)
-                routed.setdefault(member, {})[place] = member.readable(call)
-            except ArgumentError as err:
-                answers[place] = Observation(text=str(err), failed=True)
-        found = await _together(member.answers([*own.values()]) for member, own in routed.items())
-        for own, observations in zip(routed.values(), found, strict=True):
-            answers.update(zip(own, observations, strict=True))
-        return [answers[place] for place in range(len(calls))]
-
-    def apart(self, calls: Sequence[Call]) -> list[list[int]]:
-        """Places of the calls of a turn by who answers them: `step` may be asked each part alone."""
+        if any(member.is_stuck for member in self._playing):
+            stuck = failure(RuntimeError("an earlier call is still running"))
+            return [Answered(observation=stuck, seconds=0.0)] * len(calls)
         parts: dict[OfferedEnvironment | None, list[int]] = {}
         for place, call in enumerate(calls):
             parts.setdefault(self._routes.get(call.name), []).append(place)
-        return list(parts.values())
+        answers = {place: self._unknown(calls[place]) for place in parts.pop(None, ())}
+        known = {member: places for member, places in parts.items() if member is not None}
+        found = await _each(member.answers([calls[place] for place in places]) for member, places in known.items())
+        for places, some in zip(known.values(), found, strict=True):
+            answers |= zip(places, some, strict=True)
+        return [answers[place] for place in range(len(calls))]
 
     @property
     def tells(self) -> bool:
@@ -105,7 +93,7 @@ class Toolbox(Environment):
         return any(member.offer.gives_reward or hasattr(member.environment, "snapshot") for member in self._playing)
 
     async def reward(self) -> float | None:
-        rewards = await _together(member.reward() for member in self._playing)
+        rewards = await _each(member.reward() for member in self._playing)
         return next((reward for reward in rewards if reward is not None), None)
 
     def snapshot(self) -> dict[str, Any]:
@@ -118,19 +106,18 @@ class Toolbox(Environment):
         return any(member.ends for member in self._playing)
 
     async def end(self) -> None:
-        await _together(member.end() for member in self._playing)
+        await _each(member.end() for member in self._playing)
 
     async def close(self) -> None:
-        await _together(member.close() for member in self._members.values())
+        await _each(member.close() for member in self._members.values())
 
-    def _member_for(self, call: Call) -> OfferedEnvironment:
-        if call.name not in self._routes:
-            tools = f"tools: {', '.join(sorted(self.active))}" if self.active else "there are no tools"
-            raise ArgumentError(f"unknown tool {call.name:.80}; {tools}")
-        return self._routes[call.name]
+    def _unknown(self, call: Call) -> Answered:
+        name = f"{call.name:.80}".encode(errors="replace").decode()
+        tools = f"tools: {', '.join(sorted(self.active))}" if self.active else "there are no tools"
+        return Answered(observation=Observation(text=f"unknown tool {name}; {tools}", failed=True), seconds=0.0)
 
 
-async def _together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _each(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, once all have ended; or the first error."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)
     for result in results:

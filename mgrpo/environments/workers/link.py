@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mgrpo.environments.workers.errors import EnvironmentLost, Frozen
+from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
@@ -28,6 +28,10 @@ def new_child(folders: Sequence[str], python: str | None) -> Child:
         python=python,
         max_line_bytes=_MAX_ANSWER_BYTES,
     )
+
+
+class Frozen(EnvironmentLost):
+    """The worker did not answer this question in time, and is killed."""
 
 
 class Link:

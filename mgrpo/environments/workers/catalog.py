@@ -12,14 +12,12 @@ from mgrpo.environments.adaptors.open_instruct_environments import OpenInstruct,
 from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.adaptors.trl_rollout import TrlRollout, is_trl_rollout
 from mgrpo.environments.environment import Environment
-from mgrpo.environments.offered.description import Description
+from mgrpo.environments.offered.calling import TimedCalls
 from mgrpo.environments.offered.functions import FunctionTool
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
 from mgrpo.environments.offered.program import Program
 from mgrpo.environments.offered.toolbox import Toolbox
 from mgrpo.processes.user_code import user_module
-
-__all__ = ["NAMES", "PROGRAM", "TRL", "Description", "Spec", "Toolbox", "built"]
 
 _HOME = "mgrpo.environments"
 NAMES = {
@@ -67,16 +65,18 @@ class Spec:
         return cls(**values)
 
 
-def built(specs: Sequence[Spec]) -> Toolbox:
+def built(specs: Sequence[Spec], calls: TimedCalls | None = None) -> Toolbox:
     """A toolbox of new environments; `setup` opens them.
 
+    Args:
+        calls: how their steps are called.
     Raises:
         ValueError: everything that cannot be built, with its entry.
     """
     members, problems = [], []
     for spec in specs:
         try:
-            members.append(_member(spec))
+            members.append(_offered(spec, calls))
         except ValueError as err:
             problems.append(str(err))
     if problems:
@@ -84,7 +84,7 @@ def built(specs: Sequence[Spec]) -> Toolbox:
     return Toolbox(members)
 
 
-def _member(spec: Spec) -> OfferedEnvironment:
+def _offered(spec: Spec, calls: TimedCalls | None) -> OfferedEnvironment:
     is_trl = spec.entry.startswith(TRL)
     is_program = spec.entry.startswith(PROGRAM)
     entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM)
@@ -108,6 +108,7 @@ def _member(spec: Spec) -> OfferedEnvironment:
         entry=entry,
         call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
+        calls=calls,
     )
 
 
