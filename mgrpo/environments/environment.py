@@ -17,7 +17,7 @@ class Call:
     name: str
     """The tool's name."""
     arguments: Mapping[str, Any]
-    """As the model wrote them, by name."""
+    """The arguments by name, as the model wrote them."""
     id: str = ""
     """The model's own name for this call, in formats that have ids."""
 
@@ -44,7 +44,7 @@ class Answered:
 
     observation: Observation
     seconds: float
-    """How long it took; calls of one turn that the same environment answers share the time equally."""
+    """Its time; calls of one turn that the same environment answers share the time equally."""
     timed_out: bool = False
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _CANCEL_S = 1.0
-"""For which a coroutine may go on after it was cancelled."""
+"""The time in which a cancelled coroutine has to end."""
 _MAX_ERROR_CHARS = 1000
 
 
@@ -26,22 +26,22 @@ class WorkerLimits:
     """Limits of everything that an environment does, in seconds and bytes."""
 
     tool_timeout_s: float = 30.0
-    """For one call; a turn of several may take as long as they together."""
+    """Longest time of one call; a turn of several may take the sum of theirs."""
     reset_timeout_s: float = 60.0
-    """For set-up and reset, and for the reward at the end."""
+    """Longest time of set-up and reset, and of the reward at the end."""
     acquire_timeout_s: float = 60.0
-    """Until an environment is free for a trajectory, since any was given to another one. Time in which no environment is asked
-    anything counts a tenth: it is the model that is sampled or trained then, and its trajectories hold what they will need."""
+    """Longest wait for an environment, counted anew whenever any trajectory is given one. Time in which no environment is asked
+    anything counts a tenth: the model is sampled or trained then, and its trajectories keep the environments that they need."""
     grace_s: float = 30.0
-    """For which the other trajectories of a worker go on when a call in it hangs and cannot be cancelled."""
+    """Time for the other trajectories of a worker to go on when a call in it hangs and cannot be cancelled."""
     idle_s: float = 300.0
-    """After which an environment that serves no trajectory is closed; longer than most training phases, since set-up is costly."""
+    """An environment that serves no trajectory for so long is closed; longer than most training phases, as set-up is costly."""
     output_bytes: int = 1 << 16
     """Length of an observation's text in UTF-8; a longer one is cut in the middle."""
 
 
 class TimedCalls:
-    """The calls of one environment's code, each under a limit of time. Whether one cannot be ended, `is_stuck` tells."""
+    """Calls of one environment's code, each under a limit of time. `is_stuck` tells whether one cannot be ended."""
 
     def __init__(self, limits: WorkerLimits | None = None, *, is_in_thread: Callable[[], bool] = lambda: False) -> None:
         """`is_in_thread`: whether a thread works for the environment."""
@@ -60,8 +60,8 @@ class TimedCalls:
 
         Raises:
             Late: it takes longer.
-            Failed: it raised what must not travel through the loop, as a KeyboardInterrupt.
-            Exception, SystemExit: whatever else it raised.
+            Failed: it raised something that must not travel through the loop, such as a KeyboardInterrupt.
+            Exception, SystemExit: anything else that it raised.
         """
         task = asyncio.create_task(outcome(method, *arguments))
         self._tasks.add(task)
@@ -76,7 +76,7 @@ class TimedCalls:
         raise err if isinstance(err, Exception | SystemExit) else Failed(said(err)) from err
 
     async def cancel(self) -> None:
-        """Cancel what goes on."""
+        """Cancel the calls that go on."""
         await self._cancel(self._tasks)
 
     async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -88,7 +88,7 @@ class TimedCalls:
 
 
 async def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result: of a coroutine in the loop, of any other in a thread, which may give something to await."""
+    """A method's result. Coroutines run in the loop, other methods in a thread; these may return an awaitable."""
     result, err = await outcome(method, *arguments, **named)
     if err is not None:
         raise err
@@ -96,7 +96,7 @@ async def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 async def outcome(method: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, BaseException | None]:
-    """As `called`; what was raised is given back, whatever it is: as a task's exception it could end the loop."""
+    """The same with the exception returned, whatever it is: as a task's exception it could end the loop."""
     try:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **named), None
@@ -107,7 +107,7 @@ async def outcome(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
 
 
 def _plain_outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tuple[Any, BaseException | None]:
-    """The same in a thread: no asyncio future can hold a StopIteration."""
+    """The same for a plain method, in a thread: no asyncio future can hold a StopIteration."""
     try:
         return method(*arguments, **named), None
     except BaseException as err:
@@ -115,7 +115,7 @@ def _plain_outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tu
 
 
 def said(err: BaseException) -> str:
-    """An exception in a few words, whatever its own methods do."""
+    """An exception as a short text, whatever its own methods do."""
     try:
         text = str(err)
     except Exception:

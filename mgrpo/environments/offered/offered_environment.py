@@ -32,7 +32,7 @@ class OfferedEnvironment:
         """
         Args:
             call_name: the name of its tool, when it has only one.
-            calls: how its steps are called.
+            calls: makes its steps, within their limits; default: the usual ones.
         """
         self.environment = environment
         self.name = name
@@ -41,14 +41,14 @@ class OfferedEnvironment:
         self._call_name = call_name
         self._is_alternative = is_alternative
         self._tools: dict[str, Tool] = {}
-        """Its tools as it knows them, by their call names."""
+        """By call name, the tools under its own names."""
 
         self.offer = self._described()
         """Without tools before `set_up`."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether an earlier call goes on that cannot be ended. Between turns only: a call that goes on may do so by right."""
+        """Whether an earlier call goes on that cannot be ended. To be asked between turns: within one, calls may go on."""
         return self._calls.is_stuck
 
     async def set_up(self) -> None:
@@ -108,7 +108,7 @@ class OfferedEnvironment:
         return Observation(text=shortened(text, self._calls.limits.output_bytes), failed=True)
 
     def _readable(self, call: Call) -> Call:
-        """The call as the environment knows it; ArgumentError where its arguments do not fit."""
+        """The call in the environment's own names and types; ArgumentError where its arguments do not fit."""
         if call.name == ACT and not self._tools:
             return call
         tool = self._tools[call.name]
@@ -124,7 +124,7 @@ class OfferedEnvironment:
 
     @property
     def ends(self) -> bool:
-        """Whether it lets go of anything at the end of a trajectory."""
+        """Whether it has something to do at the end of a trajectory."""
         return type(self.environment).end is not Environment.end
 
     async def end(self) -> None:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Toolbox:
-    """Its tools are known after `setup`; `active` and `acts` after `reset`."""
+    """Members under their names. Their tools are known after `setup`; `active` and `acts` after `reset`."""
 
     def __init__(self, members: Sequence[OfferedEnvironment]) -> None:
         self._members = {member.name: member for member in members}
@@ -25,7 +25,7 @@ class Toolbox:
         self._playing: tuple[OfferedEnvironment, ...] = ()
         self._routes: dict[str, OfferedEnvironment] = {}
         self.active: frozenset[str] = frozenset()
-        """What the trajectory may call."""
+        """Names of the tools that the trajectory may call."""
         self.acts = False
         """Whether each turn of the trajectory is the call `ACT`."""
 
@@ -39,7 +39,7 @@ class Toolbox:
 
     @property
     def program(self) -> Program:
-        """What drives the model, where the description says so."""
+        """The program that drives the model, where the description says so."""
         (member,) = self._members.values()
         assert isinstance(member.environment, Program)
         return member.environment
@@ -73,7 +73,7 @@ class Toolbox:
         )
 
     async def step(self, calls: Sequence[Call]) -> list[Answered]:
-        """Members go on together, each with its own calls in their order; none of them makes this raise."""
+        """Answers to all calls of a turn. Members go on together, each with its own calls in their order; none makes this raise."""
         if any(member.is_stuck for member in self._playing):
             stuck = failure(RuntimeError("an earlier call is still running"))
             return [Answered(observation=stuck, seconds=0.0)] * len(calls)
@@ -97,7 +97,7 @@ class Toolbox:
         return next((reward for reward in rewards if reward is not None), None)
 
     def snapshot(self) -> dict[str, Any]:
-        """Public attributes of the members that show theirs, as JSON holds them."""
+        """The public attributes of those members that show theirs, as JSON."""
         return {name: value for member in self._playing for name, value in member.snapshot().items()}
 
     @property
@@ -118,7 +118,7 @@ class Toolbox:
 
 
 async def _each(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, once all have ended; or the first error."""
+    """All results, or the first error, once all have ended."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

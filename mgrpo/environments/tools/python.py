@@ -124,7 +124,7 @@ class Python(Environment):
 
 
 class _Runner(Protocol):
-    """Has at most one interpreter."""
+    """Runs code, in at most one interpreter at a time."""
 
     async def run(self, code: str) -> CellOutput: ...
     async def forget(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Tools and environments by what users call them: names of ours, their own code, classes of TRL and Open Instruct."""
+"""Tools and environments by the users' words for them: names of this package, their own code, classes of TRL and Open Instruct."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {
     "openenv": f"{_HOME}.adaptors.openenv:OpenEnv",
     "gymnasium": f"{_HOME}.adaptors.gymnasium:Gymnasium",
 }
-"""Names of ours, and where they are at home."""
+"""Names of this package, and the places of their code."""
 NAMES |= {
     "code": NAMES["python"],
     "serper_search": NAMES["search"],
@@ -38,9 +38,9 @@ NAMES |= {
     "generic_mcp": NAMES["mcp"],
 }
 _CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
-"""Second names of tools, which models call them by as well."""
+"""Second names of tools, by which models call them as well."""
 TRL = "trl:"
-"""Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+"""Prefix of a class in TRL's form; with a call name it is for the rows that have this name in their column `environment`."""
 PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
 """Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
@@ -53,7 +53,7 @@ class Spec:
     entry: str
     """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL` or `PROGRAM`."""
     call_name: str = ""
-    """What its only tool is called instead."""
+    """Another name for its only tool."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments; a function has only `is_repeatable`."""
 
@@ -69,7 +69,7 @@ def built(specs: Sequence[Spec], calls: TimedCalls | None = None) -> Toolbox:
     """A toolbox of new environments; `setup` opens them.
 
     Args:
-        calls: how their steps are called.
+        calls: makes their steps, within their limits; default: the usual ones.
     Raises:
         ValueError: everything that cannot be built, with its entry.
     """

@@ -66,9 +66,9 @@ class Host:
     ) -> None:
         """
         Args:
-            grace_s: for which it goes on with a call that cannot be ended.
-            spawn: has work done in the loop.
-            when_free: told whenever there may be `room` again.
+            grace_s: time that it goes on with a call that cannot be ended.
+            spawn: starts work in the loop.
+            when_free: called whenever there may be `room` again.
         """
         self.link, self.capacity, self.tally = link, capacity, tally
         self._grace_s, self._spawn, self._when_free = grace_s, spawn, when_free
@@ -85,14 +85,14 @@ class Host:
 
     @property
     def room(self) -> int:
-        """How many more trajectories it can serve now."""
+        """Number of further trajectories that it can serve now."""
         if not self.is_ready or self.stuck or self.link.is_over:
             return 0
         return len(self._idle) + self.capacity - len(self._alive)
 
     @property
     def instances(self) -> list[int]:
-        """All that exist."""
+        """Numbers of all instances that exist."""
         return sorted(self._alive)
 
     def take(self, trajectory: str) -> int:
@@ -106,7 +106,7 @@ class Host:
         return number
 
     def give_back(self, number: int, *, broken: bool, ends: bool = False) -> None:
-        """A trajectory has no more need of the instance; `ends`: which has something to do then."""
+        """A trajectory no longer needs the instance; `ends`: the instance has something to do then."""
         del self.held[number]
         if self.link.is_over:
             return
@@ -126,7 +126,7 @@ class Host:
             self._spawn(self._discard(number))
 
     def note(self, number: int, *, is_stuck: bool) -> None:
-        """Whether a call in the instance goes on that cannot be ended."""
+        """Record whether a call in the instance goes on that cannot be ended."""
         if not is_stuck and number in self.stuck:
             self.stuck.remove(number)
             self._when_free()
@@ -182,12 +182,12 @@ class Host:
         self._when_free()
 
     def _end_if_hopeless(self) -> None:
-        """Where nothing goes on but what cannot be ended."""
+        """Kill a worker in which only calls go on that cannot be ended."""
         if self.stuck and not self.held:
             self.link.stop(_STUCK)
 
     async def _end_after_grace(self) -> None:
-        """What goes on may have ended by itself meanwhile."""
+        """Kill the worker after the grace, unless its stuck calls have ended by themselves meanwhile."""
         await asyncio.sleep(self._grace_s)
         try:
             answer = await self.link.ask({"ask": "stuck"}, _CLOSE_LIMIT_S)
@@ -213,8 +213,8 @@ Place = tuple[Host, int]
 class Queue:
     """Trajectories that wait for an environment: in order, and until none was given to any trajectory for too long.
 
-    A long queue that moves is no failure. Nor is one that stands still while environments are held and not asked anything: the
-    model is sampled or trained then, and no environment is late. The clock is slow then, and does not stop: a wait has an end.
+    A long queue that moves is not a failure. Nor is one that stands still while environments are held and not asked anything: the
+    model is sampled or trained then, and no environment is late. The clock is slow then, but does not stop: a wait has an end.
     For one event loop.
     """
 
@@ -223,7 +223,7 @@ class Queue:
         self._timeout_s, self._asked_time = timeout_s, asked_time
         self._waiting: deque[tuple[asyncio.Future[Place], str]] = deque()
         self._served_at = 0.0
-        """By `_clock`, when a trajectory was last served."""
+        """The time by `_clock` at which a trajectory was last served."""
 
     @property
     def first(self) -> str | None:
@@ -250,7 +250,7 @@ class Queue:
         self._waiting.clear()
 
     async def wait(self, place: asyncio.Future[Place]) -> None:
-        """Until it is done, or it takes too long."""
+        """Wait until the place is given, or it takes too long."""
         since = self._clock
         while not place.done() and (left_s := max(since, self._served_at) + self._timeout_s - self._clock) > 0:
             await asyncio.wait({place}, timeout=max(left_s, _LEAST_WAIT_S))

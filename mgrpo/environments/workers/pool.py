@@ -107,7 +107,7 @@ class EnvironmentPool:
         return descriptions[0]
 
     async def close(self) -> None:
-        """End everything, within seconds whatever tools do; whoever waits for an answer gets an EnvironmentLost."""
+        """End everything, within seconds whatever tools do; all that wait for an answer get an EnvironmentLost."""
         self._refuse("the environments are closed")
         for task in self._tasks:
             task.cancel()
@@ -130,7 +130,7 @@ class EnvironmentPool:
         Raises:
             AcquireTimeout: none became free in time; the message names the trajectories that hold them.
             ResetFailed: none could begin, in two tries.
-            RuntimeError: the pool is closed, or no worker can be started any more.
+            RuntimeError: the pool is closed, or workers cannot be started.
         """
         why = ""
         for attempt in range(_TRIES_TO_BEGIN):
