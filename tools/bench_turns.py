@@ -36,7 +36,7 @@ from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.instance import Ending
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.tools.calculate import calculate
-from mgrpo.environments.workers.catalog import Spec
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.pool import EnvironmentPool
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet

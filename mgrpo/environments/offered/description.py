@@ -41,7 +41,7 @@ class Offer:
 class OfferChoice:
     """The environments and tools of one row."""
 
-    members: tuple[str, ...]
+    playing: tuple[str, ...]
     """Names of the environments that take part."""
     active: frozenset[str]
     """Names of the tools that may be called."""
@@ -92,8 +92,8 @@ class Description:
             ValueError: it has a name that does not exist, or names environments that cannot go together.
         """
         if self.is_program:
-            members = tuple(offer.name for offer in self.offers)
-            return OfferChoice(members=members, active=frozenset(), actor=None, settings=row_settings({}))
+            names = tuple(offer.name for offer in self.offers)
+            return OfferChoice(playing=names, active=frozenset(), actor=None, settings=row_settings({}))
         settings = row_settings(row)
         if unknown := settings.names - self.names:
             raise ValueError(
@@ -111,8 +111,8 @@ class Description:
             for tool in offer.tools
             if settings.tools is None or settings.names & {tool.name, offer.name}
         )
-        members = tuple(offer.name for offer in playing)
-        return OfferChoice(members=members, active=active, actor=actors[0].name if actors else None, settings=settings)
+        names = tuple(offer.name for offer in playing)
+        return OfferChoice(playing=names, active=active, actor=actors[0].name if actors else None, settings=settings)
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Schemas of the tools that a row may call; raises as `choice` does."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.environments.offered.hints import Schema, schema_of
+from mgrpo.environments.offered.type_hints import Schema, schema_of
 
 FILLED_IN = ("trajectory", "row", "seed")
 """Keyword-only parameters of these names are not shown to the model: the trajectory's id, its row, and the seed that all

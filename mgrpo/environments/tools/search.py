@@ -94,7 +94,7 @@ class Search(Environment):
         self._source: SearchSource | None = None
 
     async def setup(self) -> None:
-        self._source = LocalIndex(self._index) if self._index else Service(self._endpoint, self._parameters)
+        self._source = LocalIndex(self._index) if self._index else SearchService(self._endpoint, self._parameters)
 
     def tools(self) -> Sequence[Tool]:
         return (_SEARCH,)
@@ -157,7 +157,7 @@ class LocalIndex:
         self._connection.close()
 
 
-class Service:
+class SearchService:
     """A search service over HTTP. Results are texts, objects with a text, or massive-serve's {"passages"}."""
 
     def __init__(self, endpoint: str, parameters: Mapping[str, Any]) -> None:

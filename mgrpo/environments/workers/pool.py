@@ -11,10 +11,10 @@ from typing import Any
 from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, Losses, ResetFailed
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.description import Description
-from mgrpo.environments.workers.catalog import Spec
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.host import Host, Place, Queue, Tally
-from mgrpo.environments.workers.instance import WorkerInstance
 from mgrpo.environments.workers.link import PATIENCE_S, Link, new_child
+from mgrpo.environments.workers.worker_instance import WorkerInstance
 from mgrpo.processes.json_lines import ChildError, Message
 
 _START_LIMIT_S = 120.0

@@ -11,7 +11,7 @@ from mgrpo.environments.offered.calling import Failed, Late, TimedCalls, WorkerL
 from mgrpo.environments.offered.description import Description
 from mgrpo.environments.offered.offered_environment import finite, shortened
 from mgrpo.environments.offered.toolbox import Toolbox
-from mgrpo.environments.workers.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 from mgrpo.processes.json_lines import Message
 
 _MAX_SNAPSHOT_BYTES = 1 << 22

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 from mgrpo.environments.environment import Call
 from mgrpo.environments.offered.calling import Failed, Late, WorkerLimits, said
-from mgrpo.environments.workers.catalog import Spec
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.resident import Resident
 from mgrpo.processes.guarded import go_on_guarded
 from mgrpo.processes.json_lines import Message, take_standard_streams
@@ -45,10 +45,10 @@ _OWNER: contextvars.ContextVar[int | None] = contextvars.ContextVar("_OWNER", de
 def main() -> None:
     go_on_guarded()
     questions, answers = take_standard_streams()
-    asyncio.run(_Worker(answers).serve(questions))
+    asyncio.run(_EnvironmentWorker(answers).serve(questions))
 
 
-class _Worker:
+class _EnvironmentWorker:
     """All environments of the process."""
 
     def __init__(self, answers: int) -> None:

@@ -17,7 +17,7 @@ from mgrpo.config.tools import PYTHON, ToolSpec
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.description import Description
-from mgrpo.environments.workers.catalog import NAMES, Spec
+from mgrpo.environments.workers.environment_catalog import NAMES, Spec
 from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from mgrpo.rewards.trajectory_rewards import TurnRewards
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.catalog import NAMES, Spec, built
+from mgrpo.environments.workers.environment_catalog import NAMES, Spec, built
 
 SOURCE = '''
 from mgrpo.environments.environment import Environment, Observation, Tool
@@ -175,7 +175,7 @@ def test_every_name_leads_somewhere(name):
 
 def test_nothing_but_the_standard_library_is_imported():
     """Every worker process would pay for it, and tools could reach it."""
-    code = "import sys; before = set(sys.modules); import mgrpo.environments.workers.catalog, mgrpo.environments.tools.counter; "
+    code = "import sys; before = set(sys.modules); import mgrpo.environments.workers.environment_catalog, mgrpo.environments.tools.counter; "
     code += "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) <= {*sys.stdlib_module_names, "mgrpo"}

@@ -20,7 +20,7 @@ from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, Rese
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.workers import host, link
 from mgrpo.environments.workers import pool as pools
-from mgrpo.environments.workers.catalog import Spec
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from tests.processes import processes_with
 
@@ -714,7 +714,7 @@ RUN = """
 import asyncio, sys, time
 from mgrpo.environments.workers import host
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.catalog import Spec
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.pool import EnvironmentPool
 
 host._CLOSE_LIMIT_S = 0.5

@@ -16,7 +16,7 @@ from mgrpo.environments.formats import named
 from mgrpo.environments.formats.families import ALIASES, FAMILIES
 from mgrpo.environments.loop.trajectory import EndedBy
 from mgrpo.environments.tools.python import Python
-from mgrpo.environments.workers.catalog import NAMES, TRL, Spec, built
+from mgrpo.environments.workers.environment_catalog import NAMES, TRL, Spec, built
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
 FILES = {name: code for code, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", PAGE, re.DOTALL)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 @dataclass
@@ -168,8 +168,8 @@ def test_calls_come_as_open_instruct_makes_them():
     toolbox = opened(("Door", {}))
     played(toolbox, DOOR, ("unlock", {"code": 1}), ("open", {}))
     played(toolbox, DOOR, ("unlock", {"code": "7"}))
-    (member,) = toolbox._members.values()
-    assert member.environment._inner.calls == [("1", "unlock", {"code": 7})]
+    (only,) = toolbox._environments.values()
+    assert only.environment._inner.calls == [("1", "unlock", {"code": 7})]
 
 
 def test_a_configuration_makes_its_class():
@@ -177,8 +177,8 @@ def test_a_configuration_makes_its_class():
     toolbox = opened(("DoorConfig", {"settings": {"locks": 5}}))
     _, answers = played(toolbox, DOOR, ("unlock", {"code": 7}))
     assert answers[0].text == "unlocked 5"
-    (member,) = toolbox._members.values()
-    assert member.environment._inner.made_with == {"call_name": "door"}
+    (only,) = toolbox._environments.values()
+    assert only.environment._inner.made_with == {"call_name": "door"}
 
 
 def test_a_text_environment_takes_turns_as_a_whole():

@@ -23,7 +23,7 @@ from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.program import Model, Program, Refused
 from mgrpo.environments.workers import link
-from mgrpo.environments.workers.catalog import PROGRAM, Spec
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
 from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
@@ -473,4 +473,4 @@ def test_rows_may_hold_anything_for_a_program() -> None:
     """Columns `tools` and `env_config` are the program's own."""
     found = describe([spec("echo")])
     assert found.is_program and not found.acts and found.tools == ()
-    assert found.choice({"tools": ["whatever"], "env_config": 3}).members == ("echo",)
+    assert found.choice({"tools": ["whatever"], "env_config": 3}).playing == ("echo",)

@@ -8,7 +8,7 @@ import pytest
 
 from mgrpo.environments.environment import Call
 from mgrpo.environments.tools.calculate import calculate
-from mgrpo.environments.workers.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 def played(spec, row, *moves, seed=1):

@@ -9,7 +9,7 @@ import pytest
 
 from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 class Bag:

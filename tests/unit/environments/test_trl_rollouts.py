@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgrpo.environments.offered.calling import WorkerLimits
-from mgrpo.environments.workers.catalog import PROGRAM, Spec
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
 from mgrpo.environments.workers.pool import describe
 from tests.unit.environments.test_programs import Engine, ids, play
 

@@ -14,7 +14,7 @@ import pytest
 
 from mgrpo.environments.adaptors.verifiers import _plain
 from mgrpo.environments.offered.calling import WorkerLimits
-from mgrpo.environments.workers.catalog import PROGRAM, Spec
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
 from mgrpo.environments.workers.pool import describe
 from tests.unit.environments.test_programs import Engine, ids, one, play
 

@@ -73,15 +73,15 @@ def built(specs: Sequence[Spec], calls: TimedCalls | None = None) -> Toolbox:
     Raises:
         ValueError: everything that cannot be built, with its entry.
     """
-    members, problems = [], []
+    environments, problems = [], []
     for spec in specs:
         try:
-            members.append(_offered(spec, calls))
+            environments.append(_offered(spec, calls))
         except ValueError as err:
             problems.append(str(err))
     if problems:
         raise ValueError("; ".join(problems))
-    return Toolbox(members)
+    return Toolbox(environments)
 
 
 def _offered(spec: Spec, calls: TimedCalls | None) -> OfferedEnvironment:
