@@ -68,11 +68,6 @@ class Bridges:
         self._known: dict[tuple[Kind, int], _Known] = {}
         self._refused: set[int] = set()
 
-    @property
-    def end_token_id(self) -> int:
-        """The token that ends a turn which calls tools; without tools, one that is an answer."""
-        return self._of("tool" if self._tools else "user", 1).end_id
-
     def check(self, kind: Kind) -> None:
         """Raise BridgeError unless the template can be followed after tools, or after messages of a user."""
         self._of(kind, 1)
