@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
 from mgrpo.config.tools import PYTHON, SEARCH, SOURCES, TRL_CLASS, reference, settings_of
-from mgrpo.config.user_functions import missing_file
+from mgrpo.processes.user_code import missing_file
 
 CALL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 VERIFIERS = "verifiers"

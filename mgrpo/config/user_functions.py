@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
-import importlib.util
 import inspect
 import sys
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from mgrpo.processes.user_code import user_module
 
 
 def user_function(setting: str, word: str, module: str, name: str) -> Callable[..., Any]:
@@ -25,18 +23,8 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
         ValueError: there is no such file, module or function, or its code raises.
     """
     subject = f"{setting}: {word}"
-    if module.endswith(".py") and (missing := missing_file(module)):
-        raise ValueError(f"{subject}: {missing}")
-    try:
-        found = _file_module(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
-    except ModuleNotFoundError as err:
-        raise ValueError(
-            f"{subject} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or "
-            "write path/to/file.py:function"
-        ) from err
-    # The user's module runs here, and may raise anything.
-    except (Exception, SystemExit) as err:
-        raise ValueError(f"{subject} cannot be imported: {type(err).__name__}: {err}") from err
+    missing = "there is no module {name}; put its folder on PYTHONPATH, or write path/to/file.py:function"
+    found = user_module(subject, module, missing=missing)
     function = getattr(found, name, None)
     if callable(function) and not inspect.isclass(function):
         return function
@@ -44,11 +32,6 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
     near = ", ".join(difflib.get_close_matches(name, others, n=3, cutoff=0.0)) or "none"
     problem = "is not a function" if hasattr(found, name) else "does not exist"
     raise ValueError(f"{subject}: {name} {problem}; functions there: {near}")
-
-
-def missing_file(path: str) -> str:
-    """The sentence for a file that does not exist; empty where it does."""
-    return "" if Path(path).is_file() else f"there is no file {Path(path).resolve()}"
 
 
 def name_of(function: Callable[..., Any] | type) -> str:
@@ -87,20 +70,3 @@ def _is_guarded(script: Path) -> bool:
     """Whether a script asks if it is the one that was started."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
-
-
-def _file_module(file: Path) -> ModuleType:
-    """The module that is the file; run once however many of its functions are named."""
-    name = f"user_functions_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -1,4 +1,4 @@
-"""What an environment is: the protocol between a trajectory and whatever answers its turns. Standard library only.
+"""The protocol between a trajectory and whatever answers its turns. Standard library only.
 
 A worker process imports this, and neither torch nor a tokenizer.
 """
@@ -15,21 +15,21 @@ class Call:
     """One call of a tool, as it was read from a turn."""
 
     name: str
-    """Of the tool."""
+    """The tool's name."""
     arguments: Mapping[str, Any]
-    """As the model wrote them, by name."""
+    """The arguments by name, as the model wrote them."""
     id: str = ""
-    """What the model calls this call, in formats that have ids."""
+    """The model's own name for this call, in formats that have ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the environment answers to one call, or to a turn as a whole."""
+    """The environment's answer to one call, or to a turn as a whole."""
 
     text: str = ""
     """Shown to the model; nothing is shown after `done`."""
     reward: float = 0.0
-    """Of this step."""
+    """The reward of this step."""
     done: bool = False
     """The trajectory is over."""
     failed: bool = False
@@ -39,21 +39,31 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """One call's observation, and how it went."""
+
+    observation: Observation
+    seconds: float
+    """Its time; calls of one turn that the same environment answers share the time equally."""
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """What a model is told of a tool."""
+    """A tool as the model is told of it."""
 
     name: str
-    """By which the model calls it."""
+    """The name by which the model calls it."""
     description: str
-    """What it does, for the model."""
+    """The tool's purpose, for the model."""
     parameters: Mapping[str, Any]
     """A JSON schema of type "object"."""
     returns: Mapping[str, Any] | None = None
-    """A JSON schema of what it gives back; few templates show it."""
+    """A JSON schema of the result; few templates show it."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it: `{"type": "function", "function": {...}}`."""
+        """The form that chat templates take: `{"type": "function", "function": {...}}`."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         if self.returns is not None:
             function["return"] = dict(self.returns)
@@ -67,7 +77,7 @@ class Environment:
     """
 
     name: str = ""
-    """In metrics; by default the class's name."""
+    """The name in metrics; by default the class's."""
     trajectory: str = ""
     """The id of the trajectory that it serves, set before `reset`."""
     is_repeatable: bool = False
@@ -77,8 +87,8 @@ class Environment:
         """Once for an instance, before its first trajectory: open what is costly."""
 
     def tools(self) -> Sequence[Tool]:
-        """What the model may call, the same for every trajectory. None: a turn as a whole is one action, the call "act" with
-        the argument "text"."""
+        """The tools that the model may call, the same for every trajectory. None: a turn as a whole is one action, the call
+        "act" with the argument "text"."""
         return ()
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation | Awaitable[Observation | None] | None:

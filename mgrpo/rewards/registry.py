@@ -9,6 +9,7 @@ import os
 import site
 from collections.abc import Sequence
 
+from mgrpo.processes.user_code import user_module
 from mgrpo.rewards.verifier import RemoteVerifier, Verifier
 
 VerifierClass = type[Verifier] | type[RemoteVerifier]
@@ -100,16 +101,13 @@ def module_folders(modules: Sequence[str]) -> list[str]:
 
 def _own_verifiers(module: str) -> dict[str, VerifierClass]:
     """The verifiers that a user's module defines."""
-    try:
-        classes = _defined_in(module)
-    except ModuleNotFoundError as err:
-        raise ValueError(
-            f"verifier_modules: {module} cannot be imported: {err}; give names as in an import statement, of modules on "
-            "PYTHONPATH"
-        ) from err
-    # The user's module runs here and may raise anything.
-    except (Exception, SystemExit) as err:
-        raise ValueError(f"verifier_modules: {module} cannot be imported: {type(err).__name__}: {err}") from err
+    user_module(
+        f"verifier_modules: {module}",
+        module,
+        missing="{err}; give names as in an import statement, of modules on PYTHONPATH",
+        takes_files=False,
+    )
+    classes = _defined_in(module)
     if not classes:
         raise ValueError(f"verifier_modules: {module} defines no subclass of mgrpo.rewards.verifier.Verifier")
     found: dict[str, VerifierClass] = {}

@@ -16,7 +16,7 @@ ROOMS = {
     "parallel": {"layout"},
     "telemetry": {"processes", "types"},
     "sandbox": {"processes"},
-    "config": {"models", "layout"},
+    "config": {"models", "processes", "layout"},
     "sync": {"processes", "models", "layout"},
     "algo": {"ops", "config", "types"},
     "data": {"config", "types"},

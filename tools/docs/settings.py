@@ -16,7 +16,7 @@ from mgrpo.config.peers.hints import tried
 from mgrpo.config.peers.names import OURS, Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
-from mgrpo.environments.offered.catalog import NAMES
+from mgrpo.environments.workers.environment_catalog import NAMES
 from tools.docs import markdown
 
 SCRIPTS = Path(__file__).parents[2] / "tests/unit/config/open_instruct_scripts.yaml"

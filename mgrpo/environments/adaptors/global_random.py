@@ -13,14 +13,14 @@ _LOCK = threading.Lock()
 
 
 class PrivateRandom:
-    """The state of the process's generators, for one game: what others draw meanwhile changes nothing for it."""
+    """The state of the process's generators for one game, which is not changed by what others draw meanwhile."""
 
     def __init__(self) -> None:
         self._own: Any = None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Around what seeds the game. If that does not touch the generators of the process, later steps need no lock."""
+        """Around the seeding of the game. If that does not touch the generators of the process, later steps need no lock."""
         with _LOCK:
             others = _state()
             try:
@@ -32,7 +32,7 @@ class PrivateRandom:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around a step."""
+        """Around a step of the game."""
         if self._own is None:
             yield
             return

@@ -1,6 +1,6 @@
 """Games that a model plays in text: Gymnasium's, GEM's, and others with the same `reset` and `step`.
 
-A turn is an action. Which text of a turn is the action, and how an observation becomes text, is decided here.
+A turn is an action. This module finds the action in a turn, and writes observations as text.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Gymnasium(Environment):
         return observation if isinstance(observation, str) else json.dumps(_plain(observation), ensure_ascii=False)
 
     def _heard(self) -> str:
-        """What a game of TextArena has said since the last turn; some of its wrappers repeat everything."""
+        """The new words of a game of TextArena since the last turn; some of its wrappers repeat everything."""
         _, heard = self._game.get_observation()
         if not isinstance(heard, str):
             return "\n".join(message for sender, message, *_ in heard if sender != 0)
@@ -181,7 +181,7 @@ def _takes_text(space: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON: arrays as lists, other objects as text."""
+    """A value for JSON: arrays become lists, other objects text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

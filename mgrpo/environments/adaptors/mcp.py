@@ -1,4 +1,4 @@
-"""The tools of an MCP server: a program that is started (stdio), or one that runs elsewhere (http, sse).
+"""The tools of an MCP server: a program that is started here (stdio), or one that runs elsewhere (http, sse).
 
 Needs the package `mcp`, versions 1.24 and up or 2. Sessions stay open over calls, see `mcp_session`.
 """
@@ -38,9 +38,9 @@ class Mcp(Environment):
     ) -> None:
         """
         Args:
-            server_url: of a server that runs; by http, or by sse where `transport` says so.
+            server_url: the address of a server that runs; used by http, or by sse where `transport` says so.
             command: starts a server, with `args`, and with `env` beside a few harmless variables of this process.
-            tool_name: the only tool that is shown; default: all.
+            tool_name: the only tool to show; default: all.
             session: "worker": one for all trajectories of a worker process, for servers without memory. "trajectory":
                 each begins with a new one, and with a new program.
         """
@@ -139,7 +139,7 @@ def _tool(record: Record) -> Tool:
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """What a result shows: its texts; other blocks are named."""
+    """The texts of a result; other blocks are named."""
     blocks = result.get("content") or []
     if not blocks and result.get("structuredContent") is not None:
         return json.dumps(result["structuredContent"], ensure_ascii=False)

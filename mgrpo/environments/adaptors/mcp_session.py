@@ -41,7 +41,7 @@ class SessionError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Where a server is, or how it is started."""
+    """A server: its address, or the command that starts it."""
 
     transport: str
     server_url: str = ""
@@ -207,7 +207,7 @@ class McpSession:
 
 
 def _seen(task: asyncio.Future[Any]) -> None:
-    """Keeps asyncio from reporting an error that nothing waits for any more."""
+    """Keeps asyncio from reporting an error for which nothing waits."""
     if not task.cancelled():
         task.exception()
 

@@ -1,6 +1,6 @@
 """Open Instruct's environments and tools (`RLEnvironment`, `TextRLEnvironment`, `Tool`), known by their methods.
 
-They are given what a row's `env_config` sets for them. What their `reset` returns is not shown: there, prompts say it all.
+They are given the settings of a row's `env_config`. The result of their `reset` is not shown: Open Instruct's prompts say it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _METHODS = ("reset", "step", "get_tool_definitions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvCall:
-    """A call as these environments take it."""
+    """A call in the form of these environments."""
 
     id: str
     name: str
@@ -34,7 +34,7 @@ def is_open_instruct(found: Any) -> bool:
 
 
 class OpenInstruct(Environment):
-    """One of them, made from its class or its configuration."""
+    """One such environment, made from its class or its configuration."""
 
     def __init__(self, found: Any, *, call_name: str, is_repeatable: bool = False, **settings: Any) -> None:
         target = getattr(found, "tool_class", found)
@@ -114,7 +114,7 @@ def _tool(function: Mapping[str, Any]) -> Tool:
 
 
 def _with_call_name(target: type, settings: Mapping[str, Any], call_name: str) -> dict[str, Any]:
-    """Its tools name themselves by this argument, where they take it."""
+    """The settings with the call name, where the class takes one: its tools are called by it."""
     parameters = inspect.signature(target).parameters
     takes = "call_name" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {**settings, "call_name": call_name} if takes else dict(settings)

@@ -36,10 +36,10 @@ class OpenEnv(Environment):
     ) -> None:
         """
         Args:
-            url: as in http://localhost:8000.
-            action_field: of the action; it gets the text of a turn, and there are no tools.
-            text_field: of an observation, which is shown; default: all fields, as JSON.
-            reset_columns: of a row, which the server's reset gets beside the seed.
+            url: the server's address, such as http://localhost:8000.
+            action_field: the action's field for the text of a turn; there are no tools then.
+            text_field: the observation's field to show; default: all fields, as JSON.
+            reset_columns: columns of a row that the server's reset gets beside the seed.
             capacity_timeout: seconds to wait for a session where the server has given out all of them.
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -80,7 +80,7 @@ class OpenEnv(Environment):
         return [await self._answered(call) for call in calls]
 
     def reward(self) -> float | None:
-        """Steps have given it; there is none if the session was lost."""
+        """None: steps have given it; not a number if the session was lost, so that there is no score."""
         return math.nan if self._is_lost else None
 
     async def close(self) -> None:
@@ -147,6 +147,6 @@ class OpenEnv(Environment):
 
 
 def _is_failed_result(observation: Mapping[str, Any]) -> bool:
-    """A tool that ran and failed, which is no failure of the step."""
+    """Whether a tool ran and failed, for which the server does not report a failed step."""
     result = observation.get("result") if "tool_name" in observation else None
     return isinstance(result, Mapping) and bool(result.get("is_error") or result.get("isError"))

@@ -24,7 +24,7 @@ class SessionLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvAnswer:
-    """What the server has answered to one message."""
+    """The server's answer to one message."""
 
     observation: Mapping[str, Any] = field(default_factory=dict)
     reward: float = 0.0
@@ -43,7 +43,7 @@ class OpenEnvSession:
         self._http: Any = None
         self._socket: Any = None
         self._num_unread = 0
-        """Answers to requests that nobody waits for any more; they come before the next one."""
+        """Answers still to come to requests that were given up; they precede the next one."""
 
     async def connect(self) -> None:
         """Open the connection if it is not open. Waits while the server has no free session; raises ConnectionError."""
@@ -103,7 +103,7 @@ class OpenEnvSession:
             await http.close()
 
     async def _opened(self) -> OpenEnvAnswer:
-        """Open a connection. What it answers first says whether it has a session; `code` is empty if it has."""
+        """Open a connection, and return the server's refusal of a session; `code` is empty if it gives one."""
         import aiohttp
 
         self._num_unread = 0

@@ -47,7 +47,7 @@ class Trl(Environment):
         return self._instance.get_reward() if self.gives_reward else None
 
     def snapshot(self) -> dict[str, Any]:
-        """What reward functions get for the instance, which stays in its process: public attributes that JSON can hold."""
+        """The instance for reward functions, as it stays in its process: its public attributes that JSON can hold."""
         found = {}
         for name in dir(self._instance):
             if name.startswith("_"):
@@ -69,7 +69,7 @@ class Trl(Environment):
 
 
 def _public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Without reading properties, which may need a trajectory."""
+    """Found without reading properties, which may need a trajectory."""
     found = inspect.getmembers_static(instance)
     names = [name for name, value in found if callable(value) or isinstance(value, classmethod)]
     members = {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _OURS}

@@ -1,7 +1,7 @@
 """Functions in the form of TRL's `rollout_func(prompts, trainer)`: each is asked for one prompt at a time, in a thread.
 
-What one returns is checked against what was sampled: it must be one sequence that only grew, or its tokens would be trained
-after others than those that they were sampled after.
+Its result is checked against the sampled tokens: it must be one sequence that only grew, or tokens would be trained in another
+context than they were sampled in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_trl_rollout(found: Any) -> bool:
 
 
 class TrlRollout(Program):
-    """Such a function. Other values that it returns are told to reward functions."""
+    """Such a function as a program. Other values that it returns are given to reward functions."""
 
     def __init__(self, function: Callable[..., Any], *, is_repeatable: bool = False) -> None:
         if inspect.iscoroutinefunction(function):
@@ -40,7 +40,7 @@ class TrlRollout(Program):
 
 
 class TrlTrainer:
-    """What stands for TRL's trainer."""
+    """The stand-in for TRL's trainer."""
 
     def __init__(self, model: Model, prompt: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._model, self._prompt, self._loop = model, prompt, loop
@@ -52,7 +52,7 @@ class TrlTrainer:
         generation_overrides: Mapping[str, Any] | None = None,
         as_chat: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """As TRL's function of this name: the ids and log-probabilities of an answer to each prompt, here of one."""
+        """The ids and log-probabilities of an answer to each prompt, here to one, as TRL's function of this name gives them."""
         limits = dict(generation_overrides or {})
         limit = limits.pop("max_tokens", None)
         if limits:
@@ -87,12 +87,12 @@ class TrlTrainer:
 
 
 def generate_rollout_completions(trainer: TrlTrainer, prompts: Sequence[Any], **settings: Any) -> list[dict[str, Any]]:
-    """In place of TRL's function of this name."""
+    """A replacement of TRL's function of this name."""
     return trainer.generate_rollout_completions(prompts, **settings)
 
 
 def _checked(returned: Any, model: Model) -> dict[str, Any]:
-    """The values that are not TRL's own, of the one prompt.
+    """The returned values that are not TRL's own, for the one prompt.
 
     Raises:
         ValueError: the tokens are not those that were sampled, in one sequence.

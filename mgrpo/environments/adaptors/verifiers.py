@@ -25,8 +25,8 @@ class Verifiers(Program):
     def __init__(self, id: str, *, args: Mapping[str, Any] | None = None, is_repeatable: bool = False) -> None:
         """
         Args:
-            id: as `load_environment` takes it.
-            args: its further arguments.
+            id: the name that `load_environment` takes.
+            args: the further arguments of `load_environment`.
         """
         super().__init__(self._play, is_repeatable=is_repeatable)
         self.name = id
@@ -73,12 +73,12 @@ def _loaded(id: str, args: str) -> Any:
 
 @functools.cache
 def _examples(environment: Any) -> dict[int, int]:
-    """By `example_id`, the places in the environment's own data."""
+    """The places in the environment's own data, by `example_id`."""
     return {number: place for place, number in enumerate(environment.get_dataset()["example_id"])}
 
 
 def _task(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the environment is to play: the row, or one of its own by the row's `example_id`."""
+    """The task for the environment: the row, or one of its own by the row's `example_id`."""
     number = row.get("example_id")
     if number is not None and not any(row.get(name) is not None for name in _OWN_COLUMNS):
         place = _examples(environment).get(number)
@@ -97,7 +97,7 @@ def _client_class() -> Any:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class ModelClient(vf.Client):
-        """Has `model.chat` answer."""
+        """A client that asks `model.chat`."""
 
         def __init__(self, model: Model) -> None:
             super().__init__(model)
@@ -121,7 +121,7 @@ def _client_class() -> Any:
                 return await self.client.chat(prompt, tools, max_tokens=limit)
             except NoRoom as err:
                 raise vf.OverlongPromptError(str(err)) from err
-            # The library keeps only that something failed.
+            # The library only keeps that something failed.
             except Exception as err:
                 self.failure = self.failure or f"{type(err).__name__}: {err}"
                 raise

@@ -142,7 +142,7 @@ ALIASES = {
     "vllm_qwen3_coder": "qwen3_xml",
     "vllm_qwen3_xml": "qwen3_xml",
 }
-"""vLLM's other names, and Open Instruct's."""
+"""Other names of vLLM and of Open Instruct."""
 _DOOR = "vllm:"
 _MARKS = (
     ("qwen3_xml", ("<function=",)),
@@ -161,14 +161,14 @@ _MARKS = (
     ("dr_tulu", ("<call_tool",)),
     ("legacy", ("<output>",)),
 )
-"""What a template of each family contains, looked for in this order."""
+"""Marks in the templates of each family, looked for in this order."""
 
 
 def named(name: str, tools: Sequence[Tool], *, tokenizer: Any = None) -> Format:
     """The format of a family of models, by one of its names.
 
     Args:
-        name: of `FAMILIES` or `ALIASES`, or `vllm:` and the name of a parser of vLLM's, which alone needs the tokenizer.
+        name: a name of `FAMILIES` or `ALIASES`, or `vllm:` and the name of a parser of vLLM's, which alone needs the tokenizer.
     """
     if name.startswith(_DOOR):
         return vllm_door.from_vllm(name.removeprefix(_DOOR), tools, tokenizer)
@@ -179,7 +179,7 @@ def named(name: str, tools: Sequence[Tool], *, tokenizer: Any = None) -> Format:
 
 
 def detected(template: str) -> str:
-    """The family whose calls a chat template, as Jinja text, writes or asks for."""
+    """The family for which a chat template, as Jinja text, writes calls or asks for them."""
     for family, marks in _MARKS:
         if all(mark in template for mark in marks):
             return family

@@ -1,7 +1,7 @@
-"""A format of tool calls: how one family of models writes them into a turn, and what is left of the turn without them.
+"""A format of tool calls: one family's way to write them into a turn, and the rest of the turn without them.
 
-What a model writes is untrusted: reading it never raises, and nothing of it is evaluated. What stands in a thought is no
-call. A call that was begun and cannot be read is told to the model and counted; it is never taken for the answer.
+A model's text is untrusted: reading it never raises, and nothing in it is evaluated. Text in a thought is not a call. A call
+that was begun and cannot be read is reported to the model and counted; it is never taken for the answer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TURN_ENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What a turn says."""
+    """A turn, read."""
 
     content: str
-    """Without calls, thoughts and end markers."""
+    """The text without calls, thoughts and end markers."""
     calls: tuple[Call, ...] = ()
     unreadable: tuple[str, ...] = ()
-    """For each call that was begun and cannot be read, what to tell the model."""
+    """For each call that was begun and cannot be read, the text that tells the model why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Block:
     end: int
     calls: tuple[Call, ...] = ()
     faults: tuple[str, ...] = ()
-    """Why a call cannot be read, one for each such call."""
+    """Reasons why calls cannot be read, one for each such call."""
 
 
 Reader = Callable[[str, int], Block | None]
@@ -54,16 +54,16 @@ class Format:
     example: str
     """A call, as the model should write it."""
     stop_strings: tuple[str, ...] = ()
-    """A turn ends with the first of them, which is part of it."""
+    """A turn ends with the first of these, which is part of it."""
     stop_tokens: tuple[str, ...] = ()
     """Texts of tokens that end a turn besides the model's end token, as far as its tokenizer has them."""
     calls_in_thoughts: bool = False
-    """A call in a thought counts: the turn ends there, and the thought goes on after the answer."""
+    """Whether a call in a thought counts: the turn ends there, and the thought goes on after the answer."""
     answer_tag: str = ""
-    """Answers stand between tags of this name, in the turn that asked; without one the chat template writes them."""
+    """Answers are put between tags of this name, in the turn that asked; "": the chat template writes them."""
 
     def answer(self, texts: Sequence[str]) -> str | None:
-        """The text that follows a turn to answer its calls; None: it is up to the chat template."""
+        """The text that answers the calls of a turn; None: the chat template writes it."""
         if not self.answer_tag:
             return None
         return "\n".join(f"<{self.answer_tag}>\n{text}\n</{self.answer_tag}>\n" for text in texts)
@@ -73,7 +73,7 @@ class Format:
 
         Args:
             text: with special tokens written out.
-            is_thinking: the prompt ends inside a thought, which this turn goes on with.
+            is_thinking: the prompt ends inside a thought, which this turn continues.
         """
         try:
             content, blocks = self._parts(_without_end(text), is_thinking)
@@ -88,7 +88,7 @@ class Format:
         )
 
     def _parts(self, text: str, is_thinking: bool) -> tuple[list[str], list[Block]]:
-        """What is no thought: content, and blocks."""
+        """Content and blocks outside thoughts."""
         if not self.calls_in_thoughts:
             return self._split(text, self._end_of_earlier_thought(text, is_thinking), has_thoughts=True)
         content, blocks = self._split(text, 0, has_thoughts=False)
@@ -99,7 +99,7 @@ class Format:
         return f"The tool call cannot be read: {fault[:_MAX_FAULT]}. Write it as {self.example}"
 
     def _split(self, text: str, at: int, *, has_thoughts: bool) -> tuple[list[str], list[Block]]:
-        """What a text is made of after a position: content, and blocks that are not in a thought."""
+        """The parts of a text after a position: content, and blocks that are not in a thought."""
         content: list[str] = []
         blocks: list[Block] = []
         block = self.read(text, at)

@@ -1,4 +1,4 @@
-"""Families that write a call as a JSON object, apart by what stands around it: Hermes and Qwen, Llama, Mistral, DeepSeek.
+"""Families that write a call as a JSON object, with different marks around it: Hermes and Qwen, Llama, Mistral, DeepSeek.
 
 The decoder finds the end of an object, so an argument may hold the text that ends a call.
 """
@@ -37,7 +37,7 @@ def hermes(text: str, at: int) -> Block | None:
 
 
 def llama3_json(tools: Sequence[Tool]) -> Reader:
-    """`{"name": ..., "parameters": {...}}` anywhere, several apart by semicolons; `<|python_tag|>` may come first.
+    """`{"name": ..., "parameters": {...}}` anywhere, several separated by semicolons; `<|python_tag|>` may come first.
 
     Another object, as in a formula or an answer, is content.
     """
@@ -110,7 +110,7 @@ def deepseek(text: str, at: int) -> Block | None:
 
 
 def _after(text: str, at: int, closing: str) -> int:
-    """Where the closing tag of a call ends, or the text in its place."""
+    """The end of a call's closing tag; that of the text, if it ends before the tag. Fault where other text is in between."""
     at = skip_space(text, at)
     if at < len(text) and not text.startswith(closing, at):
         raise Fault(f"text stands between the object and {closing}", at=at)
@@ -118,7 +118,7 @@ def _after(text: str, at: int, closing: str) -> int:
 
 
 def call_of(value: Any, *, at: int = 0) -> Call:
-    """The call that `{"name": ..., "arguments": {...}}` is, or `parameters`; no arguments: an empty object."""
+    """The call in `{"name": ..., "arguments": {...}}`, or with `parameters`; without arguments it has none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise Fault('it is not an object with a "name"', at=at)
     key = next((key for key in _KEYS if key in value), _KEYS[0])

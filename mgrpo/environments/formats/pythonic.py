@@ -1,7 +1,7 @@
 """Families that write calls as Python does: Llama 4 and the pythonic Llama 3.2, OLMo 3, LFM2.
 
-Only names, keywords and literals are read, by a reader of their own that evaluates nothing: it finds where a call ends,
-and reads what models write and Python does not, as line breaks in a string, `true` or a keyword named `from`.
+Only names, keywords and literals are read, by a reader that evaluates nothing: it finds the end of a call, and reads what
+models write though Python does not allow it, such as line breaks in a string, `true` or a keyword named `from`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ESCAPE = re.compile(r"\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|(
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _TOO_LARGE = 10**4300
-"""Python writes no integer of more digits, so that it could not be sent on."""
+"""Python does not write integers of more digits, so they could not be sent on."""
 _LIST = r"\s*(?P<list>(?P<mark><\|python_(?:start|tag)\|>\s*)?\[)"
 _LIST_FIRST, _LIST_AFTER_THOUGHT = re.compile(_LIST), re.compile(rf"(?:</think>|\[/THINK\]){_LIST}")
 _LIST_ENDS = re.compile(r"\](?:\s*<\|python_end\|>)?")
 
 
 def pythonic(tools: Sequence[Tool]) -> Reader:
-    """`[name(key=value), ...]`, with which a turn begins after its thoughts; a list that is none of calls is content."""
+    """`[name(key=value), ...]` at the beginning of a turn, after its thoughts; a list of anything but calls is content."""
     names = {tool.name for tool in tools}
 
     def read(text: str, at: int) -> Block | None:
@@ -63,7 +63,7 @@ def pythonic(tools: Sequence[Tool]) -> Reader:
 
 
 def tagged(begin: str, end: str) -> Reader:
-    """Calls between tags, one a line or a list."""
+    """Calls between tags, one per line or in a list."""
     begins = re.compile(rf"{re.escape(begin)}(?:\s*\[)?")
     ends = re.compile(rf"(?:\]\s*)?{re.escape(end)}")
 
@@ -80,7 +80,7 @@ def tagged(begin: str, end: str) -> Reader:
 
 
 def _calls(text: str, at: int, ends: re.Pattern[str], closing: str) -> tuple[list[Call], int, Fault | None]:
-    """The calls up to what ends them or to one that cannot be read, where that is, and why it cannot."""
+    """The calls up to their end or to one that cannot be read, the position of that, and the fault."""
     calls: list[Call] = []
     try:
         at = skip_space(text, at, also=",;")
@@ -112,7 +112,7 @@ def _call(text: str, at: int) -> tuple[Call, int]:
 
 
 def _after_item(text: str, at: int, closing: str) -> int:
-    """Where the next item begins, or the closing bracket stands."""
+    """The position of the next item or of the closing bracket."""
     at = skip_space(text, at)
     if text.startswith(",", at):
         return skip_space(text, at + 1)
@@ -122,7 +122,7 @@ def _after_item(text: str, at: int, closing: str) -> int:
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """The literal that begins at a position after white space, and where it ends."""
+    """The literal at a position, after white space, and its end."""
     at = skip_space(text, at)
     if depth > MAX_DEPTH:
         raise Fault("values are nested too deeply", at=at)
@@ -139,7 +139,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _container(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """A list, tuple or set as a list; a dict; the value itself where parentheses only stand around it."""
+    """A list, tuple or set as a list; a dict; a single value in parentheses as itself."""
     opening, closing = text[at], _CLOSING[text[at]]
     items: list[Any] = []
     pairs: dict[str, Any] = {}

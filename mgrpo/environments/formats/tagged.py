@@ -1,4 +1,4 @@
-"""Formats whose calls are tags around plain text, which the tool's first parameter takes: Open Instruct's and DR Tulu's.
+"""Formats with calls as tags around plain text, the value of the tool's first parameter: Open Instruct's and DR Tulu's.
 
 A turn stops at the closing tag, and the answer goes on in the same turn.
 """

@@ -1,4 +1,4 @@
-"""What the readers of all families share: JSON that is not trusted, arguments, and why a call cannot be read."""
+"""Common parts of the readers of all families: untrusted JSON, arguments, and the reason why a call cannot be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mgrpo.environments.formats.format import Block
 
 MAX_DEPTH = 100
-"""Of values in values; the arguments of a call are written out again, with more frames on the stack than here."""
+"""Most values in values; the arguments of a call are written out again, with more frames on the stack than here."""
 _DECODER = json.JSONDecoder()
 
 
@@ -18,18 +18,18 @@ class Fault(ValueError):
     def __init__(self, why: str, *, at: int) -> None:
         super().__init__(why)
         self.at = at
-        """How far it was read."""
+        """The position up to which it was read."""
 
 
 def skip_space(text: str, at: int, *, also: str = "") -> int:
-    """Where neither white space nor one of a few other characters stands."""
+    """The next position without white space or one of the characters of `also`."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at
 
 
 def decoded(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a position after white space, and where it ends."""
+    """The JSON value at a position, after white space, and its end."""
     at = skip_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -56,7 +56,7 @@ def _depth(value: object) -> int:
 
 
 def arguments_of(value: Any, *, at: int = 0) -> dict[str, Any]:
-    """An object, or the text of one."""
+    """Arguments from an object or from its JSON text."""
     if isinstance(value, str):
         try:
             value, _ = decoded(value, 0)
@@ -68,6 +68,6 @@ def arguments_of(value: Any, *, at: int = 0) -> dict[str, Any]:
 
 
 def unreadable(text: str, start: int, fault: Fault, *, closing: str) -> Block:
-    """A call that cannot be read, up to what closes it or to the end of the text: half a call is no content."""
+    """A call that cannot be read, up to its closing mark or to the end of the text: half a call is not content."""
     end = text.find(closing, fault.at)
     return Block(start=start, end=end + len(closing) if end >= 0 else len(text), faults=(str(fault),))

@@ -14,7 +14,7 @@ from mgrpo.environments.formats.values import Fault, arguments_of
 
 
 def from_vllm(name: str, tools: Sequence[Tool], tokenizer: Any) -> Format:
-    """The format that vLLM's `--tool-call-parser` calls by a name."""
+    """The format with this name in vLLM's `--tool-call-parser`."""
     setting = f"tool_parser_type='vllm:{name}'"
     if tokenizer is None:
         raise ValueError(f"{setting} needs the tokenizer, which is not here; choose a parser without the prefix vllm:")
@@ -39,7 +39,7 @@ def from_vllm(name: str, tools: Sequence[Tool], tokenizer: Any) -> Format:
 
     def read(text: str, at: int) -> Block | None:
         try:
-            # A parser keeps what it has read.
+            # A parser keeps the text that it has read.
             found = parser_class(tokenizer, parameters).extract_tool_calls(text[at:], request)
         except Exception as err:
             return Block(start=at, end=len(text), faults=(f"vLLM's parser failed with {type(err).__name__}",))
@@ -51,7 +51,7 @@ def from_vllm(name: str, tools: Sequence[Tool], tokenizer: Any) -> Format:
                 calls.append(Call(name=call.function.name, arguments=arguments_of(call.function.arguments)))
             except Fault as fault:
                 faults.append(str(fault))
-        # What stands between calls is lost with them.
+        # Text between calls is lost with them.
         start = at + len(found.content or "") if text.startswith(found.content or "", at) else at
         return Block(start=start, end=len(text), calls=tuple(calls), faults=tuple(faults))
 

@@ -1,6 +1,6 @@
 """Families that write each argument between tags of its own: Qwen3-Coder and its kin, GLM.
 
-A value is plain text, which nothing escapes: it ends at the first closing tag. The tool's schema says what it is.
+A value is plain text without any escapes: it ends at the first closing tag. The tool's schema gives its type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
 _GLM_ENDS = re.compile(r"\s*</tool_call>")
 _CLOSING = "</tool_call>"
 _NOT_IN_VALUES = ("<parameter=", "</function>", "<arg_key>", _CLOSING)
-"""Where a value holds one of these, its own closing tag was left out or misspelt."""
+"""A value with one of these has no closing tag of its own, or a misspelt one."""
 
 
 def qwen3_xml(tools: Sequence[Tool]) -> Reader:
@@ -82,7 +82,7 @@ def glm(tools: Sequence[Tool]) -> Reader:
 def _arguments(
     text: str, at: int, begins: re.Pattern[str], closing: str, schemas: Mapping[str, Any], *, padding: str = ""
 ) -> tuple[dict[str, Any], int]:
-    """The arguments that begin at a position, and where they end; `padding` after a value is markup."""
+    """The arguments from a position on, and their end; `padding` after a value is markup."""
     arguments = {}
     while begin := begins.match(text, at):
         end = text.find(closing, begin.end())
@@ -96,7 +96,10 @@ def _arguments(
 
 
 def typed(text: str, schema: object) -> Any:
-    """The value that a text means under a JSON schema; the text itself where it means none, for the tool to refuse."""
+    """The value of a text under a JSON schema; the text itself where it has none, for the tool to refuse.
+
+    More lenient than `coerced`, which is next: "1_000" is an integer, "1" a boolean, and "3" the integer of an integer or string.
+    """
     types = _types(schema)
     if "null" in types and text.strip().lower() == "null":
         return None
@@ -141,7 +144,7 @@ _CONVERSIONS: dict[str, Callable[[str], Any]] = {
 
 
 def _types(schema: object) -> set[str]:
-    """The types that a schema allows, none if it does not say."""
+    """The types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type", ())

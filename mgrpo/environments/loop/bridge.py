@@ -1,6 +1,6 @@
-"""The tokens between two turns of a trajectory: what the chat template writes around observations.
+"""The tokens between two turns of a trajectory, as the chat template writes them around observations.
 
-A trajectory only grows: the sampled ids stay as they are, and a bridge is appended. What the template writes is found by
+A trajectory only grows: the sampled ids stay as they are, and a bridge is appended. The text of a bridge is found by
 `frames`; here it is encoded, so that the ids are those of the template's own text, and no observation becomes a special token.
 """
 
@@ -30,8 +30,8 @@ class _Known:
 class Bridges:
     """Bridges of one chat template, with the tools that the model is told of.
 
-    A stop token other than the template's end token ends a turn as well as that. After anything else, where a turn was
-    cut, a bridge begins with the end token.
+    A turn ends with the template's end token or with another stop token. After any other token, where a turn was cut, a
+    bridge begins with the end token.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Bridges:
         """Nothing is rendered yet.
 
         Args:
-            tools: those in the prompts.
+            tools: the tools in the prompts.
             stop_token_ids: ids that end a turn.
         """
         self._tokenizer, self._template, self._kwargs = tokenizer, template, template_kwargs
@@ -64,14 +64,9 @@ class Bridges:
         self._guarded_ids = frozenset(guarded.values())
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        """Tokens that no observation may have."""
+        """Finds the tokens that no observation may contain."""
         self._known: dict[tuple[Kind, int], _Known] = {}
         self._refused: set[int] = set()
-
-    @property
-    def end_token_id(self) -> int:
-        """The token that ends a turn which calls tools; without tools, one that is an answer."""
-        return self._of("tool" if self._tools else "user", 1).end_id
 
     def check(self, kind: Kind) -> None:
         """Raise BridgeError unless the template can be followed after tools, or after messages of a user."""
@@ -82,11 +77,11 @@ class Bridges:
         return self.render(messages, True)
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
-        """What follows a turn that called tools.
+        """The ids after a turn that called tools.
 
         Args:
             texts: the observation of each call, in order; at least one.
-            names: of the tools that were called, as the model wrote them.
+            names: the names of the called tools, as the model wrote them.
             last: the last id that was sampled.
         """
         if len(texts) > 1 and (known := self._several(len(texts))) is not None:
@@ -94,11 +89,11 @@ class Bridges:
         return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
 
     def after_user(self, text: str, *, last: int | None) -> list[int]:
-        """What follows a turn that an environment answers as a user would; `last`: the last id, None if it does not end the turn."""
+        """The ids after a turn that an environment answers as a user would; `last`: the last id, None if it does not end the turn."""
         return self._ids(self._of("user", 1), [text], [], last)
 
     def user_frame(self, text: str) -> str:
-        """What follows a turn that a user answers, as text."""
+        """The text after a turn that a user answers."""
         frame = self._of("user", 1).frame
         return frame.end + _text(frame.filled([text], []))
 
@@ -113,7 +108,7 @@ class Bridges:
         return known
 
     def _several(self, num_texts: int) -> _Known | None:
-        """The bridge after several calls of one turn; None if the template takes one."""
+        """The bridge after several calls of one turn; None if the template takes only one answer."""
         try:
             return None if num_texts in self._refused else self._of("tool", num_texts)
         except BridgeError:

@@ -1,4 +1,4 @@
-"""What a program and the model say in one trajectory: the program's wishes to the ids that follow, and turns to its answers."""
+"""The talk of a program and the model in one trajectory: the program's wishes become ids, and turns become its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 
 
 class Chats(episodes.Language, Protocol):
-    """How the model is talked to in chats."""
+    """A language for chats with the model."""
 
     def with_tools(self, tools: Sequence[Tool]) -> Chats:
         """The same for chats in which these may be called."""
@@ -27,21 +27,21 @@ class Chats(episodes.Language, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a program wants the model to answer."""
+    """A wish of the program that the model can answer."""
 
     ids: list[int]
-    """After the model's last turn; at first, all that it is asked."""
+    """The ids after the model's last turn; at first, the whole opening."""
     messages: list[Chat] | None = None
-    """All of the chat; None: the program goes on by ids."""
+    """The whole chat; None: the program goes on by ids."""
     tools: list[Chat]
     added: list[Chat]
-    """Messages of the chat that the trajectory did not have."""
+    """Messages of the chat that are new to the trajectory."""
     chats: Chats
     max_tokens: int | None
 
 
 class Conversation:
-    """Of one trajectory, which it lets grow."""
+    """The conversation of one trajectory, to which it appends."""
 
     def __init__(self, chats: Chats, trajectory: Trajectory, known: Sequence[int]) -> None:
         """`known`: the ids of the row's prompt."""
@@ -49,7 +49,7 @@ class Conversation:
         self.opening = list(known)
         """The ids that the first turn follows."""
         self._path: Path | None = None
-        """None: nothing was said, or the program goes on by ids."""
+        """None: nothing has been said, or the program goes on by ids."""
         self._step: Step | None = None
         self._turn: Sampled | None = None
 
@@ -81,7 +81,7 @@ class Conversation:
         self.trajectory.messages += step.added
 
     def heard(self, turn: Sampled) -> dict[str, Any]:
-        """Append the model's turn; what the program is told of it."""
+        """Append the model's turn; returns the program's answer."""
         trajectory, step = self.trajectory, self._step
         assert step is not None
         keep = 0 if self._turn is None else len(self.opening) + trajectory.num_tokens - len(step.ids)
@@ -152,7 +152,7 @@ class Conversation:
         )
 
     def _names(self, added: Sequence[Chat]) -> list[str]:
-        """Of the tools that have answered."""
+        """The names of the tools that have answered."""
         calls = self.trajectory.messages[-1].get("tool_calls", [])
         assert isinstance(calls, list)
         by_id = {call["id"]: call["function"]["name"] for call in calls}
@@ -163,7 +163,7 @@ class Conversation:
         ]
 
     def _note(self, calls: Sequence[str], schemas: Sequence[Chat], num_unreadable: int) -> None:
-        """In the last turn, which calls it made."""
+        """Record the calls of the last turn in it."""
         known = {_tool(schema).name for schema in schemas}
         names = [name if name in known else "" for name in calls] + [""] * num_unreadable
         trajectory = self.trajectory

@@ -1,4 +1,4 @@
-"""Trajectories that a program of the user's drives: it asks for turns, and its messages become the text between them.
+"""Trajectories driven by a program of the user's: it asks for turns, and its messages become the text between them.
 
 The first turns of all samples of a prompt are one request, as they are with environments.
 """
@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from mgrpo.environments.loop.conversation import Chats, Conversation, Step
-from mgrpo.environments.loop.episodes import Environments, EpisodeBounds, Episodes, Task, together
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task, together
 from mgrpo.environments.loop.gathering import Gathering
+from mgrpo.environments.loop.instance import Environments, Instance
+from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.environments.workers.errors import EnvironmentLost
-from mgrpo.environments.workers.instance import Instance
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 _MOST_REFUSALS = 10
-"""In a trajectory: a program that asks again and again for what it cannot have would never end."""
+"""Most refusals in one trajectory: a program that repeats a wish which cannot be met would never end."""
 
 
 class ContextFull(ValueError):
@@ -66,7 +66,7 @@ class Driven(Episodes):
         return RolloutGroup(prompt=prompt, completions=tuple(completions))
 
     def _first(self, task: Task, asking: Sequence[_Drive]) -> tuple[Prompt, int]:
-        """What all samples begin with, and how long their first turn may be."""
+        """The common beginning of all samples, and the most tokens of their first turn."""
         if not asking:
             # A completion has at least one token; these are not trained on.
             return task.prompt, 1
@@ -82,14 +82,14 @@ class Driven(Episodes):
 
 
 class _Drive:
-    """One trajectory on its way."""
+    """One trajectory under way."""
 
     def __init__(self, driven: Driven, task: Task, sample: int, name: str, instance: Instance | None) -> None:
         self.driven, self.task, self.sample, self.name, self.instance = driven, task, sample, name, instance
         self.trajectory = Trajectory(context=task.prompt.tokens)
         self.talk = Conversation(driven.chats, self.trajectory, task.prompt.tokens.tolist())
         self.max_tokens = 0
-        """Of the turn that the program wants."""
+        """Most tokens of the turn that the program wants."""
         self.reward: float | None = None
         self.shown: Mapping[str, object] = {}
         self.num_refusals = 0
@@ -97,7 +97,7 @@ class _Drive:
         self.began_at = time.monotonic()
 
     async def begin(self) -> None:
-        """Have the program run until it wants its first turn."""
+        """Run the program until it wants its first turn."""
         if self.instance is None:
             self.trajectory.ended_by = "error"
             return
@@ -106,7 +106,7 @@ class _Drive:
             self._fail("it has ended without a turn of the model")
 
     async def run(self, prompt: Prompt, turn: Sampled) -> Completion:
-        """From the first turn, which has been sampled, to the end."""
+        """From the first turn, which has been sampled, to the end of the trajectory."""
         trajectory, gathering = self.trajectory, self.driven.gathering
         trajectory.context = prompt.tokens
         try:
@@ -127,12 +127,12 @@ class _Drive:
         )
 
     async def release(self) -> None:
-        """Give the program's place back; it must not go on there."""
+        """Give the instance back; the program must not go on there."""
         if self.instance is not None:
             await self.instance.release(broken=self.trajectory.ended_by in (None, "error"))
 
     async def _go_on(self, instance: Instance, answer: Mapping[str, Any]) -> None:
-        """Until the program wants a turn that can be sampled, or is over."""
+        """Run the program until it wants a turn that can be sampled, or is over."""
         began, trajectory = time.monotonic(), self.trajectory
         try:
             while True:
@@ -156,7 +156,7 @@ class _Drive:
             self._note_seconds(time.monotonic() - began)
 
     def _refusal(self, wish: Mapping[str, Any]) -> dict[str, str] | None:
-        """Have the trajectory grow by what the program wants; or what to tell it."""
+        """Append the wish of the program to the trajectory; else the refusal to tell it."""
         try:
             step = self.talk.step(wish)
             self.max_tokens = self._room_after(step)
@@ -174,7 +174,7 @@ class _Drive:
         return refusal
 
     def _room_after(self, step: Step) -> int:
-        """Tokens that the next turn may have."""
+        """Most tokens of the next turn."""
         longest = self.driven.bounds.max_model_length
         if not self.trajectory.parts:
             whole = f"the first chat has {len(step.ids)} tokens, and the engines take sequences of {longest}"
@@ -198,7 +198,7 @@ class _Drive:
         self.driven.losses.say("program", f"{self.name} has no score, because its program has failed: {why}")
 
     def _note_seconds(self, seconds: float) -> None:
-        """How long the program took for the calls of the last turn, which share the time equally."""
+        """Record the program's time for the calls of the last turn, which share it equally."""
         if turns := self.trajectory.turns:
             calls = len(turns[-1].calls)
             turns[-1] = replace(turns[-1], seconds=(seconds / max(calls, 1),) * calls)

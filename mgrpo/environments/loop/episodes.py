@@ -1,4 +1,4 @@
-"""The loop of a trajectory: sample a turn, have the environment answer its calls, append the text around the answers, go on.
+"""The loop of a trajectory: sample a turn, let the environment answer its calls, append the text around the answers, repeat.
 
 Pure asyncio: no engine, no tokenizer, no process. Every token that is trained was sampled after exactly the tokens that precede
 it in the sample, or in its branch; an answer is appended only if another token may follow it.
@@ -14,24 +14,16 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.instance import Ending, Environments, Instance
+from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, Losses, ResetFailed, TrajectoryTimeout
 from mgrpo.environments.loop.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.environments.offered.description import ACT
 from mgrpo.environments.offered.row_columns import row_settings
-from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
-from mgrpo.environments.workers.instance import Answered, Ending, Instance
-from mgrpo.environments.workers.losses import Losses
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 T = TypeVar("T")
-
-
-class Environments(Protocol):
-    """Where instances come from."""
-
-    async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Instance:
-        """One for a new trajectory; raises EnvironmentLost."""
 
 
 class Said(Protocol):
@@ -39,22 +31,22 @@ class Said(Protocol):
 
     @property
     def content(self) -> str:
-        """Without calls and thinking."""
+        """The text without calls and thinking."""
 
     @property
     def calls(self) -> Sequence[Call]:
-        """Those that can be read, in order."""
+        """The calls that can be read, in order."""
 
     @property
     def unreadable(self) -> Sequence[str]:
-        """What to tell the model of each of the others."""
+        """For each other call, the text that tells the model why."""
 
 
 class Language(Protocol):
-    """How the model's turns are read, and how it is answered."""
+    """Reads the model's turns, and writes the answers to them."""
 
     def read(self, turn: Sampled, *, calls: bool) -> Said:
-        """What a turn says; with its calls, or as a whole."""
+        """A turn, read with its calls or as a whole."""
 
     def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
         """Ids between this turn and the next one, for the name and the answer of each call."""
@@ -63,7 +55,7 @@ class Language(Protocol):
         """The same where a turn is an action."""
 
     def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
-        """All that the next turn follows where this one, an action sampled after `before`, is not left as it was; else None."""
+        """The whole context of the next turn, where this one, an action sampled after `before`, is rewritten; else None."""
 
     def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
         """Each `[len]` as text."""
@@ -71,37 +63,37 @@ class Language(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeBounds:
-    """How far a trajectory may go."""
+    """The limits of a trajectory."""
 
     max_model_length: int
     """Tokens, prompt included."""
     max_calls: int
-    """A row's `env_config` may say otherwise, as `max_steps`."""
+    """A row's `env_config` may set another limit, as `max_steps`."""
     max_calling_turns: int | None = None
     per_turn_max_tokens: int | None = None
     trajectory_timeout_s: float | None = None
-    """After which it gets no further turn, and no score."""
+    """A trajectory that takes longer gets no further turn, and no score."""
     scored_text: ScoredText = "final"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A prompt whose trajectories begin."""
+    """A prompt for which trajectories begin."""
 
     prompt: Prompt
     name: str
-    """Of the prompt, for tools and messages: no other that is under way has it."""
+    """The prompt's name, for tools and messages: unique among those under way."""
     place: int
-    """Of the prompt among all that were ever begun."""
+    """The prompt's number among all that were ever begun."""
     num_samples: int
     max_tokens: int
-    """Of everything that follows the prompt."""
+    """Most tokens after the prompt."""
     row: Mapping[str, Any]
-    """What environments are told of the prompt."""
+    """The prompt's columns, as environments may see them."""
     seed: int
-    """For the environments, the same for all samples."""
+    """The environments' seed, the same for all samples."""
     opened: Callable[[str], Prompt]
-    """The prompt with what its environments begin with."""
+    """The prompt with its environments' opening text."""
 
 
 class Episodes:
@@ -148,7 +140,7 @@ class Episodes:
             return None
 
     def lost(self, name: str, err: Exception) -> None:
-        """The trajectory has no score."""
+        """Log that the trajectory has no score."""
         self.losses.say(type(err).__name__, f"{name} has no score: {err}")
 
     def _prompt(self, task: Task, instances: Sequence[Instance | None]) -> Prompt:
@@ -184,12 +176,12 @@ class Episodes:
         )
 
     def room(self, task: Task, num_tokens: int, num_preceding: int) -> int:
-        """Tokens that may still follow so many of the trajectory, if they are sampled from so many."""
+        """Tokens that may still follow `num_tokens` of the trajectory, if they are sampled after `num_preceding`."""
         return min(task.max_tokens - num_tokens, self.bounds.max_model_length - num_preceding)
 
 
 class _Episode:
-    """One trajectory on its way."""
+    """One trajectory under way."""
 
     def __init__(
         self, all_of_them: Episodes, task: Task, prompt: Prompt, sample: int, instance: Instance | None
@@ -201,7 +193,7 @@ class _Episode:
         self.began_at = time.monotonic()
 
     async def run(self, turn: Sampled) -> Completion:
-        """From the first turn, which has been sampled, to the end."""
+        """From the first turn, which has been sampled, to the end of the trajectory."""
         trajectory, gathering = self.trajectory, self.episodes.gathering
         ending = Ending()
         try:
@@ -229,7 +221,7 @@ class _Episode:
         )
 
     async def _answer(self, turn: Sampled) -> EndedBy | None:
-        """Have the environment answer the turn, and append the answer; why there will be no other turn, if there will not."""
+        """Let the environment answer the turn, and append the answer; returns why there is no other turn, or None."""
         if self.instance is None:
             self._say(self.language.read(turn, calls=False))
             return "error"
@@ -298,13 +290,13 @@ class _Episode:
 
     @property
     def _may_call(self) -> bool:
-        """After its last call a model has one more turn, to answer."""
+        """Whether the turn may call. After its last call a model has one more turn, for its answer."""
         most = self.bounds.max_calling_turns
         trajectory = self.trajectory
         return trajectory.num_calls < self.max_calls and (most is None or trajectory.num_calling_turns < most)
 
     def _go_on(self, bridge: Sequence[int], context: np.ndarray | None = None) -> EndedBy | None:
-        """Append the answer, if another token may follow it; the next turn follows `context`, if there is one."""
+        """Append the answer, if another token may follow it; the next turn is sampled after `context`, if that is given."""
         trajectory = self.trajectory
         limit = self.bounds.trajectory_timeout_s
         if limit is not None and time.monotonic() - self.began_at > limit:
@@ -329,7 +321,7 @@ class _Episode:
         self.trajectory.messages.append(message)
 
     def _note(self, calls: Sequence[Call], answers: Sequence[Answered]) -> None:
-        """In the last turn, which calls it made; every one counts, also what could not be done."""
+        """Record the calls of the last turn in it; every one counts, also those that could not be made."""
         trajectory = self.trajectory
         trajectory.num_calls += len(calls)
         names = {ACT} if self.instance is None or self.instance.acts else self.instance.active
@@ -346,7 +338,7 @@ class _Episode:
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; at the first error the others are ended before it is raised."""
+    """All results; at the first error the others are cancelled, and have ended before it is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

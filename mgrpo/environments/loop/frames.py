@@ -1,7 +1,7 @@
 """The text that a chat template writes between two turns of the model, with places for what is observed.
 
-It is found from conversations with stand-ins, which differ in what comes before the turn: the text after the turn's end
-must be the same for all of them, and hold every stand-in. Tokens are the work of `bridge`.
+It is found from conversations with stand-ins, which differ only before the turn: the text after the turn's end must be the
+same for all of them, and hold every stand-in. Tokens are the work of `bridge`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Render = Callable[[Sequence[Message], bool], str]
 
 _ANSWER = "qzanswerzq"
 _OBSERVED = re.compile("qz(text|name)([0-9]+)zq")
-# What a template may do to a text, and ambiguous with nothing that it may write around it.
+# Holds what templates may change in a text, and nothing that they may write around it.
 _HARD_TEXT = '\n\n\n "{}"\t<\N{LATIN SMALL LETTER E WITH ACUTE}&\'> \n\n\n'
 
 
 _Ends = tuple[Sequence[str], Sequence[str]]
-"""Tokens that end a turn, and those that are taken where none of these is found."""
+"""Tokens that end a turn, and those that count where none of these is found."""
 
 
 class BridgeError(ValueError):
@@ -53,7 +53,7 @@ class TextSpan:
 
     text: str
     is_own: bool
-    """The template's; otherwise it comes from a tool, an environment or the model."""
+    """Whether it is the template's; otherwise it comes from a tool, an environment or the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class TurnFrame:
     end: str
     """The token that ends a turn."""
     is_header: bool
-    """The end token is the header of what follows: a turn that nothing follows is written without it."""
+    """Whether the end token is the header of the next message: a last turn is written without it."""
     parts: tuple[str | tuple[str, int], ...]
-    """After the end token; ("text", 1) and ("name", 1) are the places of the second text and of its tool's name."""
+    """The parts after the end token; ("text", 1) and ("name", 1) are the places of the second text and of its tool's name."""
     form: Callable[[str], str]
-    """How the template writes a text."""
+    """The template's form of a text."""
     before: str
     """The text of a conversation up to its last end token."""
 
@@ -86,7 +86,7 @@ class TurnFrame:
 def find_frame(
     render: Render, kind: Kind, *, tool_roles: Sequence[str], num_texts: int, ends: Sequence[str], added: Sequence[str]
 ) -> TurnFrame:
-    """What the template writes from the end of a turn to the opening of the next.
+    """The template's text from the end of a turn to the opening of the next.
 
     Args:
         tool_roles: roles of the messages that tools may answer with; the first that works is taken.
@@ -145,7 +145,7 @@ def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message
 
 
 def _split(text: str, observed: Sequence[Message], ends: _Ends) -> tuple[str, str, str]:
-    """What is before the token that ends the model's last turn, that token, and what follows it."""
+    """The text before the token that ends the model's last turn, that token, and the text after it."""
     role, marks = observed[0]["role"], [_mark(message) for message in observed]
     places = [text.find(mark) for mark in marks]
     if -1 in places:
@@ -185,7 +185,7 @@ def _rendered(render: Render, messages: Sequence[Message], *, opens: bool) -> st
 
 
 def _plain_end(render: Render, added: Sequence[str]) -> list[str]:
-    """The token right after a plain answer, which not every model has among those that end its completions."""
+    """The token right after a plain answer; not every model has it among those that end its completions."""
     try:
         text = render([*_user_pasts()[0], _observation("user", 0)], True)
     except ValueError:
@@ -224,7 +224,7 @@ def _user_pasts() -> list[list[Message]]:
 
 
 def _tool_pasts(role: str, num_calls: int, write: Callable[[Mapping[str, str]], object]) -> list[list[Message]]:
-    """Conversations that end with as many calls; the name of each is that of its observation's tool."""
+    """Conversations that end with `num_calls` calls; each has the name of its observation's tool."""
 
     def calls(names: Sequence[str], answer: str) -> list[dict[str, Any]]:
         return [

@@ -1,7 +1,7 @@
-"""What trajectories ask of the engines, gathered into batches: in rounds, or as it comes.
+"""The turns that trajectories ask of the engines, gathered into batches: in rounds, or as they come.
 
-In rounds a batch is sent when every trajectory that is alive waits for its next turn: what an engine samples together then
-depends on the prompts and answers alone, not on how long a tool took. Otherwise nobody waits for another trajectory's tools.
+In rounds a batch is sent when every trajectory that is alive waits for its next turn: an engine's batch then depends on the
+prompts and answers alone, not on how long a tool took. Otherwise no trajectory waits for another one's tools.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class Ask:
 
     prompt: Prompt
     place: int
-    """Of the prompt among all that were ever begun."""
+    """The prompt's number among all that were ever begun."""
     sample: int
-    """Of the trajectory among those of its prompt."""
+    """The trajectory's number among those of its prompt."""
     turn: int
     tokens: np.ndarray
-    """`[len]` int32, all that precedes the turn."""
+    """`[len]` int32, everything before the turn."""
     num_samples: int
     max_tokens: int
     answer: asyncio.Future[Sequence[Sampled]]
 
 
 Send = Callable[[Sequence[Ask]], None]
-"""Have these asks answered; called in the loop."""
+"""Sends these asks to the engines; called in the loop."""
 
 
 class Gathering:
-    """For one event loop."""
+    """The asks of all trajectories. For one event loop."""
 
     def __init__(self, send: Send, *, in_rounds: bool) -> None:
         self.send, self.in_rounds = send, in_rounds
@@ -47,7 +47,7 @@ class Gathering:
         self.asked: list[Ask] = []
 
     def enter(self, count: int) -> None:
-        """So many trajectories more are alive."""
+        """`count` more trajectories are alive."""
         self.alive += count
 
     def leave(self) -> None:
@@ -56,7 +56,7 @@ class Gathering:
         self._flush_if_whole()
 
     async def sample(self, ask: Ask) -> Sequence[Sampled]:
-        """Have it answered: `num_samples` answers."""
+        """The `num_samples` answers to an ask."""
         self.asked.append(ask)
         if not self.in_rounds and len(self.asked) == 1:
             # With what others ask in this turn of the loop.

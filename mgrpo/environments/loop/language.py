@@ -1,4 +1,4 @@
-"""How the model's turns are read and answered: its tokenizer, the format of its calls and the bridges of its chat template."""
+"""The language of one model: its tokenizer, the format of its calls and the bridges of its chat template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TemplateLanguage:
         """
         Args:
             stripping: how the template leaves thinking out of earlier turns; None: these stay as they were sampled.
-            is_thinking: a prompt ends inside a thought.
+            is_thinking: prompts end inside a thought.
         """
         self.tokenizer, self.format, self.bridges = tokenizer, format, bridges
         self.max_observation_tokens, self.is_thinking = max_observation_tokens, is_thinking
@@ -51,7 +51,7 @@ class TemplateLanguage:
         return stop_ids_of(self.format, self.tokenizer)
 
     def read(self, turn: Sampled, *, calls: bool) -> Parsed:
-        """What a turn says; with its calls, or as a whole."""
+        """A turn, read with its calls or as a whole."""
         if calls:
             return self.format.parse(self._written(turn.tokens), is_thinking=self.is_thinking)
         return Parsed(content=decode(self.tokenizer, [turn.tokens])[0].strip())
@@ -68,7 +68,7 @@ class TemplateLanguage:
         return self.bridges.after_user(self._shortened_act(answer, turn), last=int(turn.tokens[-1]))
 
     def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
-        """All that the next turn follows where this one, an action sampled after `before`, is not left as it was; else None."""
+        """The whole context of the next turn, where this one, an action sampled after `before`, is rewritten; else None."""
         if self.stripping is None:
             return None
         said = turn.tokens[:-1] if self.bridges.ends(int(turn.tokens[-1])) else turn.tokens
@@ -76,11 +76,11 @@ class TemplateLanguage:
         return None if found is None else np.array(found, np.int32)
 
     def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
-        """Each as text, without special tokens."""
+        """The text of each, without special tokens."""
         return decode(self.tokenizer, tokens)
 
     def _written(self, tokens: np.ndarray) -> str:
-        """With special tokens written out; ids beyond the tokenizer's are no text."""
+        """The text with special tokens written out; ids that the tokenizer does not have are left out."""
         known = [token for token in tokens.tolist() if 0 <= token < len(self.tokenizer)]
         return self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -92,15 +92,15 @@ class TemplateLanguage:
         return self._shortened(answer, partial(self.bridges.after_user, last=int(turn.tokens[-1])))
 
     def _plain(self, text: str) -> list[int]:
-        """Its tokens, none of which is special."""
+        """The ids of a text, none of which is special."""
         options = {"add_special_tokens": False, "split_special_tokens": True}
         return self.tokenizer(valid(text), verbose=False, **options)["input_ids"]
 
     def _shortened(self, text: str, encode: Callable[[str], list[int]]) -> str:
-        """The text, or as much of its beginning and its end as adds no more tokens than an observation may have.
+        """The text, or as much of its beginning and its end as fits into the tokens of an observation.
 
         Args:
-            encode: what follows a turn whose only answer is this text.
+            encode: the bridge after a turn with this text as its only answer.
         """
         limit, frame = self.max_observation_tokens, len(encode(""))
 
@@ -122,7 +122,7 @@ class TemplateLanguage:
 
 
 def _without_middle(text: str, kept: int) -> str:
-    """So many of its characters, and words in place of the others."""
+    """The text with `kept` of its characters, and a notice in place of its middle."""
     start, end = kept - kept // 2, len(text) - kept // 2
     return text[:start] + CUT.format(count=len(text) - kept) + text[end:]
 

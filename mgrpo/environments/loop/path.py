@@ -12,22 +12,22 @@ Chat = Mapping[str, Any]
 
 
 class Strays(ValueError):
-    """What is to be sampled does not go on from where the trajectory is."""
+    """A wish that does not continue the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """What was said up to the model's last turn."""
+    """The conversation up to the model's last turn."""
 
     messages: Sequence[Chat]
     tools: Sequence[Chat]
-    """Schemas, the same for all of it."""
+    """Schemas, the same in every chat."""
 
     def added(self, messages: Sequence[Chat], tools: Sequence[Chat]) -> list[Chat]:
-        """What a chat adds to it: at least one message.
+        """The messages that a chat adds to it, at least one.
 
         Raises:
-            Strays: it says something else than what was said.
+            Strays: the chat does not repeat the conversation.
         """
         if list(tools) != list(self.tools):
             raise Strays("its tools are others than those of the first chat")
@@ -42,7 +42,7 @@ class Path:
 
 
 def _essence(message: Chat) -> dict[str, Any]:
-    """What counts of a message, however it is written: its role, text and calls."""
+    """The parts of a message that must be repeated, however they are written: its role, text and calls."""
     found = {"role": message["role"], "content": text_of(message)}
     if calls := message.get("tool_calls"):
         found["calls"] = [_call(call) for call in calls]
@@ -50,7 +50,7 @@ def _essence(message: Chat) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """Its name and arguments, which libraries write as an object or as JSON."""
+    """A call's name and arguments, which libraries write as an object or as JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -63,7 +63,7 @@ def text_of(message: Chat) -> str:
     """The text of a message, which may be in parts, or missing.
 
     Raises:
-        Strays: a part is no text.
+        Strays: a part is not text.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):

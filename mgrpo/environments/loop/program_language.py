@@ -1,4 +1,4 @@
-"""The language of programs: how a chat begins, and the same language for each set of tools that chats name."""
+"""The language of programs: the opening of a chat, and one language for each set of tools that chats name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProgramLanguage(TemplateLanguage):
     ) -> None:
         """
         Args:
-            format_of, bridges_of: those of a chat in which these may be called.
+            format_of, bridges_of: the format and the bridges of a chat in which these tools may be called.
         """
         bridges = bridges_of(tools)
         super().__init__(

@@ -1,7 +1,7 @@
-"""What a turn is sampled after where the chat template leaves thinking out of earlier turns once a user speaks again.
+"""The context of a turn where the chat template leaves thinking out of earlier turns once a user speaks again.
 
-Such a context is written once, from the one before it: the last turn's opening and tokens give way to what the template writes
-for an earlier turn, and a bridge follows. How it writes earlier turns is found from conversations with stand-ins, as bridges are.
+Such a context is written once, from the one before it: the last turn's opening and tokens are replaced by the template's text
+for an earlier turn, and a bridge follows. That text is found from conversations with stand-ins, as bridges are.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _NEXT: Message = {"role": "user", "content": "qznextzq"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripping:
-    """Of one template that does so."""
+    """One template that does so."""
 
     bridges: Bridges
     begins: str
-    """A conversation up to the last added token that an earlier turn and a new one open with."""
+    """A conversation up to the last added token with which both an earlier turn and a new one open."""
     token: str
     """That token."""
     opening: str
-    """What the opening of a new turn has after it."""
+    """The rest of a new turn's opening."""
     opening_ids: list[int]
     thought: str
-    """The part of the opening with which the turn's own thinking begins."""
+    """The part of the opening that begins the turn's own thinking."""
     follows: str
-    """From the end of an earlier turn to the opening of a new one."""
+    """The text from the end of an earlier turn to the opening of a new one."""
 
     def context(self, before: np.ndarray, said: str, text: str) -> list[int] | None:
-        """All that the next turn follows; None if the template leaves the last turn as it was sampled.
+        """The whole context of the next turn; None if the template leaves the last turn as it was sampled.
 
         Args:
-            before: `[len]` int32, what the last turn was sampled after.
+            before: `[len]` int32, the context of the last turn.
             said: the last turn, without the token that ended it.
-            text: what the user answers.
+            text: the user's answer.
         """
         past = self.past(said)
         length = len(before) - len(self.opening_ids)
@@ -53,7 +53,7 @@ class Stripping:
         return [*before[:length].tolist(), *ids[1:], *self.bridges.after_user(text, last=None)]
 
     def past(self, said: str) -> str | None:
-        """What the template writes for an earlier turn after `begins`; None if it refuses the turn."""
+        """The template's text of an earlier turn after `begins`; None if it refuses the turn."""
         try:
             text = self.bridges.render([_ASK, self.message(said), _NEXT], True)
         except ValueError:
@@ -63,12 +63,12 @@ class Stripping:
         return text[len(self.begins) : len(text) - len(self.follows)]
 
     def message(self, said: str) -> Message:
-        """A turn of the model."""
+        """A turn as a message of the model."""
         return {"role": "assistant", "content": self.thought + said}
 
 
 def find_stripping(bridges: Bridges) -> Stripping | None:
-    """How the template leaves thinking out of earlier turns; None if it does not.
+    """The way in which the template leaves thinking out of earlier turns; None if it does not.
 
     Raises:
         BridgeError: it does, but in another way than turn by turn.

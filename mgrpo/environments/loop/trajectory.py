@@ -1,7 +1,7 @@
-"""One trajectory as it grows: turns that were sampled, and between them the text around what the environment answered.
+"""One trajectory as it grows: sampled turns, and between them the environment's answers with the text around them.
 
 It is one list of token ids from the first turn to the last; no part of it is ever rendered or tokenised again. A turn that
-is sampled after something else than the prompt and this list begins a branch. Pure.
+is sampled after another context than the prompt and this list begins a branch. Pure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mgrpo.types import Branch, Completion, KeptTokens, TrajectoryRecord, Turn
 ScoredText = Literal["final", "assistant", "all"]
 EndedBy = Literal["stop", "done", "length", "max_calls", "error"]
 BETWEEN = -1
-"""Policy version of tokens that no policy sampled."""
+"""Policy version of tokens that were not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What an engine sampled at a stretch."""
+    """One turn, as an engine sampled it; or a bridge."""
 
     tokens: np.ndarray
     """`[len]` int32."""
@@ -31,21 +31,21 @@ class Sampled:
     policy_versions: np.ndarray
     """`[len]` int32."""
     finish_reason: str
-    """"stop": by itself, or by a stop string."""
+    """"stop": by itself, or at a stop string."""
     kept: KeptTokens | None = None
-    """Of each token, see `Completion.kept`."""
+    """One entry for each token, see `Completion.kept`."""
 
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """What follows one prompt."""
+    """Everything after one prompt."""
 
     context: np.ndarray
-    """`[len]` int32: what the present branch follows, at first the prompt."""
+    """`[len]` int32: the context of the present branch, at first the prompt."""
     start: int = 0
-    """Of the present branch, in the list."""
+    """The place in the list where the present branch begins."""
     branches: list[Branch] = field(default_factory=list)
-    """Those that have ended."""
+    """Branches that have ended."""
     parts: list[Sampled] = field(default_factory=list)
     """Turns and bridges by turns; a bridge has the finish reason ""."""
     turns: list[Turn] = field(default_factory=list)
@@ -55,9 +55,9 @@ class Trajectory:
     num_calling_turns: int = 0
     ended_by: EndedBy | None = None
     last_content: str = ""
-    """Of the last turn: what it says beside calls and thinking."""
+    """The last turn without its calls and thinking."""
     is_calling: bool = False
-    """Whether the last turn calls, or tries to."""
+    """Whether the last turn calls a tool, or tries to."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_sampled(self, sampled: Sampled) -> None:
@@ -66,7 +66,7 @@ class Trajectory:
         self.turns.append(Turn(start=self.num_tokens - len(sampled.tokens), end=self.num_tokens))
 
     def add_bridge(self, tokens: Sequence[int]) -> None:
-        """What stands between the last turn and the next one."""
+        """The tokens between the last turn and the next one."""
         length = len(tokens)
         self._add(
             Sampled(
@@ -92,7 +92,7 @@ class Trajectory:
         return [part.tokens for part in self.parts if part.finish_reason]
 
     def begin_branch(self, context: np.ndarray) -> None:
-        """Have the next turn follow this, `[len]` int32, and nothing else."""
+        """Let the next turn follow this, `[len]` int32, and nothing else."""
         self.branches.append(self._branch())
         self.context, self.start = context, self.num_tokens
 
@@ -101,12 +101,12 @@ class Trajectory:
 
     @property
     def num_preceding(self) -> int:
-        """Tokens that the next turn is sampled from."""
+        """Tokens before the next turn."""
         return len(self.context) + self.num_tokens - self.start
 
     @property
     def preceding(self) -> np.ndarray:
-        """`[num_preceding]` int32."""
+        """The tokens before the next turn, `[num_preceding]` int32."""
         said = np.concatenate([self.context[:0], *(part.tokens for part in self.parts)])
         return np.concatenate([self.context, said[self.start :]])
 
@@ -118,11 +118,11 @@ class Trajectory:
         reward: float | None = None,
         snapshot: Mapping[str, object] | None = None,
     ) -> Completion:
-        """The whole, once it has ended.
+        """The completion, once the trajectory has ended.
 
         Args:
             text_of: each array of tokens as text.
-            scored_text: what is scored: the last turn, if the trajectory ended with an answer; all that was sampled; or all.
+            scored_text: the text to score: the last turn, if the trajectory ended with an answer; all that was sampled; or all.
             reward: see `TrajectoryRecord`.
         """
         assert self.ended_by is not None, "a trajectory that goes on"
@@ -151,13 +151,13 @@ class Trajectory:
         )
 
     def _kept(self) -> KeptTokens | None:
-        """What stands between turns was sampled from nothing."""
+        """The kept sets of all tokens: those between turns have none."""
         if all(part.kept is None for part in self.parts):
             return None
         return KeptTokens.joined([part.kept or KeptTokens.none(len(part.tokens)) for part in self.parts])
 
     def _answer(self) -> str:
-        """ "" where the last turn waits for an answer."""
+        """The last turn's text; "" where it waits for an answer to its calls."""
         is_answer = self.ended_by in ("stop", "done") or (self.ended_by == "length" and not self.is_calling)
         return self.last_content if is_answer else ""
 

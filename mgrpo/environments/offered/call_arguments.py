@@ -1,6 +1,6 @@
-"""What a model wrote as arguments, read against the tool's schema: made to fit where the meaning is plain, else refused.
+"""Arguments as a model wrote them, read against the tool's schema: converted where the meaning is plain, else refused.
 
-Whatever comes is answered by a value or by a text for the model.
+Any arguments give a value or a text for the model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SHOWN = 100
 
 
 class ArgumentError(Exception):
-    """The arguments do not fit; the text tells the model what was expected."""
+    """The arguments do not fit; the text tells the model what is expected."""
 
 
 class _Unfit(Exception):
-    """A value does not fit: where it stands, as in `.names[0]`, and what was expected."""
+    """A value does not fit: its place, as in `.names[0]`, and what is expected there."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path, self.problem = path, problem
@@ -36,7 +36,7 @@ class _Unfit(Exception):
 
 
 def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the tool's schema has them: "3" becomes 3 where an integer is expected, for example.
+    """The arguments in the types of the tool's schema: "3" becomes 3 where an integer is expected, for example.
 
     Ranges, lengths and patterns are left to the tool.
     """
@@ -76,7 +76,7 @@ def _fitted(schema: Any, value: Any, root: Schema) -> Any:
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
-    """The schemas of which one must fit; none: the schema itself must."""
+    """The schemas of which one must fit; none: the schema itself must fit."""
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else []
     nested: list[Schema] = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
@@ -88,7 +88,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
 
 
 def _one_of(alternatives: Sequence[Any], value: Any, root: Schema) -> Any:
-    """The value as the alternative has it that leaves it as it is, else as the first that it can be made to fit."""
+    """The value, unchanged if one of the alternatives takes it so; else converted for the first that can."""
     fitting = []
     for schema in alternatives:
         try:
@@ -189,7 +189,7 @@ _KINDS: dict[Any, Callable[[Schema, Any, Schema], Any]] = {
 
 
 def _inside(step: str, schema: Any, value: Any, root: Schema) -> Any:
-    """A part of a value; `step` leads to it."""
+    """A part of a value, fitted; `step` leads to the part."""
     try:
         return _fitted(schema, value, root)
     except _Unfit as err:
@@ -197,7 +197,7 @@ def _inside(step: str, schema: Any, value: Any, root: Schema) -> Any:
 
 
 def _parsed(value: Any, kind: type) -> Any:
-    """The value, or the JSON text of one, when it is of this type; None: it is not."""
+    """The value, or that of its JSON text, if it is of this type; else None."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -207,7 +207,7 @@ def _parsed(value: Any, kind: type) -> Any:
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    """What a reference within the tool's schema leads to; anything fits where it leads nowhere."""
+    """The target of a reference within the tool's schema; None, which anything fits, where there is none."""
     seen: set[str] = set()
     while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
         if path in seen or not path.startswith("#/"):

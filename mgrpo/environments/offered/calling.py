@@ -1,26 +1,125 @@
-"""Calls of a user's methods, plain or async, from an asyncio loop that must not stand still."""
+"""Calls of a user's methods, plain or async, from an asyncio loop that must not stand still, and their limits."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
+
+_CANCEL_S = 1.0
+"""The time in which a cancelled coroutine has to end."""
+_MAX_ERROR_CHARS = 1000
+
+
+class Failed(Exception):
+    """The environment did not answer; the text says why."""
+
+
+class Late(Failed):
+    """There was no answer in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Limits of everything that an environment does, in seconds and bytes."""
+
+    tool_timeout_s: float = 30.0
+    """Longest time of one call; a turn of several may take the sum of theirs."""
+    reset_timeout_s: float = 60.0
+    """Longest time of set-up and reset, and of the reward at the end."""
+    acquire_timeout_s: float = 60.0
+    """Longest wait for an environment, counted anew whenever any trajectory is given one. Time in which no environment is asked
+    anything counts a tenth: the model is sampled or trained then, and its trajectories keep the environments that they need."""
+    grace_s: float = 30.0
+    """Time for the other trajectories of a worker to go on when a call in it hangs and cannot be cancelled."""
+    idle_s: float = 300.0
+    """An environment that serves no trajectory for so long is closed; longer than most training phases, as set-up is costly."""
+    output_bytes: int = 1 << 16
+    """Length of an observation's text in UTF-8; a longer one is cut in the middle."""
+
+
+class TimedCalls:
+    """Calls of one environment's code, each under a limit of time. `is_stuck` tells whether one cannot be ended."""
+
+    def __init__(self, limits: WorkerLimits | None = None, *, is_in_thread: Callable[[], bool] = lambda: False) -> None:
+        """`is_in_thread`: whether a thread works for the environment."""
+        self.limits = limits or WorkerLimits()
+        self._is_in_thread = is_in_thread
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._was_cut = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that was cut off goes on: a thread, or a coroutine that ignores being cancelled."""
+        return self._was_cut and (bool(self._tasks) or self._is_in_thread())
+
+    async def within(self, limit_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a method; after `limit_s` it is cancelled, or `is_stuck`.
+
+        Raises:
+            Late: it takes longer.
+            Failed: it raised something that must not travel through the loop, such as a KeyboardInterrupt.
+            Exception, SystemExit: anything else that it raised.
+        """
+        task = asyncio.create_task(outcome(method, *arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            await self._cancel({task})
+            raise Late(f"no answer within {limit_s:g} s")
+        result, err = task.result()
+        if err is None:
+            return result
+        raise err if isinstance(err, Exception | SystemExit) else Failed(said(err)) from err
+
+    async def cancel(self) -> None:
+        """Cancel the calls that go on."""
+        await self._cancel(self._tasks)
+
+    async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._was_cut = True
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
 
 
 async def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result: of a coroutine in the loop, of any other in a thread, which may give something to await."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments, **named)
-    result, err = await asyncio.to_thread(_outcome, method, arguments, named)
+    """A method's result. Coroutines run in the loop, other methods in a thread; these may return an awaitable."""
+    result, err = await outcome(method, *arguments, **named)
     if err is not None:
         raise err
-    return await result if inspect.isawaitable(result) else result
+    return result
 
 
-def _outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tuple[Any, BaseException | None]:
-    """The result or what was raised, apart: no asyncio future can hold a StopIteration."""
+async def outcome(method: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, BaseException | None]:
+    """The same with the exception returned, whatever it is: as a task's exception it could end the loop."""
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments, **named), None
+        result, err = await asyncio.to_thread(_plain_outcome, method, arguments, named)
+        return await result if err is None and inspect.isawaitable(result) else result, err
+    except BaseException as err:
+        return None, err
+
+
+def _plain_outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tuple[Any, BaseException | None]:
+    """The same for a plain method, in a thread: no asyncio future can hold a StopIteration."""
     try:
         return method(*arguments, **named), None
     except BaseException as err:
         return None, err
+
+
+def said(err: BaseException) -> str:
+    """An exception as a short text, whatever its own methods do."""
+    try:
+        text = str(err)
+    except Exception:
+        text = "its text cannot be read"
+    text = text.encode(errors="replace").decode()[:_MAX_ERROR_CHARS]
+    # The toolbox names the entry itself.
+    return text if type(err) is ValueError else f"{type(err).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What environments offer, as plain data: enough to check rows, and to know what a row lets its trajectories call."""
+"""The offers of environments, as plain data: enough to check rows, and to know which tools a row's trajectories may call."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from mgrpo.environments.environment import Tool
 from mgrpo.environments.offered.row_columns import RowSettings, row_settings
 
 ACT = "act"
-"""The call that a turn as a whole is, for an environment without tools; its argument is "text"."""
+"""Name of the call that stands for a whole turn, for an environment without tools; its argument is "text"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one environment brings."""
+    """One environment, as it is offered."""
 
     name: str
-    """In metrics, and in rows."""
+    """The environment's name in metrics and in rows."""
     entry: str
-    """What the user called it, for errors."""
+    """The user's own words for it, for errors."""
     tools: tuple[Tool, ...]
-    """By their call names; none: a turn as a whole is one action."""
+    """Tools under their call names; none: a turn as a whole is one action."""
     is_repeatable: bool
     gives_reward: bool
     """Whether it decides the reward of a trajectory."""
     is_alternative: bool
-    """A row's column `environment` chooses one of these."""
+    """Whether it is one of those among which a row's column `environment` chooses."""
     is_program: bool = False
     """Whether it drives the model by itself."""
 
     @property
     def names(self) -> frozenset[str]:
-        """What a row may call it, or its tools."""
+        """The names by which rows may mean it or its tools."""
         return frozenset((self.name, *(tool.name for tool in self.tools)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferChoice:
-    """What one row gets of them."""
+    """The environments and tools of one row."""
 
-    members: tuple[str, ...]
-    """The environments that play."""
+    playing: tuple[str, ...]
+    """Names of the environments that take part."""
     active: frozenset[str]
-    """The tools that may be called."""
+    """Names of the tools that may be called."""
     actor: str | None
-    """The environment that takes a turn as a whole, as the call `ACT`."""
+    """Name of the environment that takes a turn as a whole, as the call `ACT`."""
     settings: RowSettings
 
 
@@ -58,12 +58,12 @@ class Description:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """All of them; alternatives may share one."""
+        """All tools, each once; alternatives may share one."""
         return tuple({tool.name: tool for offer in self.offers for tool in offer.tools}.values())
 
     @property
     def not_repeatable(self) -> tuple[str, ...]:
-        """Environments whose observations may differ between equal runs."""
+        """Names of environments that may answer differently in equal runs."""
         return tuple(offer.name for offer in self.offers if not offer.is_repeatable)
 
     @property
@@ -77,23 +77,23 @@ class Description:
 
     @property
     def is_program(self) -> bool:
-        """Whether a program drives the model, which is then alone."""
+        """Whether a program drives the model; it is then the only entry."""
         return any(offer.is_program for offer in self.offers)
 
     @property
     def names(self) -> frozenset[str]:
-        """What rows may name."""
+        """All names that rows may use."""
         return frozenset().union(*(offer.names for offer in self.offers))
 
     def choice(self, row: Mapping[str, Any]) -> OfferChoice:
-        """What the row gets.
+        """The environments and tools of a row.
 
         Raises:
-            ValueError: it names what does not exist, or environments that cannot go together.
+            ValueError: it has a name that does not exist, or names environments that cannot go together.
         """
         if self.is_program:
-            members = tuple(offer.name for offer in self.offers)
-            return OfferChoice(members=members, active=frozenset(), actor=None, settings=row_settings({}))
+            names = tuple(offer.name for offer in self.offers)
+            return OfferChoice(playing=names, active=frozenset(), actor=None, settings=row_settings({}))
         settings = row_settings(row)
         if unknown := settings.names - self.names:
             raise ValueError(
@@ -111,11 +111,11 @@ class Description:
             for tool in offer.tools
             if settings.tools is None or settings.names & {tool.name, offer.name}
         )
-        members = tuple(offer.name for offer in playing)
-        return OfferChoice(members=members, active=active, actor=actors[0].name if actors else None, settings=settings)
+        names = tuple(offer.name for offer in playing)
+        return OfferChoice(playing=names, active=active, actor=actors[0].name if actors else None, settings=settings)
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of the tools that a row may call; raises as `choice` does."""
+        """Schemas of the tools that a row may call; raises as `choice` does."""
         active = self.choice(row).active
         return [tool.schema for tool in self.tools if tool.name in active]
 

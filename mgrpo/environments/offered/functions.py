@@ -1,4 +1,4 @@
-"""Plain functions as tools: what a model is told of them, and their calls.
+"""Plain functions as tools: their schemas, and their calls.
 
 A tool's schema comes from the function's name, type hints and Google docstring, as `transformers.utils.get_json_schema`
 makes it.
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.environments.offered.hints import Schema, schema_of
+from mgrpo.environments.offered.type_hints import Schema, schema_of
 
 FILLED_IN = ("trajectory", "row", "seed")
 """Keyword-only parameters of these names are not shown to the model: the trajectory's id, its row, and the seed that all
@@ -27,10 +27,10 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """What a model is told of a function or a bound method.
+    """A function or a bound method, as the model is told of it.
 
     Raises:
-        ValueError: everything that is missing: hints, descriptions; with the function's file and line.
+        ValueError: all hints and descriptions that are missing, with the function's file and line.
     """
     if inspect.isclass(function) or not hasattr(function, "__name__"):
         raise ValueError(f"{function!r:.80} is not a function; write one with def, with type hints and a docstring")
@@ -80,7 +80,7 @@ class FunctionTool(Environment):
         return finished(begun)
 
     def begun(self, call: Call) -> Observation | Awaitable[Any]:
-        """The answer of a plain function, or what to await of an async one (`finished`)."""
+        """The answer of a plain function, or the awaitable of an async one, for `finished`."""
         try:
             result = self._function(**call.arguments, **self._filled_in)
         # A user's function may raise anything; the model is told.
@@ -90,21 +90,21 @@ class FunctionTool(Environment):
 
 
 def finished(begun: Sequence[Observation | Awaitable[Any]]) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
-    """The answers of calls that were begun in their order; async functions go on together."""
+    """The answers of calls that were begun in their order; those of async functions go on together."""
     done = [item for item in begun if isinstance(item, Observation)]
     return done if len(done) == len(begun) else _awaited(begun)
 
 
 def failure(err: BaseException) -> Observation:
-    """What the model is told of a call that raised."""
+    """The answer to a call that raised."""
     return Observation(text=_json({"error": f"{type(err).__name__}: {err}"}), failed=True)
 
 
 async def _awaited(begun: Sequence[Observation | Awaitable[Any]]) -> Sequence[Observation]:
-    return await asyncio.gather(*(_outcome(item) for item in begun))
+    return await asyncio.gather(*(_observed(item) for item in begun))
 
 
-async def _outcome(item: Observation | Awaitable[Any]) -> Observation:
+async def _observed(item: Observation | Awaitable[Any]) -> Observation:
     if isinstance(item, Observation):
         return item
     try:
@@ -121,13 +121,13 @@ def _answer(result: object) -> Observation:
 def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
-    # Keys that are no text, or a list that holds itself.
+    # Keys that are not text, or a list that holds itself.
     except (TypeError, ValueError, RecursionError):
         return str(value)
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str], str | None]:
-    """The description, the text of each argument, and that of what is returned."""
+    """The description, the text of each argument, and that of the result."""
     pieces = _SECTION.split(text)
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
     returned = sections.get("Returns")

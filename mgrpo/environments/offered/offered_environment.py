@@ -1,14 +1,16 @@
-"""One environment of a toolbox. Its code is the user's: plain methods run in threads, and whatever comes is checked."""
+"""One environment of a toolbox. Its code is the user's: plain methods run in threads, and everything that it returns is checked."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.environments.offered.call_arguments import coerced
-from mgrpo.environments.offered.calling import called
+from mgrpo.environments.environment import Answered, Call, Environment, Observation, Tool
+from mgrpo.environments.offered.call_arguments import ArgumentError, coerced
+from mgrpo.environments.offered.calling import Late, TimedCalls, called
 from mgrpo.environments.offered.description import ACT, Offer
 from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.program import Program
@@ -18,22 +20,36 @@ class OfferedEnvironment:
     """An environment under the names that it has in a run."""
 
     def __init__(
-        self, environment: Environment, *, name: str, entry: str, call_name: str = "", is_alternative: bool = False
+        self,
+        environment: Environment,
+        *,
+        name: str,
+        entry: str,
+        call_name: str = "",
+        is_alternative: bool = False,
+        calls: TimedCalls | None = None,
     ) -> None:
         """
         Args:
-            call_name: of its tool, when it has only one.
+            call_name: the name of its tool, when it has only one.
+            calls: makes its steps, within their limits; default: the usual ones.
         """
         self.environment = environment
         self.name = name
         self.entry = entry
+        self._calls = calls or TimedCalls()
         self._call_name = call_name
         self._is_alternative = is_alternative
         self._tools: dict[str, Tool] = {}
-        """Its tools as it knows them, by their call names."""
+        """By call name, the tools under its own names."""
 
         self.offer = self._described()
         """Without tools before `set_up`."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether an earlier call goes on that cannot be ended. To be asked between turns: within one, calls may go on."""
+        return self._calls.is_stuck
 
     async def set_up(self) -> None:
         try:
@@ -57,24 +73,46 @@ class OfferedEnvironment:
                 f"{self.entry}: reset returned done={begun.done}, reward={begun.reward}; a trajectory begins with a text and "
                 "metrics, and only a step may reward or end it"
             )
-        return self._with_own_metrics(begun or Observation())
+        begun = begun or Observation()
+        return replace(begun, metrics=self._own_metrics(begun))
 
-    def readable(self, call: Call) -> Call:
-        """The call as the environment knows it; ArgumentError where its arguments do not fit."""
+    async def answers(self, calls: Sequence[Call]) -> list[Answered]:
+        """One answer for each call, also where the environment fails or is late."""
+        began, is_late = time.monotonic(), False
+        asked: dict[int, Call] = {}
+        observations: dict[int, Observation] = {}
+        for place, call in enumerate(calls):
+            try:
+                asked[place] = self._readable(call)
+            except ArgumentError as err:
+                observations[place] = self.refused(str(err))
+        try:
+            if asked:
+                limit_s = self._calls.limits.tool_timeout_s * len(calls)
+                found = list(await self._calls.within(limit_s, self.environment.step, [*asked.values()]))
+                if len(found) != len(asked) or not all(map(_is_observation, found)):
+                    raise TypeError(f"{self.entry}: step returned {found!r:.80}, expected {len(asked)} Observations")
+                observations |= zip(asked, map(self._checked, found), strict=True)
+        except Late as err:
+            is_late = True
+            observations = dict.fromkeys(range(len(calls)), failure(TimeoutError(str(err))))
+        except (Exception, SystemExit) as err:
+            observations |= dict.fromkeys(asked, self.refused(failure(err).text))
+        seconds = (time.monotonic() - began) / len(calls)
+        return [
+            Answered(observation=observations[place], seconds=seconds, timed_out=is_late) for place in range(len(calls))
+        ]
+
+    def refused(self, text: str) -> Observation:
+        """The answer to a call that cannot be made, or that failed."""
+        return Observation(text=shortened(text, self._calls.limits.output_bytes), failed=True)
+
+    def _readable(self, call: Call) -> Call:
+        """The call in the environment's own names and types; ArgumentError where its arguments do not fit."""
         if call.name == ACT and not self._tools:
             return call
         tool = self._tools[call.name]
         return replace(call, name=tool.name, arguments=coerced(replace(tool, name=call.name), call.arguments))
-
-    async def answers(self, calls: Sequence[Call]) -> list[Observation]:
-        """One for each call, also where the environment fails."""
-        try:
-            observations = list(await called(self.environment.step, calls))
-            if len(observations) != len(calls) or not all(map(_is_observation, observations)):
-                raise TypeError(f"{self.entry}: step returned {observations!r:.80}, expected {len(calls)} Observations")
-            return [self._with_own_metrics(observation) for observation in observations]
-        except (Exception, SystemExit) as err:
-            return [failure(err)] * len(calls)
 
     async def reward(self) -> float | None:
         reward = await called(self.environment.reward) if self.offer.gives_reward else None
@@ -86,7 +124,7 @@ class OfferedEnvironment:
 
     @property
     def ends(self) -> bool:
-        """Whether it lets go of anything at the end of a trajectory."""
+        """Whether it has something to do at the end of a trajectory."""
         return type(self.environment).end is not Environment.end
 
     async def end(self) -> None:
@@ -107,10 +145,40 @@ class OfferedEnvironment:
             is_program=isinstance(self.environment, Program),
         )
 
-    def _with_own_metrics(self, observation: Observation) -> Observation:
-        metrics = {f"{self.name}/{name}": float(value) for name, value in observation.metrics.items()}
-        return replace(observation, metrics=metrics)
+    def _checked(self, observation: Observation) -> Observation:
+        return Observation(
+            text=shortened(observation.text, self._calls.limits.output_bytes),
+            reward=finite(observation.reward),
+            done=bool(observation.done),
+            failed=bool(observation.failed),
+            metrics=self._own_metrics(observation),
+        )
+
+    def _own_metrics(self, observation: Observation) -> dict[str, float]:
+        return {f"{self.name}/{name}": float(value) for name, value in observation.metrics.items()}
 
 
 def _is_observation(value: Any) -> bool:
     return isinstance(value, Observation) and isinstance(value.text, str)
+
+
+def finite(value: Any) -> float:
+    """A reward as a number.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the environment gave the reward {number}")
+    return number
+
+
+def shortened(text: Any, limit: int) -> str:
+    """A text of at most about `limit` bytes: a longer one loses its middle. Lone surrogates become question marks."""
+    data = str(text).encode(errors="replace")
+    if len(data) <= limit:
+        return data.decode()
+    head, tail = data[: limit // 2], data[len(data) - limit // 2 :]
+    cut = len(data) - len(head) - len(tail)
+    return f"{head.decode(errors='ignore')}\n... {cut} bytes left out ...\n{tail.decode(errors='ignore')}"

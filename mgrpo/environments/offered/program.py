@@ -1,7 +1,7 @@
 """A program of the user's that drives the model: `async def rollout(row, model, **settings) -> float | None`.
 
-It runs in a worker process, between questions of the learner: each brings what the model has said, and is answered with what
-the program wants of the model next, or with what it has returned. Standard library only.
+It runs in a worker process, between questions of the learner: each question brings the model's turn, and is answered with the
+program's next wish or with its result. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,35 +13,36 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Environment
+from mgrpo.environments.offered.calling import outcome
 from mgrpo.environments.offered.functions import tool_of
-from mgrpo.environments.workers.plain import is_plain, sendable
+from mgrpo.environments.offered.row_columns import is_plain, sendable
 
 Wish = dict[str, Any]
-"""What a program wants of the model, and what came of it, as JSON."""
+"""A program's wish to the model, or the answer to one, as JSON."""
 Rollout = Callable[..., Awaitable[float | None]]
 
 
 class Refused(ValueError):
-    """What the model was asked cannot be sampled; the text says why. The trajectory is as before."""
+    """The model cannot be asked this; the text says why. The trajectory is unchanged."""
 
 
 class NoRoom(RuntimeError):
-    """No token may follow any more. A program that leaves it to travel ends there, without a reward of its own."""
+    """No further token may follow. A program that does not catch it ends there, without a reward of its own."""
 
 
 class Message(dict[str, Any]):
-    """What the model has said, as a message of a chat; append it to the messages of the next chat as it is."""
+    """A turn of the model, as a message of a chat; append it to the messages of the next chat as it is."""
 
     def __init__(self, values: Mapping[str, Any], *, finish_reason: str, unreadable: Sequence[str]) -> None:
         super().__init__(values)
         self.finish_reason = finish_reason
         """"stop", or "length" where the turn was cut."""
         self.unreadable = tuple(unreadable)
-        """For each call that was begun and cannot be read, what to tell the model."""
+        """For each call that was begun and cannot be read, the text that tells the model why."""
 
     @property
     def content(self) -> str:
-        """Without calls."""
+        """The text without calls."""
         return self["content"]
 
     @property
@@ -59,17 +60,17 @@ class Model:
         self.seed = seed
         """The same for all samples of a prompt."""
         self.ids: list[int] = []
-        """The row's prompt at first, then everything up to the model's last token."""
+        """All tokens: at first the row's prompt, then everything up to the model's last token."""
         self.is_sampled: list[bool] = []
-        """Of each of them, whether the model has sampled it."""
+        """For each token, whether the model has sampled it."""
         self.logprobs: list[float] = []
-        """Of each of them; 0 for what was not sampled."""
+        """For each token; 0 for those that were not sampled."""
         self.metrics: dict[str, float] = {}
         """Reported as env/{name}/{metric}."""
         self.shown: dict[str, Any] = {}
-        """What JSON holds of it is given to reward functions, as attributes of their `environments`."""
+        """Values for reward functions, as attributes of their `environments`; those that JSON cannot hold are left out."""
         self.last: Message | None = None
-        """What the model has said last."""
+        """The last turn of the model."""
         self.is_over = False
         self._wishes: asyncio.Queue[tuple[Wish, asyncio.Future[Wish]]] = asyncio.Queue()
         self._asking: asyncio.Future[Wish] | None = None
@@ -84,10 +85,10 @@ class Model:
         """The model's answer to a conversation.
 
         Args:
-            messages: all of them. After the first chat: those before, the model's as it was returned, and what answers it,
-                which is a message of the user or one of the role "tool" for each call.
+            messages: the whole conversation. After the first chat: the messages before, the model's as it was returned, and the
+                answer to it, which is a message of the user or one of the role "tool" for each call.
             tools: schemas, or functions with type hints and a docstring; the same in all chats.
-            max_tokens: of this turn.
+            max_tokens: most tokens of this turn.
         Raises:
             Refused: this cannot be sampled.
             NoRoom: the trajectory is full.
@@ -132,18 +133,18 @@ class Model:
         self.logprobs[keep:] = [0.0] * len(before) + list(logprobs)
 
     def begin(self, ids: Sequence[int]) -> None:
-        """The row's prompt."""
+        """Take the row's prompt."""
         self._add(0, ids, (), ())
 
     async def wish(self) -> Wish:
-        """What is asked next."""
+        """The next wish."""
         while True:
             wish, self._asking = await self._wishes.get()
             if not self._asking.done():
                 return wish
 
     def answer(self, answer: Wish) -> None:
-        """To what was asked last, also if it is no longer waited for."""
+        """Answer the last wish, also if the program no longer waits for it."""
         assert self._asking is not None
         if "sampled" in answer:
             self._add(answer["keep"], answer["before"], answer["sampled"], answer["logprobs"])
@@ -179,10 +180,10 @@ class Program(Environment):
         self._row, self._model = row, Model(trajectory=self.trajectory, seed=seed)
 
     async def resume(self, answer: Wish) -> Wish:
-        """Go on until the program wants something of the model, or is over.
+        """Go on until the program has a wish, or is over.
 
         Args:
-            answer: to its last wish; at first the row's prompt, {"begin": ids}.
+            answer: the answer to its last wish; at first the row's prompt, {"begin": ids}.
         Returns:
             {"wish": ...}, or {"returned": reward, "metrics": ..., "shown": ...}.
         """
@@ -190,7 +191,7 @@ class Program(Environment):
         assert model is not None
         if self._task is None:
             model.begin(answer["begin"])
-            self._task = asyncio.create_task(_outcome(self._rollout(self._row, model, **self._settings)))
+            self._task = asyncio.create_task(outcome(self._rollout, self._row, model, **self._settings))
         else:
             model.answer(answer)
         wish = asyncio.create_task(model.wish())
@@ -215,23 +216,15 @@ class Program(Environment):
         return {"returned": result, "metrics": metrics, "shown": sendable(model.shown)}
 
     async def close(self) -> None:
-        """End what goes on; waits for as long as the program does not let itself be cancelled."""
+        """Cancel the program; waits until it has ended, however long that takes."""
         task, self._task = self._task, None
         if task is not None and not task.done():
             task.cancel()
             await asyncio.wait({task})
 
     def _place(self, err: BaseException) -> str:
-        """The line that raised: the program's own, unless it is not known."""
+        """The line that raised: the program's own, if that is known."""
         frames = traceback.extract_tb(err.__traceback__)
         own = [frame for frame in frames if frame.filename == self._file]
         frame = (own or frames)[-1]
         return f"{frame.filename}:{frame.lineno}"
-
-
-async def _outcome(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """The result, or what was raised: whatever that is, it must not end the worker's loop."""
-    try:
-        return await work, None
-    except BaseException as err:
-        return None, err

@@ -1,33 +1,37 @@
-"""What a row of the data asks of the environments, in its columns `tools`, `env_config` and `environment`."""
+"""Rows of the data as environments have them: as JSON, and with wishes in the columns `tools`, `env_config`, `environment`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MAX_DEPTH = 64
+"""Most lists and objects in each other; far more would end the reader by its limit of recursion."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """One row's wishes; names are call names of tools, or names of environments."""
+    """One row's choices; names are call names of tools, or names of environments."""
 
     tools: frozenset[str] | None
-    """What may be called; None: everything."""
+    """Names of the tools that may be called; None: all."""
     environment: str | None
-    """Which of several environments of `environment_factory` the row is for."""
+    """The one of several environments of `environment_factory` that the row is for."""
     settings: Mapping[str, Mapping[str, Any]]
-    """What it sets for environments, by their names."""
+    """Settings for environments, by their names."""
     max_calls: int | None
-    """`max_steps`, in place of the run's limit."""
+    """The row's `max_steps`, which replaces the run's limit."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Everything that it names in `tools` and `env_config`."""
+        """All names in `tools` and `env_config`."""
         return (self.tools or frozenset()) | self.settings.keys()
 
 
 def row_settings(row: Mapping[str, Any]) -> RowSettings:
-    """Read them; an absent column and a null are the same.
+    """Read a row's choices; an absent column and a null are the same.
 
     Raises:
         ValueError: a column has another form.
@@ -45,7 +49,7 @@ def row_settings(row: Mapping[str, Any]) -> RowSettings:
 
 
 def _entries(config: Any) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """What `env_config` holds for each environment, and every `max_steps` in it.
+    """The entry of `env_config` for each environment, and every `max_steps` in it.
 
     It is one entry with an `env_name`, a list of entries, or {"env_configs": [...], "max_steps": n}.
     """
@@ -68,10 +72,35 @@ def _entries(config: Any) -> tuple[list[Mapping[str, Any]], list[int]]:
 
 
 def _own_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls: rows of one column hold every key that any of them has."""
+    """An entry's settings without nulls: rows of one column hold every key that any of them has."""
     ours = ("env_name", "max_steps", "is_text_env")
     return {key: value for key, value in entry.items() if key not in ours and value is not None}
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
+
+
+def sendable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that JSON can hold."""
+    return {name: value for name, value in row.items() if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value, and a worker read it."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        if not level:
+            break
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    try:
+        json.dumps(value)
+    # An integer of more than 4300 digits is a ValueError.
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return not level

@@ -32,7 +32,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculate(FunctionTool):
-    """Nothing but the function."""
+    """The function as an environment."""
 
     def __init__(self) -> None:
         super().__init__(calculate, is_repeatable=True)

@@ -1,4 +1,4 @@
-"""The environment counter: reach a number in steps of one, then submit it. It shows that a run learns to call in turns."""
+"""The environment counter: reach a number in steps of one, then submit it. It shows whether a run learns to call in turns."""
 
 from __future__ import annotations
 

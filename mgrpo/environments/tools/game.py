@@ -1,4 +1,4 @@
-"""What games of calls have in common: one call after the other, and none once the game is over."""
+"""The common part of games of calls: one call after the other, and none once the game is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mgrpo.environments.environment import Call, Environment, Observation
 
 
 class Game(Environment):
-    """A subclass has `move`."""
+    """A game; a subclass implements `move`."""
 
     is_repeatable = True
 

@@ -69,7 +69,7 @@ class Python(Environment):
 
     async def setup(self) -> None:
         if self._url:
-            service = _Service(self._url, self._limit_s, self._output_limit)
+            service = _CodeService(self._url, self._limit_s, self._output_limit)
             try:
                 self._stateful = await service.choose(self._stateful)
             except BaseException:
@@ -79,7 +79,7 @@ class Python(Environment):
         else:
             self._stateful = self._stateful is not False
             self._runner = await asyncio.to_thread(
-                _Here, self._limit_s, self._output_limit, self._memory_mb, self._accept_risk
+                _LocalKernel, self._limit_s, self._output_limit, self._memory_mb, self._accept_risk
             )
 
     def tools(self) -> Sequence[Tool]:
@@ -124,14 +124,14 @@ class Python(Environment):
 
 
 class _Runner(Protocol):
-    """Has at most one interpreter."""
+    """Runs code, in at most one interpreter at a time."""
 
     async def run(self, code: str) -> CellOutput: ...
     async def forget(self) -> None: ...
     async def close(self) -> None: ...
 
 
-class _Here:
+class _LocalKernel:
     """A kernel of this machine, opened for the first call."""
 
     def __init__(self, limit_s: float, output_bytes: int, memory_mb: int, accept_risk: bool) -> None:
@@ -161,7 +161,7 @@ class _Here:
         await asyncio.to_thread(give_back_kernels, self._memory_mb, accept_risk=self._accept_risk)
 
 
-class _Service:
+class _CodeService:
     """A session of a code service; a service without sessions runs each call for itself."""
 
     def __init__(self, url: str, limit_s: float, output_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """The tool `search`: passages from a local index (`mgrpo index`), ranked by BM25, or from a service over HTTP.
 
-A query is taken as words. What a model writes never becomes syntax of the index.
+A query is taken as words. A model's text never becomes syntax of the index.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Passage:
 
 
 class SearchSource(Protocol):
-    """What is searched."""
+    """An index or a service that is searched."""
 
     async def ask(self, query: str, num_results: int) -> list[Passage]:
         """The best passages first; raises SearchError."""
@@ -61,7 +61,7 @@ class SearchSource(Protocol):
 
 
 class Search(Environment):
-    """Settings: either `index` or `endpoint`, and what a result may hold."""
+    """Settings: either `index` or `endpoint`, and the size of a result."""
 
     name = "search"
 
@@ -78,7 +78,7 @@ class Search(Environment):
         Args:
             index: a file that `mgrpo index` has built.
             endpoint: a URL that answers POST {"query", "n_docs"} with {"results"}.
-            max_words: of one passage; of a longer one, the part with most of the query's words.
+            max_words: most words of one passage; a longer one is cut to the part with most of the query's words.
             parameters: further fields of each request to the endpoint.
         """
         if bool(index) == bool(endpoint):
@@ -94,7 +94,7 @@ class Search(Environment):
         self._source: SearchSource | None = None
 
     async def setup(self) -> None:
-        self._source = LocalIndex(self._index) if self._index else Service(self._endpoint, self._parameters)
+        self._source = LocalIndex(self._index) if self._index else SearchService(self._endpoint, self._parameters)
 
     def tools(self) -> Sequence[Tool]:
         return (_SEARCH,)
@@ -157,7 +157,7 @@ class LocalIndex:
         self._connection.close()
 
 
-class Service:
+class SearchService:
     """A search service over HTTP. Results are texts, objects with a text, or massive-serve's {"passages"}."""
 
     def __init__(self, endpoint: str, parameters: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _passages(body: bytes) -> list[Passage]:
-    """What an answer holds; what cannot be read raises SearchError."""
+    """The results in an answer; SearchError where it cannot be read."""
     try:
         results = json.loads(body)["results"]
     except (ValueError, TypeError, KeyError, RecursionError) as err:

@@ -1,1 +1,1 @@
-"""The processes that environments live in, and the pool of those that trajectories are lent."""
+"""The processes in which environments live, and the pool that lends environments to trajectories."""

@@ -1,4 +1,4 @@
-"""A worker process as coroutines of one loop see it: questions in any number, and one end."""
+"""The connection of one loop to a worker process: any number of questions at a time, and one end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mgrpo.environments.workers.errors import EnvironmentLost, Frozen
+from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
 PROGRAM = "mgrpo.environments.workers.worker"
 PATIENCE_S = 10.0
-"""A worker keeps the limits of what it is asked; one that is this much later is frozen."""
+"""A worker keeps the limits of its questions itself; one that is this much later is frozen."""
 _MAX_ANSWER_BYTES = 1 << 26
 
 
 def new_child(folders: Sequence[str], python: str | None) -> Child:
-    """A worker process, which is told no secrets: what runs in it reads untrusted text."""
+    """A worker process, without the secrets of this one: its tools read untrusted text."""
     return Child(
         PROGRAM,
         environment=without_secrets("MGRPO_TOOL_"),
@@ -30,11 +30,15 @@ def new_child(folders: Sequence[str], python: str | None) -> Child:
     )
 
 
+class Frozen(EnvironmentLost):
+    """The worker did not answer this question in time, and is killed."""
+
+
 class Link:
     """One worker process. Always `end` it."""
 
     def __init__(self, child: Child, when_over: Callable[[str], None]) -> None:
-        """`when_over` is told how it ended, once, unless `end` was called."""
+        """`when_over` is called once with the way it ended, unless `end` was called."""
         self._child, self._when_over = child, when_over
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Message]] = {}
@@ -54,7 +58,7 @@ class Link:
         """The answer of the worker, which keeps the limit itself. It may be an error.
 
         Raises:
-            EnvironmentLost: the worker has ended or ends; `Frozen` to whom it was late.
+            EnvironmentLost: the worker has ended or ends; `Frozen` for the question to which it was late.
         """
         if self.is_over:
             raise EnvironmentLost("the environment's worker has ended")
@@ -77,14 +81,14 @@ class Link:
             future.cancel()
 
     def stop(self, why: str) -> None:
-        """Kill the process and everything that it has started; whoever waits gets an EnvironmentLost."""
+        """Kill the process and everything that it has started; all that wait get an EnvironmentLost."""
         if not self.is_over:
             self.is_over = True
             self._unwatch()
             self._ending = self._loop.create_task(self._stop(why))
 
     def end(self) -> None:
-        """As `stop`, at once, and without a word. Blocks for milliseconds."""
+        """Kill it at once, without a call of `when_over`. Blocks for milliseconds."""
         self.is_over = True
         self._unwatch()
         if self._ending is not None:
@@ -125,7 +129,7 @@ class Link:
                 future.set_result(answer)
 
     def _watch(self) -> None:
-        """Have the loop call for what the pipes are ready for."""
+        """Let the loop call when the pipes are ready."""
         wanted = {} if self.is_over else self._child.events()
         for pipe in self._watched.keys() - wanted.keys():
             self._remove(pipe)

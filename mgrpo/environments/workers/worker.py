@@ -1,10 +1,10 @@
 """The program that holds environments: `python -m mgrpo.environments.workers.worker`, asked in JSON lines by `link`.
 
-Every question has a number "id", which its answer repeats; answers come in any order. What is asked, and answered:
+Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
 
     load    instance, specs, limits, limit_s  ->  description: the first environment is built and set up
     reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
-    step    instance, calls                   ->  observations, seconds, timed_out
+    step    instance, calls                   ->  answers: an observation, seconds and timed_out for each call
     resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
     ending  instance                          ->  reward, snapshot
     end     instance, limit_s                 ->  the trajectory has let go of everything
@@ -17,32 +17,43 @@ An answer may be {"error": text, "timed_out": bool} instead; that about an insta
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import dataclasses
+import functools
 import json
 import os
-from collections.abc import Sequence
-from typing import BinaryIO
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.offered.catalog import Spec
-from mgrpo.environments.workers.limits import WorkerLimits
-from mgrpo.environments.workers.resident import Failed, Late, Resident, said
-from mgrpo.environments.workers.threads import OWNER, OwnedThreads
+from mgrpo.environments.offered.calling import Failed, Late, WorkerLimits, said
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.resident import Resident
 from mgrpo.processes.guarded import go_on_guarded
 from mgrpo.processes.json_lines import Message, take_standard_streams
 
 _MAX_QUESTION_BYTES = 1 << 30
+# A thread is started only where none is idle; this is more than there are calls at a time.
+_MOST_THREADS = 1 << 14
+_OWNER: contextvars.ContextVar[int | None] = contextvars.ContextVar("_OWNER", default=None)
+"""The instance for which the current task works."""
 
 
 def main() -> None:
     go_on_guarded()
     questions, answers = take_standard_streams()
-    asyncio.run(_Worker(answers).serve(questions))
+    asyncio.run(_EnvironmentWorker(answers).serve(questions))
 
 
-class _Worker:
+class _EnvironmentWorker:
+    """All environments of the process."""
+
     def __init__(self, answers: int) -> None:
         self._answers = answers
-        self._threads = OwnedThreads()
+        self._threads = _OwnedThreads()
         self._specs: Sequence[Spec] = ()
         self._limits = WorkerLimits()
         self._residents: dict[int, Resident] = {}
@@ -61,50 +72,53 @@ class _Worker:
         os._exit(0)
 
     async def _serve(self, question: Message) -> None:
-        OWNER.set(question.get("instance", -1))
+        """Answer one question, whatever comes of it."""
+        number = question.get("instance", -1)
+        _OWNER.set(number)
+        answer: Message = {}
         try:
-            answer = await self._answer(question)
+            match question["ask"]:
+                case "load":
+                    self._specs = [Spec.from_json(spec) for spec in question["specs"]]
+                    self._limits = WorkerLimits(**question["limits"])
+                    description = await self._resident(number).description(question["limit_s"])
+                    answer = {"description": description.to_json()}
+                case "reset":
+                    row, seed, trajectory = question["row"], question["seed"], question["trajectory"]
+                    answer = await self._resident(number).reset(row, seed=seed, trajectory=trajectory)
+                case "step":
+                    calls = [Call(**call) for call in question["calls"]]
+                    found = await self._resident(number).toolbox.step(calls)
+                    answer = {"answers": [dataclasses.asdict(each) for each in found]}
+                case "resume":
+                    answer = await self._resident(number).resume(question["answer"])
+                case "ending":
+                    answer = await self._resident(number).ending()
+                case "end":
+                    await self._resident(number).end(question["limit_s"])
+                case "close":
+                    await self._close(number, question["limit_s"])
+                case "stuck":
+                    answer = {"stuck": [each for each, resident in self._residents.items() if resident.is_stuck]}
+                case other:
+                    raise AssertionError(other)
         except Failed as err:
             answer = {"error": str(err), "timed_out": isinstance(err, Late)}
-        except Exception as err:
+        except (Exception, SystemExit) as err:
             answer = {"error": said(err), "timed_out": False}
-        if (resident := self._residents.get(question.get("instance", -1))) is not None:
+        if (resident := self._residents.get(number)) is not None:
             answer["is_stuck"] = resident.is_stuck
         data = json.dumps(answer | {"id": question["id"]}).encode() + b"\n"
         while data:
             data = data[os.write(self._answers, data) :]
 
-    async def _answer(self, question: Message) -> Message:
-        match question["ask"]:
-            case "load":
-                self._specs = [Spec.from_json(spec) for spec in question["specs"]]
-                self._limits = WorkerLimits(**question["limits"])
-                description = await self._resident(question).description(question["limit_s"])
-                return {"description": description.to_json()}
-            case "reset":
-                resident = self._resident(question)
-                return await resident.reset(question["row"], seed=question["seed"], trajectory=question["trajectory"])
-            case "step":
-                return await self._resident(question).step([Call(**call) for call in question["calls"]])
-            case "resume":
-                return await self._resident(question).resume(question["answer"])
-            case "ending":
-                return await self._resident(question).ending()
-            case "end":
-                return await self._resident(question).end(question["limit_s"])
-            case "close":
-                return await self._close(question["instance"], question["limit_s"])
-            case "stuck":
-                return {"stuck": [number for number, resident in self._residents.items() if resident.is_stuck]}
-        raise AssertionError(question["ask"])
-
-    def _resident(self, question: Message) -> Resident:
-        number = question["instance"]
+    def _resident(self, number: int) -> Resident:
         if number not in self._residents:
-            self._residents[number] = Resident(number, self._specs, self._limits, self._threads)
+            is_busy = functools.partial(self._threads.is_busy, number)
+            self._residents[number] = Resident(self._specs, self._limits, is_in_thread=is_busy)
         return self._residents[number]
 
-    async def _close(self, number: int, limit_s: float) -> Message:
+    async def _close(self, number: int, limit_s: float) -> None:
         resident = self._residents[number]
         try:
             await resident.close(limit_s)
@@ -112,7 +126,36 @@ class _Worker:
             # A stuck one is asked about later.
             if not resident.is_stuck:
                 del self._residents[number]
-        return {}
+
+
+class _OwnedThreads(ThreadPoolExecutor):
+    """Threads that count for whom they run: one that hangs cannot be ended, only be known.
+
+    As a loop's default executor it counts everything that runs by `asyncio.to_thread`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=_MOST_THREADS, thread_name_prefix="environment")
+        self._running: Counter[int | None] = Counter()
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        owner = _OWNER.get()
+        self._count(owner, 1)
+        future = super().submit(function, *args, **kwargs)
+        future.add_done_callback(lambda _: self._count(owner, -1))
+        return future
+
+    def is_busy(self, owner: int) -> bool:
+        """Whether a thread runs for `owner`."""
+        with self._lock:
+            return self._running[owner] > 0
+
+    def _count(self, owner: int | None, change: int) -> None:
+        with self._lock:
+            self._running[owner] += change
+            if not self._running[owner]:
+                del self._running[owner]
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from mgrpo.config import Config
 from mgrpo.config.tool_rules import source_problems
 from mgrpo.config.tools import PYTHON, ToolSpec
 from mgrpo.environments.formats import detected, named
-from mgrpo.environments.offered.catalog import NAMES, Description, Spec
-from mgrpo.environments.workers.pool import EnvironmentPool, WorkerLimits, describe
+from mgrpo.environments.offered.calling import WorkerLimits
+from mgrpo.environments.offered.description import Description
+from mgrpo.environments.workers.environment_catalog import NAMES, Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from mgrpo.rewards.trajectory_rewards import TurnRewards
 
 if TYPE_CHECKING:

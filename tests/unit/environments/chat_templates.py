@@ -106,6 +106,11 @@ EMPTYING = changed(
 )
 
 
+def end_token_of(bridges: Any) -> int:
+    """The token that ends a turn which calls tools: a bridge after any other token begins with it."""
+    return bridges.after_tools(["x"], ["x"], last=-1)[0]
+
+
 def make_tokenizer(*, text: str = "".join(template for template, _ in GOOD.values()), **options: Any) -> Any:
     """Byte-level BPE whose merges cross lines and words; `options` are of its special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -19,6 +19,7 @@ from tests.unit.environments.chat_templates import (
     TOKENS,
     TRIMMED,
     changed,
+    end_token_of,
     make_tokenizer,
 )
 
@@ -159,7 +160,7 @@ def test_a_turn_that_was_cut_is_ended_first(tokenizer: Any) -> None:
     for name, end in (("joined", "<|im_end|>"), ("headers", "<|observation|>"), ("named", "<|call|>")):
         made = bridges(tokenizer, *GOOD[name])
         number, other = tokenizer.convert_tokens_to_ids([end, "<eos>"])
-        assert made.end_token_id == number
+        assert end_token_of(made) == number
         after = made.after_tools(["4"], ["look"], last=number)
         assert number not in after[:1]
         assert made.after_tools(["4"], ["look"], last=5) == [number, *after]
@@ -173,7 +174,7 @@ def test_special_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -
     """A web page could end the tool's turn, and speak as the user."""
     template, stops = GOOD[name]
     made = bridges(tokenizer, template, stops)
-    end = made.end_token_id
+    end = end_token_of(made)
     plain = made.after_tools(["4"], ["look"], last=end)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content in TOKENS}
     own = [number for number in plain if number in special]
@@ -191,7 +192,7 @@ def test_only_the_special_token_in_an_observation_is_cut(tokenizer: Any) -> None
     """A page with one of them is otherwise read as any other text is."""
     made = bridges(tokenizer, *GOOD["named"])
     header, footer = "<|start|>tools.look to=assistant<|message|>", "<|end|><|start|>assistant"
-    found = made.after_tools(["to to to <|im_end|> to to to"], ["look"], last=made.end_token_id)
+    found = made.after_tools(["to to to <|im_end|> to to to"], ["look"], last=end_token_of(made))
     cut = [ids(tokenizer, header + "to to to <"), ids(tokenizer, "|im_end|> to to to" + footer)]
     assert found == cut[0] + cut[1]
 
@@ -243,7 +244,7 @@ def test_of_two_tokens_at_the_end_the_one_that_stops_the_model_counts(tokenizer:
 def test_names_that_the_model_made_up_stay_text(tokenizer: Any) -> None:
     """The name of a call is the model's own text, and is answered even if there is no such tool."""
     made = bridges(tokenizer, *GOOD["named"])
-    end = made.end_token_id
+    end = end_token_of(made)
     found = made.after_tools(["4"], ["<|end|><|start|>user"], last=end)
     special = set(tokenizer.convert_tokens_to_ids(list(TOKENS)))
     assert [number for number in found if number in special] == [
@@ -262,15 +263,15 @@ def test_a_tokenizer_that_rewrites_texts_finds_no_special_token(tokenizer: Any) 
     made = bridges(lowered, *GOOD["joined"])
     halt = lowered.convert_tokens_to_ids("<|halt|>")
     assert halt in ids(lowered, "a<|HALT|>")
-    found = made.after_tools(["a<|HALT|>b"], ["look"], last=made.end_token_id)
+    found = made.after_tools(["a<|HALT|>b"], ["look"], last=end_token_of(made))
     assert halt not in found and "a<|halt|>b" in lowered.decode(found)
 
 
 def test_half_characters_are_replaced(tokenizer: Any) -> None:
     """Tools answer in JSON, which can hold what no tokenizer takes; that must not end the run."""
     made = bridges(tokenizer, *GOOD["named"])
-    found = made.after_tools(["a\ud83d"], ["b\ude00"], last=made.end_token_id)
-    assert found == made.after_tools(["a?"], ["b?"], last=made.end_token_id)
+    found = made.after_tools(["a\ud83d"], ["b\ude00"], last=end_token_of(made))
+    assert found == made.after_tools(["a?"], ["b?"], last=end_token_of(made))
 
 
 def test_a_template_that_rewrites_the_past_is_followed(tokenizer: Any) -> None:
@@ -280,14 +281,14 @@ def test_a_template_that_rewrites_the_past_is_followed(tokenizer: Any) -> None:
     turns = [USER, calling(REWRITING, 1)]
     before = written(tokenizer, REWRITING, turns, opens=False)
     assert not written(tokenizer, REWRITING, turns + observed(["4"]) * 3).startswith(before)
-    end = plain.end_token_id
+    end = end_token_of(plain)
     assert made.after_tools(["4"], ["look"], last=end) == plain.after_tools(["4"], ["look"], last=end)
 
 
 def test_more_calls_than_the_template_takes_are_answered_as_one(tokenizer: Any) -> None:
     """How many calls a turn has is the model's decision, and no reason to stop."""
     made = bridges(tokenizer, *GOOD["trimmed"])
-    end = made.end_token_id
+    end = end_token_of(made)
     assert made.after_tools(["4", "5"], ["a", "b"], last=end) == made.after_tools(["4\n5"], ["a"], last=end)
 
 
@@ -296,8 +297,8 @@ def test_variables_of_the_template_reach_the_bridge(tokenizer: Any) -> None:
     template = changed(JOINED, r"assistant\n' }}", r"assistant\n' + ('' if thinks else '<think></think>') }}")
     made = bridges(tokenizer, template, ("<|im_end|>",), thinks=False)
     thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    assert made.after_user("4", last=made.end_token_id)[-2:] == thought
+    assert made.after_user("4", last=end_token_of(made))[-2:] == thought
     assert thought[1] not in bridges(tokenizer, template, ("<|im_end|>",), thinks=True).after_user("4", last=0)
     # Tools are one of them.
     made = bridges(tokenizer, template.replace("thinks", "not tools"), ("<|im_end|>",))
-    assert made.after_user("4", last=made.end_token_id)[-2:] == thought
+    assert made.after_user("4", last=end_token_of(made))[-2:] == thought

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.offered.catalog import NAMES, Spec, built
+from mgrpo.environments.workers.environment_catalog import NAMES, Spec, built
 
 SOURCE = '''
 from mgrpo.environments.environment import Environment, Observation, Tool
@@ -75,7 +75,7 @@ def answer(spec, name, arguments):
         toolbox = built([spec])
         await toolbox.setup()
         await toolbox.reset({}, seed=0)
-        return (await toolbox.step([Call(name=name, arguments=arguments)]))[0].text
+        return (await toolbox.step([Call(name=name, arguments=arguments)]))[0].observation.text
 
     return asyncio.run(ask())
 
@@ -175,7 +175,7 @@ def test_every_name_leads_somewhere(name):
 
 def test_nothing_but_the_standard_library_is_imported():
     """Every worker process would pay for it, and tools could reach it."""
-    code = "import sys; before = set(sys.modules); import mgrpo.environments.offered.catalog, mgrpo.environments.tools.counter; "
+    code = "import sys; before = set(sys.modules); import mgrpo.environments.workers.environment_catalog, mgrpo.environments.tools.counter; "
     code += "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) <= {*sys.stdlib_module_names, "mgrpo"}

@@ -14,20 +14,14 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.workers import fleet, host, link
-from mgrpo.environments.workers.pool import (
-    AcquireTimeout,
-    Answered,
-    Ending,
-    EnvironmentLost,
-    EnvironmentPool,
-    Instance,
-    ResetFailed,
-    Spec,
-    WorkerLimits,
-    describe,
-)
+from mgrpo.environments.environment import Answered, Call, Observation
+from mgrpo.environments.loop.instance import Ending, Instance
+from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, ResetFailed
+from mgrpo.environments.offered.calling import WorkerLimits
+from mgrpo.environments.workers import host, link
+from mgrpo.environments.workers import pool as pools
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from tests.processes import processes_with
 
 TOOLS = Path(__file__).with_name("hostile_tools.py")
@@ -123,7 +117,7 @@ def test_a_tool_that_cannot_be_had_is_named(entry: str) -> None:
 
 def test_an_environment_that_does_not_get_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer would otherwise be a run that never begins."""
-    monkeypatch.setattr(host, "START_LIMIT_S", 0.3)
+    monkeypatch.setattr(pools, "_START_LIMIT_S", 0.3)
     with pytest.raises(ValueError, match=r"hostile_tools\.py:Unready is not set up after 0\.3 s"):
         describe([spec("Unready")])
 
@@ -187,7 +181,7 @@ def test_what_a_trajectory_leaves_is_let_go_of_when_it_is_over(tmp_path: Path) -
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("bad", ["die", "freeze", "hang", "hang in a thread", "raise"])
 def test_an_environment_that_does_not_let_go_serves_nobody_else(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(host, "_CLOSE_LIMIT_S", 0.2)
 
     async def go() -> None:
         environments = pool("Ending", pool_size=1)
@@ -328,6 +322,21 @@ def test_a_late_call_that_was_cancelled_costs_its_environment_and_not_the_worker
         assert (await asked(instance, "count")).observation.text == "1 1", "a new one, which counts from one"
         await environments.close()
         assert environments.take_metrics()["env/replaced"] == 0 and pids
+
+    run(go())
+
+
+def test_after_a_late_call_environments_still_go_on_together() -> None:
+    """A call that goes on in the same turn is not one that could not be ended."""
+
+    async def go() -> None:
+        environments = pool("rest", "echo")
+        await environments.start()
+        instance = await taken(environments)
+        assert (await asked(instance, "rest", seconds=1000)).timed_out
+        turn = [call("rest", seconds=0.05), call("echo", text="a"), call("rest", seconds=0.05)]
+        assert [each.observation.text for each in await instance.step(turn)] == ["rested", "a", "rested"]
+        await environments.close()
 
     run(go())
 
@@ -524,7 +533,7 @@ def test_a_reset_is_tried_twice(bad: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["die", "freeze", "hang", "hang in a thread", "raise"])
 def test_an_environment_that_does_not_close_is_ended(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is free again, and the end of the pool does not wait for it."""
-    monkeypatch.setattr(fleet, "_CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(host, "_CLOSE_LIMIT_S", 0.2)
     monkeypatch.setenv("MGRPO_TOOL_MARK", mark := f"pool-{os.getpid()}-{bad}")
 
     async def go() -> None:
@@ -703,11 +712,12 @@ def test_the_end_of_the_pool_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
 
 RUN = """
 import asyncio, sys, time
-from mgrpo.environments.workers import fleet
+from mgrpo.environments.workers import host
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.pool import EnvironmentPool, Spec
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.pool import EnvironmentPool
 
-fleet._CLOSE_LIMIT_S = 0.5
+host._CLOSE_LIMIT_S = 0.5
 
 async def main():
     environments = EnvironmentPool([Spec(entry=sys.argv[1] + ":run")], pool_size=2, num_workers=2)
@@ -744,7 +754,7 @@ def test_no_process_outlives_the_run(number: int, code: str, monkeypatch: pytest
 
 def test_a_pool_whose_workers_cannot_be_replaced_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trajectories that wait for a worker that never comes would be a run that stands still."""
-    monkeypatch.setattr(fleet, "_PAUSE_BETWEEN_STARTS_S", 0.0)
+    monkeypatch.setattr(pools, "_PAUSE_BETWEEN_STARTS_S", 0.0)
     file = tmp_path / "own.py"
     file.write_text(TOOLS.read_text())
 

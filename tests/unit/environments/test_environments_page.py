@@ -15,8 +15,8 @@ from mgrpo.environments.environment import Call
 from mgrpo.environments.formats import named
 from mgrpo.environments.formats.families import ALIASES, FAMILIES
 from mgrpo.environments.loop.trajectory import EndedBy
-from mgrpo.environments.offered.catalog import NAMES, TRL, Spec, built
 from mgrpo.environments.tools.python import Python
+from mgrpo.environments.workers.environment_catalog import NAMES, TRL, Spec, built
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
 FILES = {name: code for code, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", PAGE, re.DOTALL)}
@@ -88,7 +88,9 @@ def played(spec, row, *turns):
         toolbox = built([spec])
         await toolbox.setup()
         opening = await toolbox.reset(row, seed=1)
-        answers = [(await toolbox.step([Call(name=name, arguments=arguments)]))[0] for name, arguments in turns]
+        answers = [
+            (await toolbox.step([Call(name=name, arguments=arguments)]))[0].observation for name, arguments in turns
+        ]
         return toolbox, opening, answers, await toolbox.reward()
 
     return asyncio.run(play())
@@ -99,9 +101,9 @@ def test_the_function_of_the_page_is_a_tool(file_of):
     calls = ({"city": "Oslo", "day": "2"}, {"city": "Rome"}, {"day": 1})
     spec = Spec(entry=f"{file_of('my_tools.py')}:temperature", settings={"is_repeatable": True})
     toolbox, _, answers, _ = played(spec, {}, *(("temperature", arguments) for arguments in calls))
-    (tool,) = toolbox.tools()
+    (tool,) = toolbox.describe().tools
     assert (tool.name, tool.description) == ("temperature", "Forecast the temperature of a city.")
-    assert tool.parameters["required"] == ["city"] and toolbox.is_repeatable
+    assert tool.parameters["required"] == ["city"] and toolbox.describe().is_repeatable
     assert [answer.failed for answer in answers] == [False, True, True]
     assert answers[0].text == "6 degrees" and "no forecast for Rome; there are Oslo, Lagos" in answers[1].text
 
@@ -112,7 +114,7 @@ def test_the_environment_of_the_page_is_played_as_it_says(file_of):
     row = {"env_config": {"env_name": "rooms", "key": 3}}
     looks = [("look", {"room": room}) for room in (9, 1, 21, 3)]
     toolbox, opening, answers, reward = played(spec, row, *looks)
-    assert opening.text == "\nThere are 20 rooms. Find the key." and toolbox.is_repeatable
+    assert opening.text == "\nThere are 20 rooms. Find the key." and toolbox.describe().is_repeatable
     texts = ["Not here. Go down.", "Not here. Go up.", "There is no room 21.", "Here it is."]
     assert [answer.text for answer in answers] == texts
     assert [answer.failed for answer in answers] == [False, False, True, False]
@@ -129,7 +131,7 @@ def test_the_class_in_trl_form_is_played_as_it_says(file_of):
     toolbox, opening, answers, reward = played(
         spec, {"key": 3, "level": 1}, *[("look", {"room": room}) for room in (1, 3)]
     )
-    assert [tool.name for tool in toolbox.tools()] == ["look"] and opening.text == "Find the key."
+    assert [tool.name for tool in toolbox.describe().tools] == ["look"] and opening.text == "Find the key."
     assert [answer.text for answer in answers] == ["Not here.", "Here it is."] and reward == 1.0
     assert toolbox.snapshot()["found"] is True
 

@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.instance import Ending
+from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled
-from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost
-from mgrpo.environments.workers.instance import Answered, Ending
 from mgrpo.types import Completion, Prompt, RolloutGroup
 from tests.builders import branch, prompt
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from mgrpo.environments.loop.bridge import BridgeError, Bridges
-from tests.unit.environments.chat_templates import BRACKETS, HEADERS, JOINED, TRIMMED, changed, make_tokenizer
+from tests.unit.environments.chat_templates import (
+    BRACKETS,
+    HEADERS,
+    JOINED,
+    TRIMMED,
+    changed,
+    end_token_of,
+    make_tokenizer,
+)
 
 pytest.importorskip("transformers")
 
@@ -64,7 +72,7 @@ def test_a_template_that_drops_one_of_two_answers_gets_them_as_one(tokenizer: An
         r"'' if not loop.first and messages[loop.index0 - 1].role == 'tool' else '\n<tool_response>",
     )
     made = bridges(tokenizer, template, "<|im_end|>")
-    end = made.end_token_id
+    end = end_token_of(made)
     assert made.after_tools(["4", "5"], ["a", "b"], last=end) == made.after_tools(["4\n5"], ["a"], last=end)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.offered.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 @dataclass
@@ -135,7 +135,8 @@ def opened(*specs):
 def played(toolbox, row, *calls):
     async def play():
         opening = await toolbox.reset(row, seed=1)
-        return opening, await toolbox.step([Call(name=name, arguments=arguments) for name, arguments in calls])
+        answers = await toolbox.step([Call(name=name, arguments=arguments) for name, arguments in calls])
+        return opening, [answered.observation for answered in answers]
 
     return asyncio.run(play())
 
@@ -146,7 +147,7 @@ DOOR = {"env_config": {"env_name": "door", "code": 7, "max_steps": 9}}
 def test_an_environment_with_tools_is_played():
     """Its opening is not shown, as in Open Instruct, whose prompts say what the task is."""
     toolbox = opened(("Door", {"settings": {"locks": 4}}))
-    assert [tool.name for tool in toolbox.tools()] == ["unlock", "open"]
+    assert [tool.name for tool in toolbox.describe().tools] == ["unlock", "open"]
     calls = [("unlock", {"code": "1"}), ("unlock", {"code": -1}), ("unlock", {"code": 7}), ("open", {}), ("open", {})]
     opening, answers = played(toolbox, DOOR, *calls)
     assert opening.text == "" and opening.metrics == {"door/calls": 0.0}
@@ -167,8 +168,8 @@ def test_calls_come_as_open_instruct_makes_them():
     toolbox = opened(("Door", {}))
     played(toolbox, DOOR, ("unlock", {"code": 1}), ("open", {}))
     played(toolbox, DOOR, ("unlock", {"code": "7"}))
-    (member,) = toolbox._members.values()
-    assert member.environment._inner.calls == [("1", "unlock", {"code": 7})]
+    (only,) = toolbox._environments.values()
+    assert only.environment._inner.calls == [("1", "unlock", {"code": 7})]
 
 
 def test_a_configuration_makes_its_class():
@@ -176,14 +177,14 @@ def test_a_configuration_makes_its_class():
     toolbox = opened(("DoorConfig", {"settings": {"locks": 5}}))
     _, answers = played(toolbox, DOOR, ("unlock", {"code": 7}))
     assert answers[0].text == "unlocked 5"
-    (member,) = toolbox._members.values()
-    assert member.environment._inner.made_with == {"call_name": "door"}
+    (only,) = toolbox._environments.values()
+    assert only.environment._inner.made_with == {"call_name": "door"}
 
 
 def test_a_text_environment_takes_turns_as_a_whole():
     toolbox = opened(("Echo", {"call_name": "mirror"}))
     _, answers = played(toolbox, {}, ("act", {"text": "<b>"}))
-    assert toolbox.acts and toolbox.tools() == ()
+    assert toolbox.acts and toolbox.describe().tools == ()
     assert (answers[0].text, answers[0].reward) == (">b<", 0.5)
 
 

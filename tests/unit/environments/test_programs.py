@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 
 from mgrpo.environments.environment import Call, Tool
+from mgrpo.environments.loop import losses
 from mgrpo.environments.loop.driven import Driven
 from mgrpo.environments.loop.episodes import EpisodeBounds, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
-from mgrpo.environments.offered.catalog import PROGRAM
+from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.program import Model, Program, Refused
-from mgrpo.environments.workers import link, losses
-from mgrpo.environments.workers.pool import EnvironmentPool, Spec, WorkerLimits, describe
+from mgrpo.environments.workers import link
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
 from tests.unit.environments.programs import say
@@ -325,7 +327,7 @@ def test_a_program_that_is_given_up_is_not_left_waiting() -> None:
     """Its place serves another trajectory."""
 
     async def again(environments: EnvironmentPool) -> None:
-        (place,) = [host for host in environments._fleet._hosts]
+        (place,) = environments._hosts
         await _until(lambda: place.instances in ([], [1]))
         instance = await environments.acquire({}, seed=1, trajectory="next")
         assert place.instances != [0]
@@ -471,4 +473,4 @@ def test_rows_may_hold_anything_for_a_program() -> None:
     """Columns `tools` and `env_config` are the program's own."""
     found = describe([spec("echo")])
     assert found.is_program and not found.acts and found.tools == ()
-    assert found.choice({"tools": ["whatever"], "env_config": 3}).members == ("echo",)
+    assert found.choice({"tools": ["whatever"], "env_config": 3}).playing == ("echo",)

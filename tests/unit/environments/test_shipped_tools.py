@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.offered.catalog import Spec, built
 from mgrpo.environments.tools.calculate import calculate
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 def played(spec, row, *moves, seed=1):
@@ -18,7 +18,8 @@ def played(spec, row, *moves, seed=1):
         toolbox = built([spec])
         await toolbox.setup()
         opening = await toolbox.reset(row, seed=seed)
-        return opening, await toolbox.step([Call(name=name, arguments=arguments) for name, arguments in moves])
+        answers = await toolbox.step([Call(name=name, arguments=arguments) for name, arguments in moves])
+        return opening, [answered.observation for answered in answers]
 
     return asyncio.run(play())
 
@@ -110,4 +111,4 @@ def test_the_number_is_drawn_for_each_prompt():
 
 def test_games_repeat():
     """Then a run with them repeats to the bit."""
-    assert built([Spec(entry=name) for name in ("calculate", "counter", "guess_number")]).is_repeatable
+    assert built([Spec(entry=name) for name in ("calculate", "counter", "guess_number")]).describe().is_repeatable

@@ -92,7 +92,8 @@ def begin(toolbox, row=None, seed=3):
 
 
 def step(toolbox, *calls):
-    return asyncio.run(toolbox.step([Call(name=name, arguments=arguments) for name, arguments in calls]))
+    calls = [Call(name=name, arguments=arguments) for name, arguments in calls]
+    return [answered.observation for answered in asyncio.run(toolbox.step(calls))]
 
 
 def test_calls_reach_their_environment_and_answers_keep_the_order():
@@ -120,7 +121,7 @@ def test_a_call_name_renames_an_only_tool():
     """Two searches can stand side by side; a game's moves keep their names."""
     toolbox = opened(member(Adder(), "plus", call_name="plus"), member(Pair(), "game", call_name="game"))
     begin(toolbox)
-    assert [tool.name for tool in toolbox.tools()] == ["plus", "more", "less"] and toolbox.active == {
+    assert [tool.name for tool in toolbox.describe().tools] == ["plus", "more", "less"] and toolbox.active == {
         "plus",
         "more",
         "less",
@@ -271,7 +272,7 @@ def test_plain_methods_do_not_stop_the_loop():
     may_go_on, slow = threading.Event(), Slow()
     toolbox = opened(member(slow))
     begin(toolbox)
-    assert asyncio.run(turn())[0].text == "add 1"
+    assert asyncio.run(turn())[0].observation.text == "add 1"
     assert threading.get_ident() not in slow.threads
 
 
@@ -388,8 +389,8 @@ def test_the_description_survives_json_and_chooses_as_the_toolbox_does():
 
 
 def test_a_toolbox_repeats_if_all_of_its_members_do():
-    assert opened(member(Adder()), member(Pair())).is_repeatable
-    assert not opened(member(Adder()), member(Talker())).is_repeatable
+    assert opened(member(Adder()), member(Pair())).describe().is_repeatable
+    assert not opened(member(Adder()), member(Talker())).describe().is_repeatable
 
 
 def test_environments_know_their_trajectory():

@@ -9,7 +9,7 @@ import pytest
 
 from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.environment import Call
-from mgrpo.environments.offered.catalog import Spec, built
+from mgrpo.environments.workers.environment_catalog import Spec, built
 
 
 class Bag:
@@ -93,12 +93,13 @@ def begin(toolbox, row):
 
 
 def step(toolbox, *calls):
-    return asyncio.run(toolbox.step([Call(name=name, arguments=arguments) for name, arguments in calls]))
+    calls = [Call(name=name, arguments=arguments) for name, arguments in calls]
+    return [answered.observation for answered in asyncio.run(toolbox.step(calls))]
 
 
 def test_public_methods_are_the_tools():
     """reset and get_reward are for the trainer; a parameter called seed is the class's own."""
-    tools = {tool.name: tool for tool in opened(Bag).tools()}
+    tools = {tool.name: tool for tool in opened(Bag).describe().tools}
     assert tools.keys() == {"put", "count"}
     assert tools["put"].parameters["properties"].keys() == {"thing", "seed"}
 
@@ -163,8 +164,8 @@ def test_a_row_chooses_among_named_environments():
 
 def test_whether_it_repeats_is_a_setting():
     """Nothing about such a class says so."""
-    assert not opened(Bag).is_repeatable
-    assert opened(Bag, settings={"is_repeatable": True}).is_repeatable
+    assert not opened(Bag).describe().is_repeatable
+    assert opened(Bag, settings={"is_repeatable": True}).describe().is_repeatable
 
 
 def test_an_opening_that_is_not_text_is_refused():

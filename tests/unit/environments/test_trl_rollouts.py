@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.offered.catalog import PROGRAM
-from mgrpo.environments.workers.pool import Spec, WorkerLimits, describe
+from mgrpo.environments.offered.calling import WorkerLimits
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
+from mgrpo.environments.workers.pool import describe
 from tests.unit.environments.test_programs import Engine, ids, play
 
 FUNCTIONS = Path(__file__).with_name("trl_rollouts.py")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mgrpo.environments.adaptors.verifiers import _plain
-from mgrpo.environments.offered.catalog import PROGRAM
-from mgrpo.environments.workers.pool import Spec, WorkerLimits, describe
+from mgrpo.environments.offered.calling import WorkerLimits
+from mgrpo.environments.workers.environment_catalog import PROGRAM, Spec
+from mgrpo.environments.workers.pool import describe
 from tests.unit.environments.test_programs import Engine, ids, one, play
 
 MODULES = str(Path(__file__).with_name("verifiers_modules"))

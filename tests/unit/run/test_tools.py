@@ -17,9 +17,9 @@ from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.language import TemplateLanguage
-from mgrpo.environments.offered.catalog import Spec
 from mgrpo.environments.offered.description import Description, Offer
 from mgrpo.environments.tools.indexing import build
+from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.run.inputs import toolset as tools_of_a_run
 from mgrpo.run.inputs.prompts import Prompts, make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs

@@ -15,7 +15,7 @@ from mgrpo.environments.formats import named
 from mgrpo.environments.loop.bridge import Bridges
 from mgrpo.environments.loop.language import TemplateLanguage
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from tests.unit.environments.chat_templates import GOOD, make_tokenizer
+from tests.unit.environments.chat_templates import GOOD, end_token_of, make_tokenizer
 
 pytest.importorskip("transformers")
 
@@ -155,7 +155,7 @@ def test_a_format_with_answers_of_its_own_needs_no_template() -> None:
 
 def added(made: TemplateLanguage, text: str, *, acts: bool) -> int:
     """How many tokens an answer adds to those around it."""
-    last = turn(made.bridges.end_token_id)
+    last = turn(end_token_of(made.bridges))
     after = made.after_act if acts else lambda answer, turn: made.after_calls([("calculate", answer)], turn)
     return len(after(text, last)) - len(after("", last))
 

@@ -1,4 +1,4 @@
-"""Type hints as JSON schemas, with the results of `transformers.utils.get_json_schema`, which costs seconds to import."""
+"""Type hints as JSON schemas, equal to those of `transformers.utils.get_json_schema`, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def schema_of(hint: Any) -> Schema:
     """The JSON schema of values of this type.
 
     Raises:
-        ValueError: the type has no JSON form; the text says which have.
+        ValueError: the type has no JSON form; the text names those that have one.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:

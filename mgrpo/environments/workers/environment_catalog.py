@@ -1,4 +1,4 @@
-"""Tools and environments by what users call them: names of ours, their own code, classes of TRL and Open Instruct."""
+"""Tools and environments by the users' words for them: names of this package, their own code, classes of TRL and Open Instruct."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from mgrpo.environments.adaptors.open_instruct_environments import OpenInstruct,
 from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.adaptors.trl_rollout import TrlRollout, is_trl_rollout
 from mgrpo.environments.environment import Environment
-from mgrpo.environments.offered.description import Description
+from mgrpo.environments.offered.calling import TimedCalls
 from mgrpo.environments.offered.functions import FunctionTool
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
 from mgrpo.environments.offered.program import Program
 from mgrpo.environments.offered.toolbox import Toolbox
-from mgrpo.environments.offered.user_code import loaded
-
-__all__ = ["NAMES", "PROGRAM", "TRL", "Description", "Spec", "Toolbox", "built"]
+from mgrpo.processes.user_code import user_module
 
 _HOME = "mgrpo.environments"
 NAMES = {
@@ -32,7 +30,7 @@ NAMES = {
     "openenv": f"{_HOME}.adaptors.openenv:OpenEnv",
     "gymnasium": f"{_HOME}.adaptors.gymnasium:Gymnasium",
 }
-"""Names of ours, and where they are at home."""
+"""Names of this package, and the places of their code."""
 NAMES |= {
     "code": NAMES["python"],
     "serper_search": NAMES["search"],
@@ -40,9 +38,9 @@ NAMES |= {
     "generic_mcp": NAMES["mcp"],
 }
 _CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
-"""Second names of tools, which models call them by as well."""
+"""Second names of tools, by which models call them as well."""
 TRL = "trl:"
-"""Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+"""Prefix of a class in TRL's form; with a call name it is for the rows that have this name in their column `environment`."""
 PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
 """Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
@@ -55,7 +53,7 @@ class Spec:
     entry: str
     """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL` or `PROGRAM`."""
     call_name: str = ""
-    """What its only tool is called instead."""
+    """Another name for its only tool."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments; a function has only `is_repeatable`."""
 
@@ -67,24 +65,26 @@ class Spec:
         return cls(**values)
 
 
-def built(specs: Sequence[Spec]) -> Toolbox:
+def built(specs: Sequence[Spec], calls: TimedCalls | None = None) -> Toolbox:
     """A toolbox of new environments; `setup` opens them.
 
+    Args:
+        calls: makes their steps, within their limits; default: the usual ones.
     Raises:
         ValueError: everything that cannot be built, with its entry.
     """
-    members, problems = [], []
+    environments, problems = [], []
     for spec in specs:
         try:
-            members.append(_member(spec))
+            environments.append(_offered(spec, calls))
         except ValueError as err:
             problems.append(str(err))
     if problems:
         raise ValueError("; ".join(problems))
-    return Toolbox(members)
+    return Toolbox(environments)
 
 
-def _member(spec: Spec) -> OfferedEnvironment:
+def _offered(spec: Spec, calls: TimedCalls | None) -> OfferedEnvironment:
     is_trl = spec.entry.startswith(TRL)
     is_program = spec.entry.startswith(PROGRAM)
     entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM)
@@ -108,19 +108,38 @@ def _member(spec: Spec) -> OfferedEnvironment:
         entry=entry,
         call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
+        calls=calls,
     )
 
 
 def _found(entry: str, names: Mapping[str, str]) -> Any:
     if ":" in entry:
-        return loaded(entry)
+        return _named(entry)
     if entry in names:
-        return loaded(names[entry])
+        return _named(names[entry])
     near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
         f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
     )
+
+
+def _named(entry: str) -> Any:
+    """The attribute of a module that an entry names.
+
+    Raises:
+        ValueError: there is no such module, file or attribute, or its code raises.
+    """
+    home, _, attribute = entry.rpartition(":")
+    missing = "there is no module {name}; put its folder on PYTHONPATH, or write path/to/file.py:attribute"
+    found: Any = user_module(entry, home, missing=missing)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            names = [other for other in vars(found) if not other.startswith("_")]
+            near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.4)) or "none with a similar name"
+            raise ValueError(f"{entry}: {name} does not exist; there is {near}")
+        found = getattr(found, name)
+    return found
 
 
 def _trl(found: Any, spec: Spec) -> Environment:
