@@ -59,10 +59,7 @@ def _expert_matrices(config: Config, hf_config: HfConfig) -> Iterator[str]:
 
 
 def _expert_ranks(
-    hf_config: HfConfig,
-    tensor_model_parallel_size: int,
-    sequence_parallel: bool | str,
-    provenance: Provenance,
+    hf_config: HfConfig, tensor_model_parallel_size: int, sequence_parallel: bool | str, provenance: Provenance
 ) -> Iterator[str]:
     if not num_experts(hf_config):
         return

@@ -135,12 +135,7 @@ def _ages(
 
 
 def _cuts(
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    vllm_guided_decoding_regex: str | None,
-    has_turns: bool,
-    mask_tool_use: bool,
+    top_k: int, top_p: float, min_p: float, vllm_guided_decoding_regex: str | None, has_turns: bool, mask_tool_use: bool
 ) -> Iterator[str]:
     given = [
         text

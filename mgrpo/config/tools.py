@@ -263,10 +263,7 @@ def _lists(
 
 
 def _endpoints(code_tool_api_endpoint: str | None, search_api_endpoint: str | None) -> Iterator[str]:
-    for name, url in (
-        ("code_tool_api_endpoint", code_tool_api_endpoint),
-        ("search_api_endpoint", search_api_endpoint),
-    ):
+    for name, url in (("code_tool_api_endpoint", code_tool_api_endpoint), ("search_api_endpoint", search_api_endpoint)):
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"{name}={url} must be a URL, http://HOST:PORT/PATH"
 
@@ -357,11 +354,7 @@ def _good_outputs(has_turns: bool, only_reward_good_outputs: bool) -> Iterator[s
         )
 
 
-def _credit(
-    has_turns: bool,
-    turn_credit: str,
-    advantage_normalization_type: str,
-) -> Iterator[str]:
+def _credit(has_turns: bool, turn_credit: str, advantage_normalization_type: str) -> Iterator[str]:
     if turn_credit == "return" and has_turns and advantage_normalization_type == "gdpo":
         yield (
             "turn_credit=return compares the rewards of turns, but advantage_normalization_type=gdpo those of whole "
