@@ -36,7 +36,7 @@ class Adapter:
     use_rslora: Annotated[bool, TRL] = False
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA)."""
     lora_adapter_path: str | None = None
-    """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules hold where none are given."""
+    """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given."""
 
     @property
     def lora(self) -> LoraShape | None:

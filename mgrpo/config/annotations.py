@@ -66,7 +66,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a setting needs to have an effect; a run that is given the setting without it is warned.
+    """A condition without which a setting has no effect; a run that is given the setting without it is warned.
 
     Fields that share one object are named in one warning.
     """

@@ -15,7 +15,7 @@ from mgrpo.config.provenance import Provenance
 EVALUATED = ("scores", "no_score_rate", "sequence_lengths", "sequence_lengths_min", "sequence_lengths_max", "stop_rate")
 ACCURACY = ("pass_at_1",)
 BY_NAME = ("by_source", "by_verifier", "custom", "env", "objective", "rewards", "tools", "turns", "val")
-"""Metrics of what the rows, the rewards and the environments are called; the first evaluation shows which there are."""
+"""Metrics that are named after rows, rewards and environments; the first evaluation shows which exist."""
 
 STATES = Needs("checkpoint_state_freq above 0", lambda checkpoint_state_freq: checkpoint_state_freq > 0)
 BEST = Needs("load_best_model_at_end=true", lambda load_best_model_at_end: load_best_model_at_end)
@@ -32,7 +32,7 @@ class Checkpoint:
     save_final: bool = True
     """Export the trained model at the end."""
     load_best_model_at_end: Annotated[bool, TRL, SEVERAL_EXPORTS] = False
-    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
+    """Keep track of the export with the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
     evaluated: save_freq a multiple of local_eval_every."""
     metric_for_best_model: Annotated[str, TRL, BEST] = "eval/scores"
     """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""

@@ -1,4 +1,4 @@
-"""What follows from the settings: where training states are, the layout of the ranks, and, from the number of prompts, steps.
+"""Values that follow from the settings: the folder of training states, the layout of the ranks, and, once the prompts are counted, steps.
 
 The length of a run, and what is due after a pass over the data or a share of the run, are known when the data have been read.
 """

@@ -43,7 +43,7 @@ class Setting:
     reason: str = ""
     """Why its values are limited, where the limit alone does not say it."""
     needs: tuple[Needs, ...] = ()
-    """What it needs to have an effect."""
+    """Conditions without which it has no effect."""
     peers: tuple[Peer, ...] = ()
     """Other trainers that have a setting of this name."""
 

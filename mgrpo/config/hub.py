@@ -34,7 +34,7 @@ class Hub:
     hub_strategy: Annotated[
         Literal["end", "every_save"], Reason("training states are not uploaded, only exported models"), TRL
     ] = "end"
-    """end: upload once; every_save: also each export of save_freq, in the background, unless the upload before goes on."""
+    """end: upload once; every_save: also each export of save_freq, in the background, unless the previous upload is still running."""
 
 
 def _revisions(

@@ -56,7 +56,7 @@ class LossConfig:
     ratio_level: Annotated[Literal["token", "sequence", "sequence_token"], WITH_RATIO] = "token"
     """token: one ratio per token; sequence: one per completion (GSPO); sequence_token: its value with each token's gradient."""
     aggregation: Aggregation | None = None
-    """What the sum over tokens is divided by; none: token or constant, as loss_denominator says."""
+    """Divisor of the sum over tokens; none: token or constant, as loss_denominator says."""
     loss_denominator: Annotated[str, DENOMINATOR, OPEN_INSTRUCT] = "token"
     """token: mean over the response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
     local_batch_size: Annotated[int, ONE_OR_MORE] = 8
@@ -161,7 +161,7 @@ def _uncorrected(
     policy_loss: str,
     is_own_function: bool,
 ) -> Iterator[str]:
-    """Tokens of other policies than the one that is trained, and nothing in the loss that knows it."""
+    """Tokens of other policies than the one that is trained need a correction in the loss."""
     has_rho = use_rho_correction and (rho_clamp_upper_bound or rho_mask_upper_bound)
     if has_rho or is_own_function:
         return

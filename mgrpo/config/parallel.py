@@ -64,7 +64,7 @@ class Parallel:
     sequence_parallel: Annotated[bool | Literal["auto"], MEGATRON] = "auto"
     """Megatron's sequence parallelism: split activations between layers across the tensor ranks; auto: if there are several."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
+    """State that is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
     distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
     fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
@@ -85,7 +85,7 @@ class Parallel:
     exp_avg_sq_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON, PRECISION_AWARE] = "float32"
     """Type of Adam's second moment with use_precision_aware_optimizer."""
     transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], MEGATRON] = "auto"
-    """Whose matrix products and norms a layer is made of: Megatron's own (local) or Transformer Engine's, which need CUDA;
+    """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA;
     auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
@@ -102,10 +102,10 @@ class Parallel:
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
 
     def recomputes(self, module: str) -> bool:
-        """Whether a backward pass computes this part of a layer again.
+        """Whether the backward pass computes this part of a layer again.
 
         Args:
-            module: as in `recompute_modules`; any other name for what only whole layers repeat.
+            module: as in `recompute_modules`; any other name for a part that only full recomputation repeats.
         """
         return _recomputes(module, self.recompute_granularity, self.recompute_modules)
 

@@ -24,7 +24,7 @@ from mgrpo.config.annotations import (
 MOST_KEPT = 64
 """Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
 MOST_MASKED = 2048
-"""The same with engines that return masks, see `Rollout.needs_masks`: of more vLLM itself makes no lists on the GPU."""
+"""The same with engines that return masks, see `Rollout.needs_masks`; vLLM itself makes no longer lists on the GPU."""
 
 AHEAD = Needs(
     "async_steps above 0 (or active_sampling_oversample, or replay_buffer_size)",
@@ -98,7 +98,7 @@ class Rollout:
 
     @property
     def needs_masks(self) -> bool:
-        """Whether that may be so many tokens that only vLLM's sampling masks say which, which engines on GPUs have."""
+        """Whether the part may be so large that it takes vLLM's sampling masks, which engines on GPUs have."""
         return self.top_k > MOST_KEPT
 
 

@@ -53,7 +53,7 @@ class ToolSpec:
     entry: str
     """Its name, `module:attribute` or `path/file.py:attribute`; a TRL environment has the prefix `trl:`."""
     call_name: str = ""
-    """What the model calls it; empty: its own name."""
+    """Its name for the model; empty: its own name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of its class."""
 
@@ -61,10 +61,10 @@ class ToolSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     tools: Annotated[tuple[str, ...], OPEN_INSTRUCT, TRL] = ()
-    """What the model may call, or plays against: names from docs/environments.md, or functions and environments of your own,
-    package.module:name or file.py:name."""
+    """Tools that the model may call and environments that it plays against: names from docs/environments.md, or functions and
+    environments of your own, package.module:name or file.py:name."""
     tool_call_names: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
-    """What the model calls each of them; empty: their own names."""
+    """Name of each of them for the model; empty: their own names."""
     tool_configs: Annotated[tuple[JSONObject, ...], OPEN_INSTRUCT] = ()
     """Settings of each of them, or of rollout_func, as JSON objects, {} for none; empty: none for all."""
     environment_factory: Annotated[tuple[str, ...], TRL] = ()
@@ -92,13 +92,13 @@ class Tools:
     mask_tool_use: Annotated[bool, OPEN_INSTRUCT, TURNS] = True
     """Do not train on what tools answered; false: train on it as if the model had written it."""
     scored_text: Annotated[Literal["final", "assistant", "all"], TURNS] = "final"
-    """What verifiers are given: the last turn without its calls and thinking, nothing if it was still calling; every turn of
+    """Text that verifiers are given: the last turn without its calls and thinking, nothing if it was still calling; every turn of
     the model; or also what tools answered."""
     reward_aggregator: Annotated[Literal["last", "sum"], OPEN_INSTRUCT, TURNS] = "last"
-    """A completion's reward from those of its turns; what verifiers or reward functions give is added to the last."""
+    """A completion's reward from those of its turns; the score of verifiers or reward functions is added to the last."""
     only_reward_good_outputs: Annotated[bool, OPEN_INSTRUCT] = False
-    """What verifiers or reward functions give counts only for completions that have called a tool, and whose calls all
-    succeeded in time."""
+    """Scores of verifiers and reward functions count only for completions that have called a tool, and whose calls all succeeded
+    in time."""
     turn_credit: Annotated[Literal["trajectory", "return"], TURNS] = "trajectory"
     """trajectory: every token has the advantage of the whole completion; return: that of the rewards from its turn on."""
     turn_discount: Annotated[float, Range(low=0, high=1), TURNS, RETURNS] = 1.0
@@ -130,11 +130,12 @@ class Tools:
     @property
     def has_turns(self) -> bool:
         """Whether a completion may have several turns."""
+        # Reads all three in any case: a rule that asks is not judged where one of them is unsound.
         return any((self.tools, self.environment_factory, self.rollout_func))
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """What `tools` and then `environment_factory` ask for; ValueError for settings that are not JSON objects."""
+        """The entries of `tools`, `environment_factory` and `rollout_func`, in this order; ValueError for settings that are not JSON."""
         names = self.tool_call_names or ("",) * len(self.tools)
         configs = self.tool_configs or (NO_ENTRIES,) * len(self.tools)
         own = [

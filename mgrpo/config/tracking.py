@@ -29,7 +29,7 @@ class Tracking:
     wandb_project: Annotated[str | None, OPEN_INSTRUCT, PROJECTS] = None
     """Project of the run in wandb and trackio; none: WANDB_PROJECT of the environment, or mgrpo."""
     wandb_entity: Annotated[str | None, OPEN_INSTRUCT, WANDB] = None
-    """Account or team that owns the project in wandb; none: WANDB_ENTITY, or the default of who is logged in."""
+    """Account or team that owns the project in wandb; none: WANDB_ENTITY, or the default of the account that is logged in."""
     wandb_group_name: Annotated[str | None, OPEN_INSTRUCT, PROJECTS] = None
     """Group of runs that it belongs to in wandb and trackio; none: WANDB_RUN_GROUP, or no group."""
     log_completions: Annotated[bool, TRL] = False

@@ -172,7 +172,7 @@ def too_few_prompts(config: Config, num_prompts: int) -> list[str]:
 def warnings(
     config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None, num_reward_funcs: int = 0
 ) -> list[str]:
-    """What is probably not intended in a sound configuration, one sentence each. Call it after `problems` has found none."""
+    """Everything that is probably not intended in a sound configuration, one sentence each. Call it after `problems` has found none."""
     preset_rate = PRESETS.get(config.provenance.preset, {}).get("learning_rate", settings()["learning_rate"].default)
     facts = {"world_size": world_size, "hf_config": hf_config, "preset_rate": preset_rate}
     reading = Reading(config, facts=facts)
