@@ -1,9 +1,10 @@
-"""Metadata of the schema's fields: the numbers they may hold, the reason, and the peers with a setting of the same name."""
+"""Metadata of the settings: the values they may hold, the reason, what they need to have an effect, and peers with the same name."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -12,6 +13,8 @@ JSONObject = NewType("JSONObject", str)
 """The text of a JSON object; a YAML file may hold a mapping for it."""
 NO_ENTRIES = JSONObject("{}")
 """The empty object."""
+Rule = Callable[..., Iterator[str]]
+"""A function that yields one sentence per violation. Its parameters are the settings that it reads, see `rules.Reading`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +50,31 @@ SHARE = Range(low=0, high=1, low_open=True)
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """The texts a field may hold."""
+
+    words: str
+    holds: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why a field's values are limited, where the limit alone does not say it."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A condition without which a setting has no effect; a run that is given the setting without it is warned.
+
+    Fields that share one object are named in one warning.
+    """
+
+    condition: str
+    """In the words of the warning."""
+    holds: Callable[..., bool]
+    """Its parameters are settings, as those of a `Rule`."""
 
 
 class Peer(Enum):
@@ -64,3 +88,12 @@ class Peer(Enum):
 OPEN_INSTRUCT = Peer.OPEN_INSTRUCT
 TRL = Peer.TRL
 MEGATRON = Peer.MEGATRON
+
+
+def shown(value: object) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "nothing"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,11 +1,28 @@
-"""Settings of exports and training states."""
+"""The checkpoint section: exports, the best of them, and training states."""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, OPEN_INSTRUCT, TRL, Range
+from mgrpo.config.annotations import FINITE, OPEN_INSTRUCT, TRL, Needs, Range, Rule
+from mgrpo.config.provenance import Provenance
+
+EVALUATED = ("scores", "no_score_rate", "sequence_lengths", "sequence_lengths_min", "sequence_lengths_max", "stop_rate")
+ACCURACY = ("pass_at_1",)
+BY_NAME = ("by_source", "by_verifier", "custom", "env", "objective", "rewards", "tools", "turns", "val")
+"""Metrics that are named after rows, rewards and environments; the first evaluation shows which exist."""
+
+STATES = Needs("checkpoint_state_freq above 0", lambda checkpoint_state_freq: checkpoint_state_freq > 0)
+BEST = Needs("load_best_model_at_end=true", lambda load_best_model_at_end: load_best_model_at_end)
+SEVERAL_EXPORTS = Needs(
+    "a save_freq below the steps of the run: there is one export",
+    lambda save_freq, num_training_steps: save_freq < num_training_steps,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +31,12 @@ class Checkpoint:
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end."""
     save_final: bool = True
     """Export the trained model at the end."""
-    load_best_model_at_end: Annotated[bool, TRL] = False
-    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
+    load_best_model_at_end: Annotated[bool, TRL, SEVERAL_EXPORTS] = False
+    """Keep track of the export with the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
     evaluated: save_freq a multiple of local_eval_every."""
-    metric_for_best_model: Annotated[str, TRL] = "eval/scores"
+    metric_for_best_model: Annotated[str, TRL, BEST] = "eval/scores"
     """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""
-    greater_is_better: Annotated[bool, TRL] = True
+    greater_is_better: Annotated[bool, TRL, BEST] = True
     """Whether the greatest value of metric_for_best_model is the best one; false: the least."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
@@ -27,12 +44,108 @@ class Checkpoint:
     """Folder of the training states, or a URL such as s3://bucket/run; none: output_dir/checkpoints."""
     gs_checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
     """URL of the training states on Google Cloud Storage, gs://bucket/run; overrides checkpoint_state_dir."""
-    keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT] = 3
+    keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT, STATES] = 3
     """Number of newest training states to keep; -1: all."""
-    checkpoint_async: bool = False
+    checkpoint_async: Annotated[bool, STATES] = False
     """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, until they
     are written."""
     resume: str = "auto"
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
     intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,
     .../checkpoints/step_N."""
+
+
+def _states(
+    checkpoint_state_freq: int,
+    checkpoint_state_dir: str | None,
+    gs_checkpoint_state_dir: str | None,
+    keep_last_n_checkpoints: int,
+) -> Iterator[str]:
+    for name, folder in (
+        ("checkpoint_state_dir", checkpoint_state_dir),
+        ("gs_checkpoint_state_dir", gs_checkpoint_state_dir),
+    ):
+        if folder == "":
+            yield f"{name} is empty; name a folder or leave it out"
+        elif folder and name.startswith("gs_") and not folder.startswith("gs://"):
+            yield f"{name}={folder} must begin with gs://; checkpoint_state_dir takes folders and other URLs"
+        elif folder and checkpoint_state_freq <= 0:
+            yield f"{name}={folder} needs checkpoint_state_freq above 0, got {checkpoint_state_freq}; or leave it out"
+            break
+    if keep_last_n_checkpoints == 0:
+        yield "keep_last_n_checkpoints=0 would keep no state; give 1 or more, -1 for all, or checkpoint_state_freq=-1"
+
+
+def _resume(resume: str, total_episodes: int, num_train_epochs: float | None, batch_size: int) -> Iterator[str]:
+    if resume in ("auto", "intact", "never"):
+        return
+    step = re.search(r"(?:^|/)step_([0-9]{1,18})/*$", resume)
+    if not step:
+        yield f"resume={resume} must be auto, intact, never, or the path of a training state, .../checkpoints/step_N"
+    elif "://" not in resume and not os.path.isdir(resume):
+        yield f"resume={resume} is not a folder; check the path (it is used as given, ~ is not expanded)"
+    elif num_train_epochs is None and int(step[1]) > total_episodes // batch_size:
+        yield (
+            f"resume={resume} is step {int(step[1])}, but the run has {total_episodes // batch_size} training steps; "
+            "raise total_episodes"
+        )
+
+
+def _evaluated_exports(load_best_model_at_end: bool, save_freq: int, local_eval_every: int) -> Iterator[str]:
+    if not load_best_model_at_end:
+        return
+    if save_freq <= 0 or local_eval_every <= 0:
+        yield (
+            "load_best_model_at_end=true compares the exports of a run by their evaluations, which needs save_freq and "
+            f"local_eval_every above 0, got {save_freq} and {local_eval_every}"
+        )
+    elif save_freq % local_eval_every:
+        least = -(-save_freq // local_eval_every) * local_eval_every
+        yield (
+            f"load_best_model_at_end=true needs an evaluation of every export, but save_freq={save_freq} is not a multiple of "
+            f"local_eval_every={local_eval_every}; use save_freq={least}, or local_eval_every={save_freq}"
+        )
+
+
+def _known_metric(load_best_model_at_end: bool, metric_for_best_model: str, eval_pass_at_k: int) -> Iterator[str]:
+    name = metric_for_best_model
+    unbiased = [f"pass_at_{1 << power}_unbiased" for power in range(eval_pass_at_k.bit_length())]
+    known = [f"eval/{own}" for own in dict.fromkeys((*EVALUATED, *ACCURACY, f"pass_at_{eval_pass_at_k}", *unbiased))]
+    kind, _, rest = name.removeprefix("eval/").partition("/")
+    if not load_best_model_at_end or name in known:
+        return
+    if not (name.startswith("eval/") and kind in BY_NAME and rest):
+        near = difflib.get_close_matches(f"eval/{name.removeprefix('eval/').removeprefix('eval_')}", known, n=3)
+        yield (
+            f"metric_for_best_model={name} is no metric of an evaluation; use {' or '.join(near or ['eval/scores', 'eval/pass_at_1'])}, "
+            "or another of docs/metrics.md that begins with eval/"
+        )
+
+
+def _held_out_data(
+    load_best_model_at_end: bool, dataset_mixer_eval_list: tuple[str, ...], has_eval_dataset: bool
+) -> Iterator[str]:
+    if load_best_model_at_end and not dataset_mixer_eval_list and not has_eval_dataset:
+        yield (
+            "load_best_model_at_end=true compares evaluations, and dataset_mixer_eval_list is empty; name held-out data: "
+            "--dataset_mixer_eval_list PATH 1.0"
+        )
+
+
+RULES: tuple[Rule, ...] = (_states, _resume)
+BEST_MODEL: tuple[Rule, ...] = (_evaluated_exports, _known_metric)
+HELD_OUT_DATA: tuple[Rule, ...] = (_held_out_data,)
+
+
+def _two_folders(
+    checkpoint_state_dir: str | None, gs_checkpoint_state_dir: str | None, provenance: Provenance
+) -> Iterator[str]:
+    is_folder_of_bucket = "gs_bucket_path" in provenance.sources.get("gs_checkpoint_state_dir", "")
+    if gs_checkpoint_state_dir and checkpoint_state_dir and not is_folder_of_bucket:
+        yield (
+            f"checkpoint_state_dir={checkpoint_state_dir} is ignored, because training states are written to "
+            f"gs_checkpoint_state_dir={gs_checkpoint_state_dir}"
+        )
+
+
+WARNINGS: tuple[Rule, ...] = (_two_folders,)

@@ -1,11 +1,13 @@
-"""What a run is called, where it writes, how long it is, and how long its parts may take."""
+"""The experiment section: what a run is called, where it writes, how long it is, and how long its parts may take."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, MEGATRON, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
+from mgrpo.config.annotations import FINITE, MEGATRON, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +41,35 @@ class Experiment:
     def run_name(self) -> str:
         """exp_name__seed."""
         return f"{self.exp_name}__{self.seed}"
+
+
+def _output_dir(output_dir: str) -> Iterator[str]:
+    if not output_dir:
+        yield "output_dir is empty; name a folder"
+    elif os.path.isfile(output_dir):
+        yield f"output_dir={output_dir} is a file; name a folder"
+
+
+def _profiled_steps(
+    profile_steps: tuple[int, ...], total_episodes: int, num_train_epochs: float | None, batch_size: int
+) -> Iterator[str]:
+    last = total_episodes // batch_size
+    outside = [step for step in profile_steps if not 1 <= step <= last]
+    if num_train_epochs is None and outside and last >= 1:
+        yield f"profile_steps: {outside[0]} is no step of this run, which has steps 1 to {last}"
+
+
+def _profiled_ranks(profile_ranks: tuple[int, ...], world_size: int) -> Iterator[str]:
+    outside = [rank for rank in profile_ranks if not 0 <= rank < world_size]
+    if outside:
+        yield f"profile_ranks: {outside[0]} is no learner rank of this run, which has ranks 0 to {world_size - 1}"
+
+
+def _no_profiled_ranks(profile_ranks: tuple[int, ...], profile_steps: tuple[int, ...]) -> Iterator[str]:
+    if profile_steps and not profile_ranks:
+        yield "profile_ranks is empty, so profile_steps would profile nothing; name ranks, for example 0"
+
+
+RULES: tuple[Rule, ...] = (_output_dir,)
+PROFILED_STEPS: tuple[Rule, ...] = (_profiled_steps,)
+PROFILED_RANKS: tuple[Rule, ...] = (_profiled_ranks, _no_profiled_ranks)

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from mgrpo.config.annotations import JSONObject, Peer, Range, Reason
+from mgrpo.config.annotations import Form, JSONObject, Needs, Peer, Range, Reason
+from mgrpo.config.annotations import shown as shown
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 
@@ -37,8 +38,12 @@ class Setting:
     default: object
     range: Range | None = None
     """The numbers it may hold."""
+    form: Form | None = None
+    """The texts it may hold."""
     reason: str = ""
     """Why its values are limited, where the limit alone does not say it."""
+    needs: tuple[Needs, ...] = ()
+    """Conditions without which it has no effect."""
     peers: tuple[Peer, ...] = ()
     """Other trainers that have a setting of this name."""
 
@@ -90,7 +95,9 @@ def settings() -> dict[str, Setting]:
                 type=kind,
                 default=field.default,
                 range=next((mark for mark in marks if isinstance(mark, Range)), None),
+                form=next((mark for mark in marks if isinstance(mark, Form)), None),
                 reason=next((mark.text for mark in marks if isinstance(mark, Reason)), ""),
+                needs=tuple(mark for mark in marks if isinstance(mark, Needs)),
                 peers=tuple(mark for mark in marks if isinstance(mark, Peer)),
             )
     return found
@@ -192,6 +199,18 @@ def _whole(word: str) -> int:
     return int(number)
 
 
+def problem_of(setting: Setting, value: object) -> str:
+    """The sentence for a value that no configuration may hold, whatever its others are; empty for a sound one."""
+    reason = f"; {setting.reason}" if setting.reason else ""
+    if not fits(value, setting.type):
+        return f"{setting.name}={value!r} must be {describe(setting.type)}{reason}"
+    if setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
+        return f"{setting.name}={value} must be {setting.range}{reason}"
+    if setting.form and not setting.form.holds(str(value)):
+        return f"{setting.name}={value!r} must be {setting.form.words}"
+    return ""
+
+
 def fits(value: object, expected: Any) -> bool:
     """Whether a Python value has type `expected`; a whole number serves as a float, a bool never as a number."""
     if _is_union(expected):
@@ -230,15 +249,6 @@ def describe(expected: Any) -> str:
         type(None): "none",
     }
     return words[expected]
-
-
-def shown(value: object) -> str:
-    """A value as a user would write it."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "nothing"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def alternatives(expected: Any) -> tuple[Any, ...]:

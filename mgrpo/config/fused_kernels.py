@@ -1,4 +1,4 @@
-"""Fused kernels beside Megatron and torch: which are installed, and what a run uses of them."""
+"""Fused kernels beside those of Megatron and torch: which are installed, and which of them a run uses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def has_apex() -> bool:
 
 
 def kernel_line(settings: Parallel, *, has_cuda: bool) -> str:
-    """What a run's layers and optimizer are made of."""
+    """The kernels of a run's layers and optimizer, in one line."""
     if uses_transformer_engine(settings, has_cuda=has_cuda):
         layers = f"layers of Transformer Engine {transformer_engine()}"
     else:

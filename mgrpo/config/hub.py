@@ -1,11 +1,18 @@
-"""The section of the Hugging Face Hub: which revisions a run reads, and where the trained model goes."""
+"""The hub section: which revisions a run reads from the Hugging Face Hub, and where the trained model goes."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mgrpo.config.annotations import OPEN_INSTRUCT, TRL, Reason
+from mgrpo.config.annotations import OPEN_INSTRUCT, TRL, Reason, Rule
+from mgrpo.models.family import is_hub_name
+
+MAIN = ("main", None)
+_REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_](?!.*(--|\.\.))[\w.-]{0,95}(?<![.-])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,4 +34,29 @@ class Hub:
     hub_strategy: Annotated[
         Literal["end", "every_save"], Reason("training states are not uploaded, only exported models"), TRL
     ] = "end"
-    """end: upload once; every_save: also each export of save_freq, in the background, unless the upload before goes on."""
+    """end: upload once; every_save: also each export of save_freq, in the background, unless the previous upload is still running."""
+
+
+def _revisions(
+    model_name_or_path: str | None,
+    model_revision: str | None,
+    tokenizer_name_or_path: str | None,
+    tokenizer_revision: str | None,
+) -> Iterator[str]:
+    for setting, revision, name in (
+        ("model_revision", model_revision, model_name_or_path),
+        ("tokenizer_revision", tokenizer_revision, tokenizer_name_or_path or model_name_or_path),
+    ):
+        if revision not in MAIN and name and (os.path.isdir(name) or not is_hub_name(name)):
+            yield (
+                f"{setting}={revision} is of a name on the Hub, and {name} is read as a folder, which has no revisions; leave "
+                f"{setting} out, or give OWNER/NAME"
+            )
+
+
+def _repository(hub_model_id: str | None) -> Iterator[str]:
+    if hub_model_id is not None and not _REPOSITORY.fullmatch(hub_model_id):
+        yield f"hub_model_id={hub_model_id} is not a name that the Hub could have; give OWNER/NAME, of letters, digits, -, _ and ."
+
+
+RULES: tuple[Rule, ...] = (_revisions, _repository)

@@ -1,17 +1,49 @@
-"""The loss section of the configuration: independent axes that every named loss is a combination of."""
+"""The loss section: independent axes that every named loss is a combination of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from mgrpo.config.annotations import BELOW_ONE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
+from mgrpo.config.annotations import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    OPEN_INSTRUCT,
+    POSITIVE,
+    TRL,
+    Form,
+    Needs,
+    Range,
+    Rule,
+)
+from mgrpo.config.provenance import Provenance
 
 Aggregation = Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"]
 NamedLoss = Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"]
 NAMED_LOSSES: tuple[str, ...] = get_args(NamedLoss)
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is computed: per token, or as exp of the mean or sum over a sequence."""
+
+
+def _is_denominator(text: str) -> bool:
+    try:
+        return text == "token" or POSITIVE.holds(float(text))
+    except ValueError:
+        return False
+
+
+DENOMINATOR = Form("token or a finite number above 0", _is_denominator)
+WITH_RHO = Needs("use_rho_correction=true", lambda use_rho_correction: use_rho_correction)
+WITH_CLIP = Needs(
+    "policy_loss=ppo_clip", lambda policy_loss, is_own_function: policy_loss == "ppo_clip" or is_own_function
+)
+WITH_CAP = Needs(
+    "policy_loss=ppo_clip or cispo",
+    lambda policy_loss, is_own_function: policy_loss in ("ppo_clip", "cispo") or is_own_function,
+)
+WITH_RATIO = Needs("a policy_loss with a ratio", lambda policy_loss: policy_loss not in ("vespo", "reinforce"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,21 +53,21 @@ class LossConfig:
     policy_loss: NamedLoss | str = "ppo_clip"
     """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own,
     file.py:function or package.module:function."""
-    ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
+    ratio_level: Annotated[Literal["token", "sequence", "sequence_token"], WITH_RATIO] = "token"
     """token: one ratio per token; sequence: one per completion (GSPO); sequence_token: its value with each token's gradient."""
     aggregation: Aggregation | None = None
-    """What the sum over tokens is divided by; none: token or constant, as loss_denominator says."""
-    loss_denominator: Annotated[str, OPEN_INSTRUCT] = "token"
+    """Divisor of the sum over tokens; none: token or constant, as loss_denominator says."""
+    loss_denominator: Annotated[str, DENOMINATOR, OPEN_INSTRUCT] = "token"
     """token: mean over the response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
     local_batch_size: Annotated[int, ONE_OR_MORE] = 8
     """With aggregation local_token: completions in one mean over tokens, however they are packed."""
-    clip_lower: Annotated[float, BELOW_ONE, OPEN_INSTRUCT] = 0.2
+    clip_lower: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, WITH_CLIP] = 0.2
     """The ratio is clipped below at 1 - clip_lower."""
-    clip_higher: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 0.2
+    clip_higher: Annotated[float, POSITIVE, OPEN_INSTRUCT, WITH_CAP] = 0.2
     """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap."""
-    delta: Annotated[float | None, POSITIVE, TRL] = None
+    delta: Annotated[float | None, POSITIVE, TRL, WITH_CLIP] = None
     """Two-sided clip: upper bound of the unclipped ratio."""
-    dual_clip: Annotated[float | None, Range(low=1, low_open=True)] = None
+    dual_clip: Annotated[float | None, Range(low=1, low_open=True), WITH_CLIP] = None
     """Dual clip: the loss of a token with advantage A < 0 is at most dual_clip x |A|."""
     sapo_temperature_pos: Annotated[float, POSITIVE, TRL] = 1.0
     """SAPO's temperature where the advantage is above 0."""
@@ -57,19 +89,19 @@ class LossConfig:
     """Multiply the KL estimate by the ratio, including its gradient."""
     use_rho_correction: Annotated[bool, OPEN_INSTRUCT] = False
     """Multiply the policy loss by rho = exp(old logprob - engine's logprob), bounded by the rho settings."""
-    rho_level: Level = "token"
+    rho_level: Annotated[Level, WITH_RHO] = "token"
     """Level of the rho that multiplies: token, or exp of the mean or of the sum over the completion."""
-    rho_clamp_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    rho_clamp_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 0.0
     """Smallest rho that multiplies; 0: no bound."""
-    rho_clamp_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 2.0
+    rho_clamp_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 2.0
     """Largest rho that multiplies (truncated importance sampling); 0: no bound."""
-    rho_mask_level: Level = "token"
+    rho_mask_level: Annotated[Level, WITH_RHO] = "token"
     """Level of the rho that decides what is dropped."""
-    rho_mask_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    rho_mask_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 0.0
     """The policy loss is dropped where rho is below this; 0: no bound."""
-    rho_mask_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    rho_mask_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 0.0
     """The policy loss is dropped where rho is above this; 0: no bound."""
-    rho_mask_tv_divergence: Annotated[bool, OPEN_INSTRUCT] = False
+    rho_mask_tv_divergence: Annotated[bool, OPEN_INSTRUCT, WITH_RHO] = False
     """Compare the upper bound with the completion's mean |rho - 1| and drop only tokens whose update would raise it."""
     off_policy_mask_threshold: Annotated[float | None, NOT_NEGATIVE, TRL] = None
     """Drop completions with advantage < 0 whose mean of engine's minus current logprob is above this; none: off."""
@@ -89,3 +121,180 @@ class LossConfig:
     def constant(self) -> float | None:
         """The number in `loss_denominator`; None where it is "token"."""
         return None if self.loss_denominator == "token" else float(self.loss_denominator)
+
+
+def _reference(
+    beta: float, log_ref_kl: bool, ref_policy_update_freq: int | None, provenance: Provenance
+) -> Iterator[str]:
+    measured = [name for name, on in ((f"beta={beta}", beta != 0), ("log_ref_kl=true", log_ref_kl)) if on]
+    if measured and not provenance.expected.get("load_ref_policy", True):
+        yield (
+            f"{' and '.join(measured)} needs the reference model, but load_ref_policy=false; "
+            "set beta to 0 and log_ref_kl to false, or load_ref_policy to true"
+        )
+    elif ref_policy_update_freq is not None and not measured:
+        yield (
+            f"ref_policy_update_freq={ref_policy_update_freq} updates a reference model, which is not loaded with beta=0; "
+            "leave it out, or set beta above 0"
+        )
+
+
+def _old_logprobs(use_vllm_logprobs: bool, use_rho_correction: bool) -> Iterator[str]:
+    if use_vllm_logprobs and use_rho_correction:
+        yield (
+            "use_vllm_logprobs=true makes the engine's logprobs the old ones, so use_rho_correction=true (rho is the "
+            "ratio of the two) has nothing to correct; set one of them to false"
+        )
+
+
+def _uncorrected(
+    async_steps: int,
+    max_age: int,
+    active_sampling: bool,
+    active_sampling_oversample: float,
+    replay_buffer_size: int,
+    vllm_kv_cache_dtype: str,
+    use_vllm_logprobs: bool,
+    use_rho_correction: bool,
+    rho_clamp_upper_bound: float,
+    rho_mask_upper_bound: float,
+    policy_loss: str,
+    is_own_function: bool,
+) -> Iterator[str]:
+    """Tokens of other policies than the one that is trained need a correction in the loss."""
+    has_rho = use_rho_correction and (rho_clamp_upper_bound or rho_mask_upper_bound)
+    if has_rho or is_own_function:
+        return
+    causes = []
+    if max_age and (async_steps or active_sampling):
+        cause = f"async_steps={async_steps}"
+        if not async_steps:
+            cause = f"active_sampling_oversample={active_sampling_oversample:g}"
+        age = "a step" if max_age == 1 else f"up to {max_age} steps"
+        causes.append(f"{cause} trains on tokens of policies {age} older")
+    if replay_buffer_size:
+        causes.append(f"replay_buffer_size={replay_buffer_size} trains on tokens of older policies")
+    if vllm_kv_cache_dtype != "auto":
+        causes.append(f"vllm_kv_cache_dtype={vllm_kv_cache_dtype} samples from a policy with rounded keys and values")
+    if not causes:
+        return
+    needs = f"{' and '.join(causes)}, which needs a correction"
+    by_rho = "use_rho_correction=true with rho_clamp_upper_bound above 1 (2.0 is usual), which weighs each token"
+    if not use_vllm_logprobs:
+        yield f"{needs}: {by_rho}, or use_vllm_logprobs=true, which compares the policy with the one that sampled"
+    elif policy_loss == "reinforce":
+        yield (
+            f"{needs}, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use "
+            f"{by_rho}, in its place, or a policy_loss with a ratio"
+        )
+
+
+def _rho_bounds(
+    use_rho_correction: bool,
+    rho_clamp_lower_bound: float,
+    rho_clamp_upper_bound: float,
+    rho_mask_lower_bound: float,
+    rho_mask_upper_bound: float,
+    rho_mask_tv_divergence: bool,
+) -> Iterator[str]:
+    if not use_rho_correction:
+        return
+    for name, bound in (
+        ("rho_clamp_lower_bound", rho_clamp_lower_bound),
+        ("rho_mask_lower_bound", rho_mask_lower_bound),
+    ):
+        if rho_mask_tv_divergence and name == "rho_mask_lower_bound" and bound > 0:
+            yield f"{name}={bound:g} would drop the smallest divergences (rho_mask_tv_divergence=true); set it to 0"
+        elif bound >= 1:
+            yield f"{name}={bound:g} must be below 1, the ratio of equal policies; 0 is off"
+    for name, bound in (
+        ("rho_clamp_upper_bound", rho_clamp_upper_bound),
+        ("rho_mask_upper_bound", rho_mask_upper_bound),
+    ):
+        bounds_ratio = name == "rho_clamp_upper_bound" or not rho_mask_tv_divergence
+        if bounds_ratio and 0 < bound <= 1:
+            yield f"{name}={bound:g} must be above 1, the ratio of equal policies; 0 is off"
+    if rho_mask_tv_divergence and rho_mask_upper_bound == 0:
+        yield "rho_mask_tv_divergence=true needs a bound of the divergence: --rho_mask_upper_bound 0.1"
+
+
+def _surrogate(
+    policy_loss: str,
+    is_own_function: bool,
+    delta: float | None,
+    dual_clip: float | None,
+    use_rho_correction: bool,
+    rho_level: str,
+) -> Iterator[str]:
+    if is_own_function:
+        return
+    if policy_loss not in NAMED_LOSSES:
+        yield (
+            f"policy_loss={policy_loss} is unknown; choose one of {', '.join(NAMED_LOSSES)}, or name a function of "
+            "yours: file.py:function or package.module:function"
+        )
+    for name, bound in (("delta", delta), ("dual_clip", dual_clip)):
+        if bound is not None and policy_loss != "ppo_clip":
+            yield f"{name}={bound:g} belongs to policy_loss=ppo_clip, got {policy_loss}; leave it out"
+    if policy_loss == "vespo" and use_rho_correction and rho_level != "token":
+        yield (
+            f"policy_loss=vespo includes the rho of each token in its own weight, got rho_level={rho_level}; "
+            "set rho_level to token (vllm_importance_sampling_mode token_truncate or token_mask)"
+        )
+
+
+def _denominator(aggregation: str | None, loss_denominator: str) -> Iterator[str]:
+    is_number = loss_denominator != "token"
+    if aggregation == "constant" and not is_number:
+        yield "aggregation=constant needs the number to divide by: --loss_denominator N"
+    elif is_number and aggregation not in (None, "constant"):
+        yield (
+            f"loss_denominator={loss_denominator} is a constant divisor, but aggregation={aggregation}; "
+            "leave one of them out"
+        )
+
+
+RULES: tuple[Rule, ...] = (_reference, _old_logprobs, _uncorrected, _rho_bounds, _surrogate, _denominator)
+
+
+def _early_clip(delta: float | None, clip_higher: float) -> Iterator[str]:
+    if delta is not None and delta <= 1 + clip_higher:
+        yield f"delta={delta:g} is not above 1 + clip_higher = {1 + clip_higher:g}, so it clips before clip_higher does"
+
+
+def _token_ratios(aggregation: str | None, ratio_level: str) -> Iterator[str]:
+    if aggregation == "luspo" and ratio_level != "sequence":
+        yield f"aggregation=luspo is meant for ratio_level=sequence, got {ratio_level}"
+
+
+def _baseline(num_samples_per_prompt_rollout: int) -> Iterator[str]:
+    if num_samples_per_prompt_rollout == 1:
+        yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
+
+
+def _own_correction(
+    policy_loss: str,
+    is_own_function: bool,
+    is_off_policy: bool,
+    max_age: int,
+    replay_buffer_size: int,
+    vllm_kv_cache_dtype: str,
+) -> Iterator[str]:
+    if is_own_function and is_off_policy:
+        older = (
+            f"older policies (replay_buffer_size={replay_buffer_size})"
+            if replay_buffer_size
+            else f"policies up to {max_age} steps older"
+        )
+        yield (
+            f"policy_loss={policy_loss} is trained on tokens of {older} and has to "
+            "correct for that itself; rollout_logprobs are those of the policy that sampled"
+        )
+    if is_own_function and vllm_kv_cache_dtype != "auto":
+        yield (
+            f"policy_loss={policy_loss} is trained on tokens of engines that round keys and values (vllm_kv_cache_dtype="
+            f"{vllm_kv_cache_dtype}) and has to correct for that itself by rollout_logprobs"
+        )
+
+
+WARNINGS: tuple[Rule, ...] = (_early_clip, _token_ratios, _baseline, _own_correction)

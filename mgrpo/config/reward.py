@@ -1,15 +1,24 @@
-"""The reward section of the configuration, and the values that its texts stand for."""
+"""The reward section: what scores a completion, and the values that its texts stand for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
+from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range, Rule
+
+USED_BY_FUNCTIONS = (
+    "reward_funcs_timeout",
+    "apply_verifiable_reward",
+    "verifier_memory_mb",
+    "verifier_timeout",
+    "verifier_workers",
+)
+"""Settings of the section that apply to reward functions as well: limits of the workers, and turning verifiers off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +135,32 @@ def _weights(words: tuple[str, ...]) -> Mapping[str, float]:
             raise ValueError(f"verifier_weights={' '.join(words)} weighs {name} twice; give each verifier one weight")
         weights[name] = weight
     return MappingProxyType(weights)
+
+
+def _verifiers(remap_verifier: str | None, verifier_weights: tuple[str, ...]) -> Iterator[str]:
+    for read in (lambda: _replacement(remap_verifier), lambda: _weights(verifier_weights)):
+        try:
+            read()
+        except ValueError as err:
+            yield str(err)
+
+
+def _something_is_rewarded(
+    apply_verifiable_reward: bool,
+    apply_r1_style_format_reward: bool,
+    non_stop_penalty: bool,
+    has_turns: bool,
+    num_reward_funcs: int,
+) -> Iterator[str]:
+    switches = {
+        "apply_verifiable_reward": apply_verifiable_reward,
+        "apply_r1_style_format_reward": apply_r1_style_format_reward,
+        "non_stop_penalty": non_stop_penalty,
+    }
+    # An environment may reward by itself.
+    if not num_reward_funcs and not has_turns and not any(switches.values()):
+        yield f"no reward is on, so nothing can be learned; turn on one of {', '.join(switches)}"
+
+
+RULES: tuple[Rule, ...] = (_verifiers,)
+SOURCES: tuple[Rule, ...] = (_something_is_rewarded,)

@@ -6,14 +6,16 @@ import itertools
 import re
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
 
+from mgrpo.config.annotations import FINITE
 from mgrpo.config.fields import Setting, section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.config.peers.hints import tried
-from mgrpo.config.peers.names import OURS, Name, sections, table, trainers_of
+from mgrpo.config.peers.names import Name, sections, table
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
 from mgrpo.environments.workers.environment_catalog import NAMES
@@ -21,6 +23,19 @@ from tools.docs import markdown
 
 SCRIPTS = Path(__file__).parents[2] / "tests/unit/config/open_instruct_scripts.yaml"
 """Flags of Open Instruct's launch scripts, and which of them are refused."""
+
+FIRST = {
+    "what is trained": "model_name_or_path model_dtype use_peft chat_template_name",
+    "on which data": "dataset_mixer_list dataset_mixer_eval_list max_prompt_token_length",
+    "what is sampled": "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature async_steps",
+    "what is rewarded": "verification_reward reward_funcs tools",
+    "how it learns": "learning_rate lr_scheduler_type max_grad_norm beta clip_lower clip_higher",
+    "how long": "total_episodes local_eval_every eval_pass_at_k",
+    "what is kept": "exp_name seed output_dir save_freq checkpoint_state_freq",
+    "learners' GPUs": "tensor_model_parallel_size pack_length recompute_granularity",
+    "engines' GPUs": "vllm_mode vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_num_seqs",
+}
+"""The settings that a user needs first, by the question that they answer."""
 
 INTRODUCTION = """# Settings
 
@@ -30,8 +45,9 @@ Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
 overrides the file, the file overrides the preset, the preset overrides the default. A file holds `name: value` lines.
 `--show_config` prints every value with its source, and the run writes the same to `config.yaml` in its `output_dir`.
 
-Settings stand in sections, each with a heading of its own. Names of Open Instruct and TRL are accepted wherever a setting is;
-those that are not settings themselves stand in a table at the end of each section, with one status:
+Each section has a table of its settings: the values that a setting takes with their limits, its default, its meaning, what it needs
+to have an effect, and other trainers that have the name. Names of Open Instruct and TRL are accepted wherever a setting is; those
+that are not settings themselves stand in a second table, with one status:
 
 | status | meaning |
 |---|---|
@@ -65,6 +81,7 @@ def to_markdown() -> str:
     """The whole page."""
     parts = [
         INTRODUCTION,
+        _first(),
         *(_section(section) for section in sections()),
         BATCH,
         _losses(),
@@ -75,26 +92,54 @@ def to_markdown() -> str:
     return "\n".join(parts)
 
 
+def _first() -> str:
+    rows = ((question, ", ".join(map(_link, names.split()))) for question, names in FIRST.items())
+    return "\n".join(["## The settings to begin with", "", *markdown.table(("question", "settings"), rows), ""])
+
+
 def _section(section: str) -> str:
     lines = [f"## {section.capitalize()} settings", ""]
     own = [setting for setting in settings().values() if setting.section == section]
-    documents = field_docs(section_types()[section]) if own else {}
-    for setting in own:
-        lines += [f"### `{setting.name}`", "", _facts(setting), "", _linked(documents[setting.name], setting.name), ""]
+    if own:
+        documents = field_docs(section_types()[section])
+        rows = (
+            (
+                _anchored(setting.name),
+                _values(setting),
+                f"`{shown_default(setting.default)}`",
+                " ".join([_linked(documents[setting.name], setting.name), *_needs(setting)]),
+                ", ".join(peer.value for peer in setting.peers),
+            )
+            for setting in own
+        )
+        lines += [*markdown.table(("setting", "values", "default", "meaning", "also in"), rows), ""]
     others = [name for name in table().values() if name.section == section]
     if others:
-        rows = ((_anchored(name.name), name.trainer, _status(name), _neutral(name), _meaning(name)) for name in others)
+        names = _merged((name.name, (name.trainer, _status(name), _neutral(name), _meaning(name))) for name in others)
         lines += [f"### Other names: {section}", ""]
-        lines += markdown.table(("other name", "of", "status", "neutral values", "meaning"), rows)
+        lines += markdown.table(("other name", "of", "status", "neutral values", "meaning"), names)
         lines.append("")
     return "\n".join(lines)
 
 
-def _facts(setting: Setting) -> str:
-    """Type and default, and the trainers that have the name."""
-    trainers = trainers_of(setting)
-    shared = f" Also in {trainers}." if trainers != OURS else ""
-    return f"`{metavar(setting)}`, default `{shown_default(setting.default)}`.{shared}"
+def _values(setting: Setting) -> str:
+    """Type and limits."""
+    limits = "" if setting.range in (None, FINITE) else f", {setting.range}".removesuffix(" and finite")
+    form = f", {setting.form.words}" if setting.form else ""
+    return f"`{metavar(setting)}`{limits}{form}"
+
+
+def _needs(setting: Setting) -> Iterator[str]:
+    for need in setting.needs:
+        yield f"Needs {_linked(need.condition, setting.name)}."
+
+
+def _merged(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    """One row for all names of which a table says the same, where the first of them stands."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows:
+        names.setdefault(cells, []).append(_anchored(name))
+    return ((", ".join(same), *cells) for cells, same in names.items())
 
 
 _SETTING = re.compile("|".join(rf"`{name}`|(?<![\w`/.-]){name}(?![\w`/])" for name in settings() if "_" in name))
@@ -199,8 +244,8 @@ def _missing_tools(words: list[str]) -> list[str]:
 
 
 def _words() -> str:
-    rows = (
-        (_anchored(name), hint.trainer, ", ".join(map(_link, hint.targets)), _linked(hint.sentence))
+    rows = _merged(
+        (name, (hint.trainer, ", ".join(map(_link, hint.targets)), _linked(hint.sentence)))
         for name, hint in tried().items()
     )
     lines = [

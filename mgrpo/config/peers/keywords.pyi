@@ -48,7 +48,7 @@ class Keywords(TypedDict, total=False):
     use_rslora: bool
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA). (default: false)"""
     lora_adapter_path: str | None
-    """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules hold where none are given. (default: none)"""
+    """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given. (default: none)"""
     dataset_mixer_list: Sequence[str] | str
     """Training data: path or dataset name, amount, path, amount, ... An amount with a decimal point is a share, one without is a number of rows. (default: empty)"""
     dataset_mixer_eval_list: Sequence[str] | str
@@ -188,9 +188,9 @@ class Keywords(TypedDict, total=False):
     verifier_workers: int
     """Number of verifier processes. (default: 1)"""
     tools: object
-    """What the model may call, or plays against: names from docs/environments.md, or functions and environments of your own, package.module:name or file.py:name. (default: empty)"""
+    """Tools that the model may call and environments that it plays against: names from docs/environments.md, or functions and environments of your own, package.module:name or file.py:name. (default: empty)"""
     tool_call_names: Sequence[str] | str
-    """What the model calls each of them; empty: their own names. (default: empty)"""
+    """Name of each of them for the model; empty: their own names. (default: empty)"""
     tool_configs: Sequence[Mapping[str, object] | str]
     """Settings of each of them, or of rollout_func, as JSON objects, {} for none; empty: none for all. (default: empty)"""
     environment_factory: object
@@ -214,11 +214,11 @@ class Keywords(TypedDict, total=False):
     mask_tool_use: bool
     """Do not train on what tools answered; false: train on it as if the model had written it. (default: true)"""
     scored_text: Literal["final", "assistant", "all"]
-    """What verifiers are given: the last turn without its calls and thinking, nothing if it was still calling; every turn of the model; or also what tools answered. (default: final)"""
+    """Text that verifiers are given: the last turn without its calls and thinking, nothing if it was still calling; every turn of the model; or also what tools answered. (default: final)"""
     reward_aggregator: Literal["last", "sum"]
-    """A completion's reward from those of its turns; what verifiers or reward functions give is added to the last. (default: last)"""
+    """A completion's reward from those of its turns; the score of verifiers or reward functions is added to the last. (default: last)"""
     only_reward_good_outputs: bool
-    """What verifiers or reward functions give counts only for completions that have called a tool, and whose calls all succeeded in time. (default: false)"""
+    """Scores of verifiers and reward functions count only for completions that have called a tool, and whose calls all succeeded in time. (default: false)"""
     turn_credit: Literal["trajectory", "return"]
     """trajectory: every token has the advantage of the whole completion; return: that of the rewards from its turn on. (default: trajectory)"""
     turn_discount: float
@@ -248,7 +248,7 @@ class Keywords(TypedDict, total=False):
     ratio_level: Literal["token", "sequence", "sequence_token"]
     """token: one ratio per token; sequence: one per completion (GSPO); sequence_token: its value with each token's gradient. (default: token)"""
     aggregation: Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"] | None
-    """What the sum over tokens is divided by; none: token or constant, as loss_denominator says. (default: none)"""
+    """Divisor of the sum over tokens; none: token or constant, as loss_denominator says. (default: none)"""
     loss_denominator: str
     """token: mean over the response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO). (default: token)"""
     local_batch_size: int
@@ -392,7 +392,7 @@ class Keywords(TypedDict, total=False):
     sequence_parallel: bool | Literal["auto"]
     """Megatron's sequence parallelism: split activations between layers across the tensor ranks; auto: if there are several. (default: auto)"""
     zero_stage: Literal[0, 1, 2, 3]
-    """What is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP). (default: 1)"""
+    """State that is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP). (default: 1)"""
     fsdp_shard_degree: int | None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks. (default: none)"""
     overlap_grad_reduce: bool
@@ -410,7 +410,7 @@ class Keywords(TypedDict, total=False):
     exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16"]
     """Type of Adam's second moment with use_precision_aware_optimizer. (default: float32)"""
     transformer_impl: Literal["auto", "local", "transformer_engine"]
-    """Whose matrix products and norms a layer is made of: Megatron's own (local) or Transformer Engine's, which need CUDA; auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it. (default: auto)"""
+    """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA; auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it. (default: auto)"""
     recompute_granularity: Literal["none", "selective", "full"]
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str
@@ -472,7 +472,7 @@ class Keywords(TypedDict, total=False):
     save_final: bool
     """Export the trained model at the end. (default: true)"""
     load_best_model_at_end: bool
-    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be evaluated: save_freq a multiple of local_eval_every. (default: false)"""
+    """Keep track of the export with the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be evaluated: save_freq a multiple of local_eval_every. (default: false)"""
     metric_for_best_model: str
     """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best. (default: eval/scores)"""
     greater_is_better: bool
@@ -502,7 +502,7 @@ class Keywords(TypedDict, total=False):
     hub_private_repo: bool
     """Whether a repository that the run makes is private; one that exists stays as it is. (default: true)"""
     hub_strategy: Literal["end", "every_save"]
-    """end: upload once; every_save: also each export of save_freq, in the background, unless the upload before goes on. (default: end)"""
+    """end: upload once; every_save: also each export of save_freq, in the background, unless the previous upload is still running. (default: end)"""
     report_to: Sequence[str] | str
     """Where metrics, settings and samples go beside metrics.jsonl: tensorboard, wandb (Weights & Biases; WANDB_MODE=offline needs no account) and trackio, or several of them; all: those that are installed and set up; none: nowhere. (default: tensorboard)"""
     run_name: str | None
@@ -510,7 +510,7 @@ class Keywords(TypedDict, total=False):
     wandb_project: str | None
     """Project of the run in wandb and trackio; none: WANDB_PROJECT of the environment, or mgrpo. (default: none)"""
     wandb_entity: str | None
-    """Account or team that owns the project in wandb; none: WANDB_ENTITY, or the default of who is logged in. (default: none)"""
+    """Account or team that owns the project in wandb; none: WANDB_ENTITY, or the default of the account that is logged in. (default: none)"""
     wandb_group_name: str | None
     """Group of runs that it belongs to in wandb and trackio; none: WANDB_RUN_GROUP, or no group. (default: none)"""
     log_completions: bool

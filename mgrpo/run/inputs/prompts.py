@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
-from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.validate import too_few_prompts
 from mgrpo.run.inputs.toolset import Toolset, make_language
 from mgrpo.run.ranks.process import prepare_environment
 

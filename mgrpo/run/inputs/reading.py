@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
-from mgrpo.config.rules import MIXERS, mixer_problems
+from mgrpo.config.data import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
@@ -99,7 +99,7 @@ def read_inputs(
     if malformed:
         return None, [*problems, *_folder_problems(config)]
     if functions and not problems:
-        problems += _function_problems(functions, train, held_out, has_environments=config.tools.is_on)
+        problems += _function_problems(functions, train, held_out, has_environments=config.tools.has_turns)
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config
-from mgrpo.config.tool_rules import source_problems
-from mgrpo.config.tools import PYTHON, ToolSpec
+from mgrpo.config.tools import PYTHON, ToolSpec, source_problems
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.description import Description
@@ -58,7 +57,7 @@ class Toolset:
 def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     """What the configuration asks for, built once in a process of its own, and every problem with it."""
     # The rules have said what is wrong with the words.
-    if not config.tools.is_on or any(source_problems(config)):
+    if not config.tools.has_turns or any(source_problems(config.tools)):
         return None, []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs)

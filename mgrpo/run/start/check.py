@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.counting import counted
-from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.derived import counted
 from mgrpo.config.validate import problems as found_problems
-from mgrpo.config.validate import warnings
+from mgrpo.config.validate import too_few_prompts, warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems

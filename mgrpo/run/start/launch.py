@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.counting import counts_of, same_counts
+from mgrpo.config.derived import counts_of, same_counts
 from mgrpo.config.load import as_config, with_tools
 from mgrpo.config.tracking import Tracking
 from mgrpo.processes.lifetime import die_with_parent

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config import ConfigError, from_values, load_file
+from mgrpo.config.annotations import FINITE
 from mgrpo.config.fields import alternatives, settings, shown
 from mgrpo.config.peers.hints import hints, tried
 from mgrpo.config.peers.names import accepted, sections, table
 from mgrpo.config.peers.words import TRAINERS, words
+from tests.shipped import EXAMPLES, FILES
 from tools.docs import peers
 from tools.docs.links import anchors
-from tools.docs.settings import to_markdown
+from tools.docs.settings import FIRST, to_markdown
 
 ROOT = Path(__file__).parents[3]
 
@@ -204,6 +206,30 @@ def test_the_page_of_settings_is_current():
     assert page == to_markdown()
     found = anchors(page)
     assert accepted().keys() | settings().keys() | tried().keys() <= found
+
+
+def test_the_settings_to_begin_with_are_those_of_every_example():
+    """A newcomer who copies an example looks them up first."""
+    first = " ".join(FIRST.values()).split()
+    assert set(first) <= settings().keys() and len(set(first)) == len(first)
+    given = [load_file(EXAMPLES / path).provenance.sources.keys() for path in FILES]
+    assert set.intersection(*map(set, given)) <= set(first)
+
+
+def test_the_page_says_all_of_a_setting():
+    """Limits and needs that only an error tells are found after the run was started."""
+    rows = {
+        row.partition("`")[2].partition("`")[0]: row for row in to_markdown().splitlines() if row.startswith("| <a")
+    }
+    for name, setting in settings().items():
+        limits = str(setting.range).removesuffix(" and finite")
+        assert setting.range in (None, FINITE) or limits in rows[name]
+        assert all(
+            f"Needs {need.condition.split()[0].split('=')[0]}" in rows[name].replace("[`", "") for need in setting.needs
+        )
+        assert all(peer.value in rows[name] for peer in setting.peers)
+    assert "`INT`, at least 1 |" in rows["pack_length"]
+    assert "Needs [`use_rho_correction`](#use_rho_correction)=true. |" in rows["rho_level"]
 
 
 def test_the_page_of_other_commands_is_current():

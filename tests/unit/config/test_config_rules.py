@@ -11,8 +11,7 @@ from mgrpo.config import Config, ConfigError, from_values, parse
 from mgrpo.config.fields import build, settings
 from mgrpo.config.peers.names import accepted
 from mgrpo.config.peers.presets import PRESETS
-from mgrpo.config.rules import too_few_prompts
-from mgrpo.config.validate import problems, warnings
+from mgrpo.config.validate import problems, too_few_prompts, warnings
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mgrpo.config import from_values, parse, to_yaml
-from mgrpo.config.counting import counted, counts_of, same_counts
+from mgrpo.config.derived import counted, counts_of, same_counts
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.validate import problems
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.config.model_rules import model_problems
+from mgrpo.config.model_rules import MODEL_RULES
+from mgrpo.config.rules import Reading
 
 DENSE = {
     "model_type": "qwen3",
@@ -21,7 +22,7 @@ MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediat
 
 
 def found(hf_config, **values):
-    return list(model_problems(from_values(values), hf_config))
+    return Reading(from_values(values), facts={"hf_config": hf_config}).find(*MODEL_RULES)
 
 
 @pytest.mark.parametrize(

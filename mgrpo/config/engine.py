@@ -1,0 +1,135 @@
+"""The engine section: how many engines sample, where they come from, their memory, their failures, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mgrpo.config.annotations import (
+    NO_ENTRIES,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    OPEN_INSTRUCT,
+    POSITIVE,
+    SHARE,
+    TRL,
+    JSONObject,
+    Needs,
+    Rule,
+)
+
+COLOCATED = Needs("vllm_mode=colocate", lambda vllm_mode: vllm_mode == "colocate")
+STARTED = Needs(
+    "engines that the run starts (vllm_mode=ray or colocate); a server has its own command line",
+    lambda vllm_mode: vllm_mode != "server",
+)
+SERVERS = Needs("vllm_mode=server", lambda vllm_mode: vllm_mode == "server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    vllm_num_engines: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
+    """Number of vLLM engines."""
+    vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
+    """Workers of each engine."""
+    vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
+    """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs,
+    a worker on each; server: they are vLLM servers that run already."""
+    vllm_enable_sleep_mode: Annotated[bool, TRL, COLOCATED] = False
+    """With vllm_mode=colocate: learners and engines take turns, and only those whose turn it is have their weights and states
+    in the device's memory; false: all is there all the time."""
+    vllm_gpu_memory_utilization: Annotated[float, SHARE, OPEN_INSTRUCT, TRL, STARTED] = 0.9
+    """Share of a GPU's memory that an engine may use; ignored on CPU."""
+    vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE, STARTED] = 64
+    """KV cache of an engine's worker in MiB on CPU, and on GPU with vllm_mode=colocate; otherwise
+    vllm_gpu_memory_utilization decides."""
+    vllm_kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"] = "auto"
+    """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale;
+    fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction."""
+    vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
+    """Completions that an engine generates at once."""
+    vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT, STARTED] = False
+    """Run without CUDA graphs; always on CPU."""
+    vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT, STARTED] = True
+    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU)."""
+    vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT, STARTED] = NO_ENTRIES
+    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
+    ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
+    vllm_server_base_url: Annotated[tuple[str, ...], TRL] = ()
+    """Addresses of the servers, http://HOST:PORT, each of which is an engine; with vllm_mode=server."""
+    vllm_server_timeout: Annotated[float, POSITIVE, TRL, SERVERS] = 240.0
+    """Seconds that a server may take to answer at the start of the run."""
+    vllm_server_allow_public: Annotated[bool, SERVERS] = False
+    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them."""
+    ray_address: Annotated[str | None, STARTED] = None
+    """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
+    one on this machine, on the loopback interface."""
+    engine_start_timeout: Annotated[int, ONE_OR_MORE, STARTED] = 600
+    """Seconds that an engine may take to start."""
+    engine_heartbeat_timeout: Annotated[int, ONE_OR_MORE] = 30
+    """Seconds without an answer after which an engine counts as dead; after half of them it is given no more groups."""
+    engine_max_restarts: Annotated[int, NOT_NEGATIVE] = 3
+    """How many times an engine that has died is started again within 20 weight syncs, before it is given up."""
+    min_engines: Annotated[int, ONE_OR_MORE] = 1
+    """A run with fewer engines waits for those that are starting; without any that could start it ends."""
+    weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
+    """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it."""
+    weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
+    """Seconds that one weight sync may take; an engine that has not answered by then counts as dead."""
+    weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
+    """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether its workers are on the learners' GPUs."""
+        return self.vllm_mode == "colocate"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learners and engines give up their memory for each other."""
+        return self.shares_gpus and self.vllm_enable_sleep_mode
+
+
+def _servers(vllm_mode: str, vllm_server_base_url: tuple[str, ...]) -> Iterator[str]:
+    urls = vllm_server_base_url
+    if vllm_mode == "server" and not urls:
+        yield "vllm_mode=server needs vllm_server_base_url, the addresses of vLLM servers: http://HOST:PORT; docs/servers.md starts one"
+    elif urls and vllm_mode != "server":
+        yield (
+            f"vllm_server_base_url={' '.join(urls)} is used with vllm_mode=server, but it is {vllm_mode}; change it, or leave "
+            "the addresses out"
+        )
+    elif len({url.rstrip("/") for url in urls}) < len(urls):
+        yield f"vllm_server_base_url={' '.join(urls)} names a server twice; each of them is one engine"
+
+
+def _fewest_engines(min_engines: int, vllm_num_engines: int) -> Iterator[str]:
+    if min_engines > vllm_num_engines:
+        yield (
+            f"min_engines={min_engines} is more than vllm_num_engines={vllm_num_engines}, and the run would wait "
+            "for ever; lower it, or start more engines"
+        )
+
+
+def _colocation(
+    vllm_mode: str, async_steps: int, num_learners_per_node: tuple[int, ...], ray_address: str | None
+) -> Iterator[str]:
+    if vllm_mode != "colocate":
+        return
+    if async_steps:
+        yield (
+            f"vllm_mode=colocate with async_steps={async_steps}: learners and engines of the same GPUs cannot "
+            "work at the same time; set async_steps=0, or vllm_mode=ray with GPUs for each"
+        )
+    if len(num_learners_per_node) > 1:
+        yield (
+            f"vllm_mode=colocate with num_learners_per_node={' '.join(map(str, num_learners_per_node))}: learners and "
+            "engines exchange weights through the memory of one machine's GPUs; use one node, or vllm_mode=ray"
+        )
+    if ray_address is not None:
+        yield f"ray_address={ray_address}: with vllm_mode=colocate engines run on the learners' machine; leave it out"
+
+
+RULES: tuple[Rule, ...] = (_servers, _fewest_engines)
+COLOCATION: tuple[Rule, ...] = (_colocation,)

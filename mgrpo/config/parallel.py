@@ -1,0 +1,272 @@
+"""The parallel section: how learner ranks share the model, and what each keeps and computes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mgrpo.config.annotations import (
+    MEGATRON,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    OPEN_INSTRUCT,
+    SHARE,
+    Needs,
+    Rule,
+)
+from mgrpo.layout import Layout
+from mgrpo.models.cuts import num_experts
+from mgrpo.models.family import HfConfig
+
+RECOMPUTABLE = ("core_attn", "mlp", "moe")
+
+CONTEXT_RANKS = Needs("context_parallel_size above 1", lambda context_parallel_size: context_parallel_size > 1)
+OWN_REDUCE = Needs("zero_stage 0 or 1", lambda zero_stage: zero_stage < 2)
+OWN_GATHER = Needs("zero_stage=1", lambda zero_stage: zero_stage == 1)
+OFFLOAD = Needs("optimizer_cpu_offload=true", lambda optimizer_cpu_offload: optimizer_cpu_offload)
+PRECISION_AWARE = Needs(
+    "use_precision_aware_optimizer=true", lambda use_precision_aware_optimizer: use_precision_aware_optimizer
+)
+SELECTIVE = Needs("recompute_granularity=selective", lambda recompute_granularity: recompute_granularity == "selective")
+SEVERAL_UPDATES = Needs(
+    "a second optimizer step on the same batch (num_epochs, num_mini_batches)",
+    lambda num_epochs, num_mini_batches: num_epochs * num_mini_batches > 1,
+)
+OWN_LOGPROBS = Needs(
+    "use_vllm_logprobs=false, because the policy does not score the batch",
+    lambda use_vllm_logprobs: not use_vllm_logprobs,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    num_learners_per_node: Annotated[tuple[int, ...], OPEN_INSTRUCT] = ()
+    """Learner ranks on each node, checked against those that torchrun started; empty: not checked."""
+    tensor_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
+    """Pipeline stages that the layers are divided into."""
+    context_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
+    """Ranks that share each sequence."""
+    cp_comm_type: Annotated[Literal["all_gather", "a2a"], MEGATRON, CONTEXT_RANKS] = "all_gather"
+    """How context-parallel ranks attend to each other's tokens: all_gather gathers keys and values, a2a exchanges sequence for
+    heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank."""
+    expert_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
+    """Ranks of a pipeline stage that share the experts of a mixture-of-experts model."""
+    virtual_pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
+    """Chunks of layers per stage, interleaved: smaller bubbles, more communication."""
+    num_layers_in_first_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
+    """Layers in the first stage; none: as many as in the others."""
+    num_layers_in_last_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
+    """Layers in the last stage; none: as many as in the others."""
+    sequence_parallel: Annotated[bool | Literal["auto"], MEGATRON] = "auto"
+    """Megatron's sequence parallelism: split activations between layers across the tensor ranks; auto: if there are several."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """State that is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
+    distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
+    fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
+    """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
+    overlap_grad_reduce: Annotated[bool, MEGATRON, OWN_REDUCE] = True
+    """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
+    zero_stage 2 and 3 that is always so."""
+    overlap_param_gather: Annotated[bool, MEGATRON, OWN_GATHER] = True
+    """With zero_stage=1: gather the weights that other data-parallel ranks have updated while the host goes on and the next
+    forward pass begins, of which each layer waits for its own; with zero_stage=3 that is always so."""
+    optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
+    """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
+    optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON, OFFLOAD] = 1.0
+    """Share of the optimizer's states that is offloaded."""
+    use_precision_aware_optimizer: Annotated[bool, MEGATRON] = False
+    """Keep Adam's moments in exp_avg_dtype and exp_avg_sq_dtype; needs Transformer Engine."""
+    exp_avg_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON, PRECISION_AWARE] = "float32"
+    """Type of Adam's first moment with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON, PRECISION_AWARE] = "float32"
+    """Type of Adam's second moment with use_precision_aware_optimizer."""
+    transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], MEGATRON] = "auto"
+    """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA;
+    auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
+    recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
+    """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
+    recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
+    """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe."""
+    moe_enable_routing_replay: Annotated[bool, MEGATRON, SEVERAL_UPDATES, OWN_LOGPROBS] = False
+    """Route every token to the experts that were chosen when the policy scored the batch before its first update."""
+    pack_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 512
+    """Maximum tokens of a pack, the unit of a micro-batch."""
+    logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
+    """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384."""
+    shared_prompt_packing: bool | Literal["auto"] = "auto"
+    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
+    GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+
+    def recomputes(self, module: str) -> bool:
+        """Whether the backward pass computes this part of a layer again.
+
+        Args:
+            module: as in `recompute_modules`; any other name for a part that only full recomputation repeats.
+        """
+        return _recomputes(module, self.recompute_granularity, self.recompute_modules)
+
+
+def _recomputes(module: str, granularity: str, modules: tuple[str, ...]) -> bool:
+    return granularity == "full" or (granularity == "selective" and module in modules)
+
+
+def _pack_length(pack_length: int, max_prompt_token_length: int, response_length: int) -> Iterator[str]:
+    longest = max_prompt_token_length + response_length
+    if pack_length < longest:
+        yield (
+            f"pack_length={pack_length} cannot hold max_prompt_token_length {max_prompt_token_length} "
+            f"+ response_length {response_length}; use at least {longest}"
+        )
+
+
+def _recompute_modules(recompute_modules: tuple[str, ...], recompute_granularity: str) -> Iterator[str]:
+    for module in recompute_modules:
+        if module not in RECOMPUTABLE:
+            near = difflib.get_close_matches(module, RECOMPUTABLE, n=1)
+            advice = f"did you mean {near[0]}?" if near else "name some of these"
+            yield f"recompute_modules={module} must be of {', '.join(RECOMPUTABLE)}; {advice}"
+    if recompute_granularity == "selective" and not recompute_modules:
+        yield f"recompute_granularity=selective recomputes nothing without recompute_modules; name some of {', '.join(RECOMPUTABLE)}"
+
+
+def _routing_replay(
+    moe_enable_routing_replay: bool,
+    pipeline_model_parallel_size: int,
+    recompute_granularity: str,
+    recompute_modules: tuple[str, ...],
+) -> Iterator[str]:
+    recomputes = _recomputes("moe", recompute_granularity, recompute_modules)
+    if moe_enable_routing_replay and pipeline_model_parallel_size != 1 and recomputes:
+        yield (
+            "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size} and recomputed routers, which would replay the choices of another pack; "
+            "use recompute_granularity=selective with recompute_modules core_attn"
+        )
+
+
+def _optimizer_memory(
+    zero_stage: int,
+    optimizer_cpu_offload: bool,
+    use_precision_aware_optimizer: bool,
+    checkpoint_state_freq: int,
+    model_dtype: str,
+) -> Iterator[str]:
+    if optimizer_cpu_offload and zero_stage != 1:
+        yield (
+            f"optimizer_cpu_offload=true needs zero_stage=1 (Megatron's distributed optimizer), got {zero_stage}; "
+            f"use zero_stage=1, or zero_stage={zero_stage} without it"
+        )
+    for name, is_on in (
+        ("use_precision_aware_optimizer", use_precision_aware_optimizer),
+        ("optimizer_cpu_offload", optimizer_cpu_offload),
+    ):
+        if is_on and checkpoint_state_freq > 0:
+            yield (
+                f"{name}=true cannot be combined with checkpoint_state_freq={checkpoint_state_freq}: its state cannot be resumed "
+                "yet; turn one of them off"
+            )
+    if not use_precision_aware_optimizer:
+        return
+    if zero_stage == 0:
+        yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
+    if model_dtype == "float16":
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16, whose scaled gradients it keeps "
+            "where the loss scale does not reach them; use bfloat16, or leave it out"
+        )
+    if optimizer_cpu_offload:
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true, whose optimizer keeps "
+            "float32 moments on host and device; leave one of them out"
+        )
+
+
+def _shared_prompts(shared_prompt_packing: bool | str, context_parallel_size: int) -> Iterator[str]:
+    if shared_prompt_packing is True and context_parallel_size > 1:
+        yield (
+            "shared_prompt_packing=true cannot be combined with context_parallel_size="
+            f"{context_parallel_size}, whose ranks share each document; use auto or false"
+        )
+
+
+def _layout(layout: Layout) -> Iterator[str]:
+    yield from layout.problems()
+
+
+def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterator[str]:
+    counts, world_size = num_learners_per_node, layout.world_size
+    if any(count < 1 for count in counts):
+        yield f"num_learners_per_node={' '.join(map(str, counts))} must be numbers above 0"
+    elif counts and sum(counts) != world_size:
+        yield (
+            f"num_learners_per_node={' '.join(map(str, counts))} asks for {sum(counts)} learner ranks, but {world_size} "
+            f"{'was' if world_size == 1 else 'were'} started; start each node with its number of ranks: "
+            f"mgrpo launch --learner-nodes {len(counts)} --nproc-per-node {counts[0]}, or leave it out"
+        )
+
+
+RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _routing_replay, _optimizer_memory, _shared_prompts)
+LAYOUT: tuple[Rule, ...] = (_layout,)
+LEARNERS: tuple[Rule, ...] = (_learners,)
+
+
+def _idle_ranks(layout: Layout, batch_size: int, num_mini_batches: int) -> Iterator[str]:
+    if batch_size < layout.data * num_mini_batches:
+        yield (
+            f"{batch_size} completions per step in num_mini_batches={num_mini_batches} parts "
+            f"leave some of {layout.data} data-parallel ranks without work"
+        )
+    elif layout.pipeline > 1 and batch_size < layout.data * num_mini_batches * layout.pipeline:
+        interleaved = "interleaved stages take that many at a time, so some are empty"
+        yield (
+            f"{batch_size} completions per step make fewer micro-batches than pipeline_model_parallel_size="
+            f"{layout.pipeline} on each of {layout.data} data-parallel ranks; "
+            f"{interleaved if layout.virtual_pipeline > 1 else 'so stages are idle part of the time'}"
+        )
+
+
+def _rounded_pack(layout: Layout, pack_length: int) -> Iterator[str]:
+    if pack_length % layout.pack_multiple_of:
+        yield (
+            f"pack_length={pack_length} is rounded up to {layout.round_up(pack_length)}, a multiple of "
+            f"{layout.pack_multiple_of}: every context-parallel and, under sequence parallelism, tensor-parallel rank takes "
+            "an equal share of a pack"
+        )
+
+
+def _nothing_to_shard(layout: Layout) -> Iterator[str]:
+    if layout.sharding != layout.zero_stage:
+        yield (
+            f"zero_stage={layout.zero_stage} has only one data- and context-parallel rank, so there is nothing to shard; it runs "
+            f"as zero_stage={layout.sharding}, which takes the same memory"
+        )
+
+
+def _split_matrices(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterator[str]:
+    if any(count % layout.tensor for count in num_learners_per_node):
+        yield (
+            f"tensor_model_parallel_size={layout.tensor} does not divide every entry of num_learners_per_node="
+            f"{' '.join(map(str, num_learners_per_node))}: some matrices are split across nodes, which is slow"
+        )
+
+
+def _no_experts(
+    hf_config: HfConfig | None,
+    moe_enable_routing_replay: bool,
+    recompute_granularity: str,
+    recompute_modules: tuple[str, ...],
+) -> Iterator[str]:
+    if hf_config is None or num_experts(hf_config):
+        return
+    if moe_enable_routing_replay:
+        yield "moe_enable_routing_replay=true has no effect on a model without experts"
+    if recompute_granularity == "selective" and "moe" in recompute_modules:
+        yield "recompute_modules: moe has no effect on a model without experts"
+
+
+LAYOUT_WARNINGS: tuple[Rule, ...] = (_idle_ranks, _rounded_pack, _nothing_to_shard, _split_matrices)
+EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts,)
