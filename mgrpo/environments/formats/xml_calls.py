@@ -98,7 +98,7 @@ def _arguments(
 def typed(text: str, schema: object) -> Any:
     """The value of a text under a JSON schema; the text itself where it has none, for the tool to refuse.
 
-    More lenient than `coerced`, which is next: "1_000" is an integer, "1" a boolean, and "3" the integer of an integer or string.
+    More lenient than `coerced`, which comes later: "1_000" is an integer, "1" a boolean, and "3" an integer where text also fits.
     """
     types = _types(schema)
     if "null" in types and text.strip().lower() == "null":

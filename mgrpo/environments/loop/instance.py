@@ -76,5 +76,5 @@ class Environments(Protocol):
         Raises:
             AcquireTimeout: none became free in time; the message names the trajectories that hold them.
             ResetFailed: none could begin, in two tries.
-            RuntimeError: no environment is given out any more.
+            RuntimeError: environments are no longer given out.
         """

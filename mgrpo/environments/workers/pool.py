@@ -121,15 +121,9 @@ class EnvironmentPool:
                 host.link.end()
 
     async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> WorkerInstance:
-        """An environment of its own for a trajectory, in the order of the requests.
+        """An environment of its own for a trajectory, see `Environments.acquire`.
 
-        Args:
-            row: the prompt's columns, without its ground truth; those that JSON cannot hold are left out.
-            seed: the same for all samples of a prompt.
-            trajectory: its name, for tools and messages.
         Raises:
-            AcquireTimeout: none became free in time; the message names the trajectories that hold them.
-            ResetFailed: none could begin, in two tries.
             RuntimeError: the pool is closed, or workers cannot be started.
         """
         why = ""
