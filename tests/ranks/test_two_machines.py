@@ -40,12 +40,12 @@ from mgrpo.config import from_values
 from mgrpo.models.table import Box
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.start.launch import _meet
-from mgrpo.run.ranks.liveness import Watch
+from mgrpo.run.ranks.liveness import Liveness
 from mgrpo.sync.group import connect_store, open_store
-from mgrpo.sync.live import LiveBoxes, Message
-from mgrpo.sync.joining import Members, meet
+from mgrpo.sync.live import LiveBoxes, WeightMessage
+from mgrpo.sync.joining import SyncMembers, meet
 
-watch = Watch(rank=rank(), world_size=2, timeout_s=30, on_failure=print, on_goodbye=lambda: None)
+watch = Liveness(rank=rank(), world_size=2, timeout_s=30, on_failure=print, on_goodbye=lambda: None)
 host = _meet(from_values({"learner_timeout": 30, "backend_timeout": 1}), watch)
 total = torch.tensor([1.0 + rank()])
 dist.all_reduce(total)
@@ -58,10 +58,10 @@ dist.broadcast_object_list(place)
 if rank() == 1:
     store = connect_store(*place[0], 30)
 own, other = rank(), 1 - rank()
-members = Members(names=["a learner", "an engine"], rank=own, peers={other: 64}, is_worker=own == 1)
+members = SyncMembers(names=["a learner", "an engine"], rank=own, peers={other: 64}, is_worker=own == 1)
 transport = meet(store, members, dtype=torch.float32, device=torch.device("cpu"), host=place[0][0], timeout_s=30)
 box, value = Box("weight", (0,), (1,)), torch.tensor([42.0 * (1 - own)])
-message = Message(LiveBoxes([(box, value)]), [box])
+message = WeightMessage(LiveBoxes([(box, value)]), [box])
 (transport.send if own == 0 else transport.recv)({other: message}, lost=lambda peers, err: err).settle()
 over = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 print(f"rank {rank()} at {host} over {over}: {total.item():g}, {value.item():g}\\n", end="", flush=True)
