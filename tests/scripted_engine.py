@@ -1,9 +1,9 @@
-"""An engine without a model: it answers every prompt with the prompt's own tokens, and remembers what it was asked."""
+"""An engine without a model, which answers every prompt with the prompt's own tokens and remembers its calls, and a listener."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -143,3 +143,25 @@ class ScriptedEngine:
             "lengths": np.full(num_samples, len(tokens), np.int64),
             "finish_reasons": np.full(num_samples, FINISH_REASONS.index(self.finish_reason), np.int8),
         }
+
+
+class Told:
+    """Implements `mgrpo.rollout.dispatch.TrainingListener`, and remembers what it was told.
+
+    Args:
+        on_failure: called with each failure.
+    """
+
+    def __init__(self, on_failure: Callable[[Exception], object] = lambda err: None) -> None:
+        self.on_failure = on_failure
+        self.failure: Exception | None = None
+        self.replays: list[int] = []
+
+    def failed(self, err: Exception) -> None:
+        self.failure = err
+        self.on_failure(err)
+
+    def replayed(self, numbers: Sequence[int]) -> None:
+        self.replays.extend(numbers)
+
+    def load_changed(self) -> None: ...

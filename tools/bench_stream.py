@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_stream.py
 
 All seconds are those of a simulated clock. Producer, dispatcher, scoring and the rules that they follow (`run/produce/producer.py`,
-`run/produce/groups.py`, `rollout/dispatch.py`, `rollout/shares.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
+`run/produce/groups.py`, `rollout/dispatch.py`, `rollout/loads.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
 rewards are made up. An engine decodes all its running samples at one speed: a token takes 10 ms + 0.12 ms for each of them + 40 ns for
 each token of their prompts, and a group begins with its prompt at 20,000 tokens a second, during which nothing is decoded. Samples for
 which an engine has no slot wait in it, in order. Answers are log-normal, cut at the longest, and belong to their prompts: all cases of a
@@ -36,8 +36,9 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import Request
-from mgrpo.rollout.shares import Shares
+from mgrpo.rollout.roster import Roster
 from mgrpo.run.produce.producer import Producer
 from mgrpo.run.produce.production import _samples_per_engine
 from mgrpo.types import Prompt, PromptId, RewardContext, RolloutGroup, Score, ScoredBatch, ScoredGroup
@@ -81,7 +82,7 @@ class Case:
     refills_at_once: bool = False
     """Where engines and learners take turns as well, which mgrpo does not do: such a run would not repeat."""
     prompts: str = "short"
-    shares: type[Shares] = Shares
+    loads: type[Loads] = Loads
 
 
 # ---- the world
@@ -327,11 +328,11 @@ class MadeUpRewards:
 # ---- other ways to choose an engine
 
 
-class RoundRobin(Shares):
+class RoundRobin(Loads):
     """Each group to the engine after the last one's, or to the next after that which has room."""
 
-    def __init__(self, samples_per_engine: int | None) -> None:
-        super().__init__(samples_per_engine)
+    def __init__(self, samples_per_engine: int | None, *, on_change: Callable[[], None]) -> None:
+        super().__init__(samples_per_engine, on_change=on_change)
         self.last = -1
 
     def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
@@ -342,7 +343,7 @@ class RoundRobin(Shares):
         return None
 
 
-class FewestGroups(Shares):
+class FewestGroups(Loads):
     """Each group to the engine that has the fewest."""
 
     def cost(self, request: Request) -> float:
@@ -407,7 +408,7 @@ def simulate(case: Case, setting: Setting, seed: int) -> dict[str, float]:
 
     config, clock = config_of(case, setting), Clock()
     clock.engines = [SimulatedEngine(clock, setting.slots, lengths) for _ in range(setting.engines)]
-    fleet = Fleet(clock.engines, config.engine, seed=seed, pauses=case.pauses)
+    fleet = Fleet(Roster(clock.engines, config.engine), seed=seed, pauses=case.pauses)
     limit = _samples_per_engine(config)
     dispatcher = SimulatedDispatcher(
         fleet,
@@ -417,7 +418,7 @@ def simulate(case: Case, setting: Setting, seed: int) -> dict[str, float]:
         stop_token_ids=(),
         samples_per_engine=limit,
     )
-    dispatcher.clock, dispatcher.shares = clock, case.shares(limit)
+    dispatcher.clock, dispatcher.loads = clock, case.loads(limit, on_change=dispatcher.loads.on_change)
     dispatcher.thread = Inline()
     make = RefillingProducer if case.refills_at_once else Producer
     sampler = Sampler(count, seed, shuffle=False)
@@ -488,10 +489,10 @@ def cases() -> list[Case]:
         replace(some, name="2 / 4", ahead=2, bound=4),
     ]
     dispatch = [
-        Case(table=DISPATCH, name=f"{steps}, {PROMPTS[kind]}: {how}", prompts=kind, shares=shares, **settings)
+        Case(table=DISPATCH, name=f"{steps}, {PROMPTS[kind]}: {how}", prompts=kind, loads=loads, **settings)
         for kind in PROMPTS
         for steps, settings in (("0", {}), ("2 / 4", {"ahead": 2, "bound": 4}))
-        for how, shares in (("fewest tokens", Shares), ("fewest groups", FewestGroups), ("in turn", RoundRobin))
+        for how, loads in (("fewest tokens", Loads), ("fewest groups", FewestGroups), ("in turn", RoundRobin))
     ]
     return order + active + dispatch
 

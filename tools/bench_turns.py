@@ -221,7 +221,7 @@ def measure_engine(model: str, args: argparse.Namespace, *, is_cached: bool) -> 
     used: Timings = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory(prefix="mgrpo-bench-") as folder:
         config = configuration(model, Path(folder), args, is_cached=is_cached)
-        with started_fleet(config, num_local_learners=0) as fleet:
+        with started_fleet(config, num_local_learners=0, on_failure=None) as fleet:
             fleet.wait_ready()
             for number in range(args.repeat + 1):
                 for name, in_rounds in CASES.items():

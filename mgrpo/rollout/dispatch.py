@@ -1,6 +1,6 @@
 """Prompts out to the engines, and groups back as they finish.
 
-One thread, `Dispatcher.thread`, holds the state of everything that is being sampled; what engines answer becomes work for it.
+One thread, `Dispatcher.thread`, owns the state of everything that is being sampled; every answer of an engine becomes work for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mgrpo.rollout.collect import EVALUATION, Decode, to_groups
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
+from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import (
     Request,
     Unfinished,
@@ -28,17 +29,29 @@ from mgrpo.rollout.requests import (
     training_sampling,
 )
 from mgrpo.rollout.roster import say
-from mgrpo.rollout.shares import Shares
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
 
 MOST_POLLS_PER_S = 1000
-"""Of all engines together: what one thread answers beside its other work."""
+"""Polls of all engines together that one thread can answer beside its other work."""
+
+
+class TrainingListener(Protocol):
+    """The one that sends groups to train on. It is told in the dispatcher's thread."""
+
+    def failed(self, err: Exception) -> None:
+        """No engine is left to wait for, or work in the dispatcher's thread has failed."""
+
+    def replayed(self, numbers: Sequence[int]) -> None:
+        """These groups begin again, because their engine has failed or left."""
+
+    def load_changed(self) -> None:
+        """An engine has more or less to do."""
 
 
 class Dispatcher:
-    """Gives each group to the engine with the least to do."""
+    """Gives each group to the engine with the least to do. An `EngineListener` and the `Turns` of an interaction."""
 
     def __init__(
         self,
@@ -53,42 +66,61 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            interaction: what turns a group into requests of one turn each; None: answers are sampled at a stretch.
-            samples_per_engine: what an engine is given at most at a time; what exceeds it waits here, where it can still go to
-                any engine. None: all at once, so that what an engine samples depends on nothing but the prompts.
+            interaction: turns a group into requests of one turn each; None: answers are sampled at a stretch.
+            samples_per_engine: the samples that an engine is given at most at a time; others wait here, where they can still go to
+                any engine. None: all at once, so that an engine's samples depend on nothing but the prompts.
         """
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = Background("rollout")
         self.interaction = interaction
         self.unfinished = Unfinished()
-        self.shares = Shares(samples_per_engine)
+        self.listener: TrainingListener | None = None
+        """None: nothing is trained on."""
+        self.loads = Loads(samples_per_engine, on_change=self._load_changed)
         self.polled: set[int] = set()
-        """Engines that have been asked for answers."""
+        """Engines that have been asked for answers and have not answered."""
         self.waiting: list[Request] = []
         self.is_sampling = False
         """Whether the engines are not paused."""
-        self.num_replayed = self.num_deaths = 0
-        """Groups to train on that were taken from engines which failed or left; engines that have failed, when last told."""
+        self.num_replayed = 0
+        """Groups to train on that were taken from engines which failed or left, since `take_metrics`."""
+        self.num_deaths = 0
+        """The roster's, at `take_metrics`."""
         self.holds_training = False
         """Whether training prompts stay here, because the engines are paused."""
-        self.on_failure: Callable[[Exception], None] = lambda err: None
-        """Called in the dispatcher's thread when no engine is left to wait for, or work in this thread has failed."""
-        self.on_replay: Callable[[Sequence[int]], None] = lambda numbers: None
-        """Called in the dispatcher's thread with the numbers of groups that begin again."""
         if interaction is not None:
             interaction.start(self)
-        fleet.roster.on_lost = lambda engine: self.post(partial(self._replay, engine))
-        fleet.roster.on_serving = lambda engine: self.post(partial(self._welcome, engine))
-        fleet.roster.on_end = lambda err: self.post(partial(self._fail, err))
+        fleet.roster.listen(self)
+
+    def listen(self, listener: TrainingListener) -> None:
+        """Tell `listener` from here on, and nobody else. Call it before `for_training`."""
+        self.listener = listener
+
+    def lost(self, engine: int) -> None:
+        """See `EngineListener`."""
+        self.post(partial(self._replay, engine))
+
+    def serving(self, engine: int) -> None:
+        """See `EngineListener`."""
+        self.post(partial(self._welcome, engine))
+
+    def ended(self, err: EngineError) -> None:
+        """See `EngineListener`."""
+        self.post(partial(self._fail, err))
 
     def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
-        """A group to train on, which has a number there."""
+        """A request for a group to train on.
+
+        Args:
+            number: the group's, under which the listener knows it.
+        """
+        assert self.listener is not None, "nobody would learn that the group begins again or never comes"
         sampling = training_sampling(self.rollout, self.stop_token_ids)
         return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
 
     def sample_evaluation(self, prompts: Sequence[Prompt]) -> Future[list[RolloutGroup]]:
-        """Sample held-out prompts with the settings of evaluations; their groups, in order. From any thread."""
+        """The groups of held-out prompts, in order, sampled with the settings of evaluations. From any thread."""
         whole, requests = evaluation_requests(prompts, evaluation_sampling(self.rollout, self.stop_token_ids))
         self.post(partial(self.send, requests))
         return whole
@@ -105,7 +137,7 @@ class Dispatcher:
         self.thread.submit(run)
 
     def wait(self, future: Future[T]) -> T:
-        """What needs answers of the engines. From any thread but the dispatcher's own.
+        """The result of a future that needs answers of the engines. From any thread except the dispatcher's own.
 
         Raises:
             EngineError: an engine has failed, the fleet was aborted, or `rollout_timeout` seconds have passed.
@@ -120,15 +152,15 @@ class Dispatcher:
                 if future.done():
                     raise
         others = "the environments" if self.unfinished.groups else "the rewards"
-        busy = ", ".join(map(str, self.shares.busy()))
+        busy = ", ".join(map(str, self.loads.busy()))
         whose = ("the engine" if engines == 1 else f"engines {busy}") if busy else others
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
-            f"{self.fleet.keep_logs()}"
+            f"{self.fleet.roster.keep_logs()}"
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """What has happened to engines and environments since the last call. In the dispatcher's thread."""
+        """Metrics of engines and environments since the last call. In the dispatcher's thread."""
         deaths, self.num_deaths = self.fleet.roster.num_deaths - self.num_deaths, self.fleet.roster.num_deaths
         replayed, self.num_replayed = self.num_replayed, 0
         return {
@@ -150,13 +182,13 @@ class Dispatcher:
         """Sample these turns of groups that were sent before. In the dispatcher's thread.
 
         Args:
-            together: nothing else is being sampled, and what engines do shall depend on these requests alone, not on the moment
-                at which each arrives.
+            together: nothing else is being sampled, and the engines' work must depend on these requests alone, not on the moment at
+                which each arrives.
         """
         if not (together and self.is_sampling):
             self._queue(requests)
             return
-        self.fleet.pause("keep")  # what is cached of the earlier turns
+        self.fleet.pause("keep")  # the cache of the earlier turns
         self._queue(requests)
         self.fleet.resume()
 
@@ -172,7 +204,7 @@ class Dispatcher:
         self._fail(err)
 
     def numbers_that_wait(self) -> list[int]:
-        """The groups to train on of which no engine has been given anything. In the dispatcher's thread."""
+        """The groups to train on that no engine has begun. In the dispatcher's thread."""
         groups = self.unfinished.groups if self.interaction else self.waiting
         return sorted(group.number for group in groups if group.is_training and not group.has_begun)
 
@@ -181,7 +213,7 @@ class Dispatcher:
         self._dispatch()
 
     def pause(self) -> Future[None]:
-        """Have the engines sample no more; done when none of them does. In the dispatcher's thread.
+        """Have the engines sample no more; done when none of them samples. In the dispatcher's thread.
 
         Engines that are drained sample all turns of the groups that they have begun.
         """
@@ -206,30 +238,31 @@ class Dispatcher:
         self._dispatch()
 
     def _replay(self, engine: int) -> None:
-        """What an engine had goes to the others, before all that waits: it was to be sampled first."""
+        """Requests of an engine that is lost go to the others, before all that wait: they were to be sampled first."""
         self.polled.discard(engine)
-        requests = self.shares.drop(engine)
+        requests = self.loads.drop(engine)
         numbers = [request.number for request in requests if request.is_training and request.is_beginning]
         for turn in [request.turn for request in requests if request.turn and request.is_beginning]:
             turn.whole.has_begun = False
         self.unfinished.review()
         self.num_replayed += len(numbers)
-        self.on_replay(numbers)
+        if self.listener is not None:
+            self.listener.replayed(numbers)
         if requests:
             say(f"groups of engine {engine} that begin again on others: {len(requests)}")
         self.waiting = sorted([*requests, *self.waiting], key=_urgency)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give the engines what they have room for."""
+        """Give the engines as many requests as they have room for."""
         if self.fleet.is_aborted:
             self._fail(EngineError("generation was aborted"))
             return
-        engines = self.fleet.open
+        engines = self.fleet.roster.open
         given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
         while self.waiting and not self._is_held(self.waiting[0]):
             request = self.waiting[0]
-            if (place := self.shares.give(request, engines)) is None:
+            if (place := self.loads.give(request, engines)) is None:
                 break
             del self.waiting[0]
             engine, number = place
@@ -248,7 +281,7 @@ class Dispatcher:
         return self.holds_training and request.is_training and not may_end
 
     def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
-        # What is sampled beside an evaluation must not change it, nor the moment at which a tool answers another trajectory.
+        # An evaluation must not change with the training beside it, nor a turn with the moment at which a tool answers another one.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         is_free = self.interaction is not None and not self.interaction.in_rounds
         seeds = self.fleet.seeds_prompts or sampling.is_timed or is_beside_training or is_free
@@ -266,27 +299,32 @@ class Dispatcher:
             return
         arrays = answer.result()
         numbers = arrays["numbers"].tolist()
-        if not self.shares.has(number, numbers):
-            return  # It was given up meanwhile, and its groups have begun again on others.
+        if not self.loads.has(number, numbers):
+            return  # The engine was given up meanwhile, and its groups have begun again on others.
         self.polled.remove(number)
-        requests = self.shares.of(number, numbers)
+        requests = self.loads.of(number, numbers)
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem
         for each in numbers:
-            self.shares.finish(number, each)
-        if number in self.shares.busy():
+            self.loads.finish(number, each)
+        if number in self.loads.busy():
             self._poll(number, engine)
         self._dispatch()
         for request, group in zip(requests, groups, strict=True):
             request.done(group)
 
     def _fail(self, err: Exception) -> None:
-        failed, self.waiting = self.shares.clear() + self.waiting, []
+        failed, self.waiting = self.loads.clear() + self.waiting, []
         for request in failed:
             request.failed(err)
         self.unfinished.fail(err)
-        self.on_failure(err)
+        if self.listener is not None:
+            self.listener.failed(err)
+
+    def _load_changed(self) -> None:
+        if self.listener is not None:
+            self.listener.load_changed()
 
 
 def _submitted(batch: PromptBatch, engine: Engine) -> Future[None]:
@@ -294,7 +332,7 @@ def _submitted(batch: PromptBatch, engine: Engine) -> Future[None]:
 
 
 def _settled(calls: Sequence[Future[None]]) -> Future[None]:
-    """Done when all these calls of engines are, well or not: an engine that fails is no longer waited for."""
+    """Done when all these calls of engines have succeeded or failed: an engine that fails is no longer waited for."""
     whole: Future[None] = Future()
     left = set(calls)
 

@@ -1,29 +1,28 @@
-"""The run's engines as one: calls go to all that take part, and an engine whose call fails is lost, see `Roster`.
+"""The run's engines as one: calls that go to several engines at once, and the weight sync. An engine whose call fails is lost.
 
-Rank 0 makes one; it does not know what runs the engines.
+Rank 0 makes one. It does not know what runs the engines; `Roster` knows which there are and starts them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import announced
 from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError, Pause
-from mgrpo.rollout.roster import Roster, Start, say
+from mgrpo.rollout.roster import Roster, say
 
 T = TypeVar("T")
 
 OWN_WORD_S = 1.0
-"""How long an engine may take to say itself why learners could not reach it."""
+"""Seconds that an engine has to say itself why learners could not reach it."""
 
 
 class PendingCall(NamedTuple):
-    """What an engine was asked to do."""
+    """A call of an engine that may not have been answered yet."""
 
     engine: Engine
     answer: Future[None]
@@ -38,38 +37,27 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
-        settings: EngineSettings,
+        roster: Roster,
         *,
         seed: int,
         seeds_prompts: bool = False,
         pauses: Pause = "drain",
         meeting_host: str | None = None,
-        keep_logs: Callable[[], str] = str,
-        start: Start | None = None,
-        max_restarts: int | None = None,
     ) -> None:
         """
         Args:
-            seed: of the run.
+            seed: the run's.
             seeds_prompts: the engines' sampler has no stream that can be seeded, so every prompt needs its own seed.
-            pauses: what becomes of completions that have begun when the engines pause.
+            pauses: the fate of completions that have begun when the engines pause.
             meeting_host: address of rank 0's machine for engines on others; None: all engines are on it.
-            keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
-            start: without it an engine that fails is given up.
-            max_restarts: see `Members`.
         """
-        self.settings, self.seed, self.keep_logs = settings, seed, keep_logs
-        self.seeds_prompts, self.pauses, self.meeting_host = seeds_prompts, pauses, meeting_host
-        self.roster = Roster(engines, settings, keep_logs=keep_logs, start=start, max_restarts=max_restarts)
-        self.members = self.roster.members
+        self.roster, self.members, self.settings = roster, roster.members, roster.settings
+        self.seed, self.seeds_prompts, self.pauses, self.meeting_host = seed, seeds_prompts, pauses, meeting_host
         self.is_aborted = False
-        self.on_failure: Callable[[str], None] = lambda reason: None
-        """Called from any thread when the engines' runtime has failed and no call can succeed any more."""
 
     @property
     def engines(self) -> list[Engine]:
-        """By number, those that are gone as well."""
+        """By number, also those that are gone."""
         return self.roster.engines
 
     def wait_ready(self) -> None:
@@ -83,18 +71,13 @@ class Fleet:
         late = self._wait(starts, what, field, limit_s, return_when=FIRST_EXCEPTION)
         for call in starts.values():
             if call.answer.done() and (err := call.answer.exception()) is not None:
-                raise EngineError(f"could not {what}: {err}{self.keep_logs()}") from err
+                raise EngineError(f"could not {what}: {err}{self.roster.keep_logs()}") from err
         if late:
-            raise EngineError(f"{self._late(what, field, limit_s, late)}{self.keep_logs()}")
+            raise EngineError(f"{self._late(what, field, limit_s, late)}{self.roster.keep_logs()}")
         self.roster.started()
 
-    def fail(self, reason: str) -> None:
-        """What runs the engines has failed. From any thread."""
-        self.roster.end(f"{reason}{self.keep_logs()}")
-        self.on_failure(str(self.roster.failure))
-
     def abort(self) -> None:
-        """End what is being sampled, for good and without waiting. May be called from any thread."""
+        """End all sampling for good, without waiting. May be called from any thread."""
         self.is_aborted = True
         for engine in self.engines:
             engine.abort()
@@ -103,12 +86,6 @@ class Fleet:
         """Raise EngineError after `abort`."""
         if self.is_aborted:
             raise EngineError("generation was aborted")
-
-    @property
-    def open(self) -> dict[int, Engine]:
-        """Those that may be given groups. What is asked of one of these never reaches another that has taken its place."""
-        with self.roster.lock:
-            return {number: self.engines[number] for number in self.members.open}
 
     def call(self, number: int, engine: Engine, ask: Callable[[Engine], Future[T]], what: str) -> Future[T]:
         """Ask an engine to do something; if that fails, the engine is lost."""
@@ -129,12 +106,12 @@ class Fleet:
         return {n: PendingCall(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
 
     def pause(self, how: Pause | None = None) -> list[Future[None]]:
-        """Have the engines sample no more, as `pauses` says unless `how` does."""
+        """Have the engines sample no more: in the way of `how`, by default that of `pauses`."""
         calls = self.calls(self.members.sampling, lambda _, engine: engine.pause(how or self.pauses), "pause")
         return [call.answer for call in calls.values()]
 
     def resume(self, numbers: Collection[int] | None = None) -> None:
-        """Have the engines sample, or these."""
+        """Have these engines sample; by default all of them."""
         numbers = self.members.sampling if numbers is None else numbers
         self.calls(numbers, lambda _, engine: engine.resume(), "resume")
 
@@ -170,9 +147,9 @@ class Fleet:
         """Wait for engines, at most `weight_sync_timeout` seconds; those that have not done their part are lost.
 
         Args:
-            failures: why learners could not do theirs, by engine.
+            failures: why learners could not do their part, by engine.
         Returns:
-            The engines that have.
+            The engines that have done it.
         Raises:
             EngineError: too few are left to wait for.
         """
@@ -196,7 +173,7 @@ class Fleet:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether so few engines serve that one which has loaded its model cannot wait for the next ordinary weight sync."""
+        """Whether engines have loaded their models and too few serve to wait for the next ordinary weight sync."""
         with self.roster.lock:
             return bool(self.members.stale) and len(self.members.open) < self.settings.min_engines
 
@@ -207,7 +184,7 @@ class Fleet:
             return self.members.is_settled and len(self.members.syncing) >= self.settings.min_engines
 
     def wait_for_members(self) -> None:
-        """Wait for that.
+        """Wait until `are_members_there`.
 
         Raises:
             EngineError: too few are left to wait for.
@@ -219,7 +196,7 @@ class Fleet:
                 self.roster.changed.wait(0.1)
 
     def begin_sync(self, *, only_stale: bool = False) -> dict[int, int]:
-        """The engines that take part in a weight sync, each with the generation it is of."""
+        """Begin a weight sync: the engines that take part, each with its generation."""
         if not only_stale:
             self.roster.see_off()
         with self.roster.lock:
@@ -229,13 +206,13 @@ class Fleet:
             return {number: self.members[number].generation for number in seats}
 
     def seated(self, seats: Mapping[int, int]) -> list[int]:
-        """Those of them that have not failed since."""
+        """Those of `begin_sync` that have not failed since."""
         with self.roster.lock:
             members = self.members
             return [n for n, seat in seats.items() if members[n].is_in_transfer and members[n].generation == seat]
 
     def end_sync(self, version: int, calls: Calls, done: Collection[int]) -> None:
-        """The engines in `done` have the weights."""
+        """End a weight sync: of the engines that were called, those in `done` have the weights."""
         served = []
         with self.roster.lock:
             self.members.num_syncs += bool(done)
@@ -246,7 +223,7 @@ class Fleet:
         for number in served:
             if self.members[number].generation or self.members.num_syncs > 1:
                 say(f"engine {number} has joined and serves the weights of version {version}")
-            self.roster.on_serving(number)
+            self.roster.tell_serving(number)
         self.roster.synced()
 
     def _wait(self, calls: Calls, what: str, field: str, limit_s: float, return_when: str = ALL_COMPLETED) -> list[int]:

@@ -1,4 +1,4 @@
-"""Signs of life: an engine that has died while nothing was asked of it, or that hangs, is found by its silence."""
+"""Signs of life: an engine that has died while it was idle, or that hangs, is found by its silence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_BEAT_S = 5.0
 
 
 class Heartbeat:
-    """Asks every engine that has loaded its model for a sign of life, again and again."""
+    """Asks every engine that has loaded its model for a sign of life, at intervals."""
 
     def __init__(self, roster: Roster, *, patience_s: float) -> None:
         """
@@ -36,7 +36,7 @@ class Heartbeat:
         self._closed.set()
 
     def beat(self, seconds: float) -> None:
-        """So much time has passed since the last beat."""
+        """Do what is due when `seconds` have passed since the last beat."""
         roster = self.roster
         with roster.lock:
             suspects, late = roster.members.pass_time(seconds)
@@ -71,7 +71,7 @@ class Heartbeat:
                 self.roster.lost(number, engine, f"could not answer: {err}")
             elif is_back:
                 say(f"engine {number} answers again")
-                self.roster.on_serving(number)
+                self.roster.tell_serving(number)
 
         engine.ping().add_done_callback(answered)
 

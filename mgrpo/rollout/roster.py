@@ -1,6 +1,6 @@
-"""The engines that there are, and what becomes of one that fails: its groups go to the others, and it is started again.
+"""The engines that there are. One that fails is started again, and its groups go to the others.
 
-It has its number for life; whoever holds an engine that another has replaced can do no more harm with it.
+An engine keeps its number for life. Calls to an engine that another has replaced change nothing here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import Background
@@ -22,6 +22,19 @@ Start = Callable[[int], Engine]
 """Begins to start the engine with this number, the first time or again. RuntimeError: there is no room for it."""
 
 
+class EngineListener(Protocol):
+    """The one that gives engines groups. It may be told from any thread."""
+
+    def lost(self, engine: int) -> None:
+        """An engine samples no more."""
+
+    def serving(self, engine: int) -> None:
+        """An engine may be given groups, for the first time since its start or again; it is paused."""
+
+    def ended(self, err: EngineError) -> None:
+        """The run cannot go on."""
+
+
 class Roster:
     """The engines of a run, by number. Methods may be called from any thread."""
 
@@ -30,19 +43,19 @@ class Roster:
         engines: Sequence[Engine],
         settings: EngineSettings,
         *,
-        keep_logs: Callable[[], str],
-        start: Start | None,
-        max_restarts: int | None,
+        keep_logs: Callable[[], str] = str,
+        start: Start | None = None,
+        max_restarts: int | None = None,
     ) -> None:
         """
         Args:
-            keep_logs: see `Fleet`.
+            keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
             start: None: an engine that fails is given up.
             max_restarts: see `Members`.
         """
-        self.engines, self.keep_logs = list(engines), keep_logs
+        self.engines, self.settings, self.keep_logs = list(engines), settings, keep_logs
         self._alive: list[Engine | None] = list(engines)
-        """Those that have not failed since their start."""
+        """By number; None for an engine that has failed and was not replaced."""
         self.min_engines = settings.min_engines
         self.members = Members(
             len(engines),
@@ -58,17 +71,24 @@ class Roster:
         self.failure: EngineError | None = None
         """Why the run cannot go on."""
         self.num_deaths = 0
-        self.on_lost: Callable[[int], None] = lambda number: None
-        """Called from any thread when an engine samples no more."""
-        self.on_serving: Callable[[int], None] = lambda number: None
-        """Called from any thread when an engine may be given groups for the first time since its start; it is paused."""
-        self.on_end: Callable[[EngineError], None] = lambda err: None
-        """Called from any thread when the run cannot go on."""
+        self.listener: EngineListener | None = None
+        """None: no engine has been given anything yet."""
         self._start = start
         self._starts = Background("engine-starts")
         for number in range(len(engines)):
             self._await_start(number)
         self.has_started = all(engine.ready.done() for engine in engines)
+
+    def listen(self, listener: EngineListener) -> None:
+        """Tell `listener` from here on, and nobody else. Call it before `open`."""
+        self.listener = listener
+
+    @property
+    def open(self) -> dict[int, Engine]:
+        """Engines that may be given groups. What is asked of one of these never reaches another that has taken its place."""
+        assert self.listener is not None, "nobody would learn that an engine has lost its groups"
+        with self.lock:
+            return {number: self.engines[number] for number in self.members.open}
 
     def started(self) -> None:
         """All engines have loaded their models: those that fail from here on are started again."""
@@ -82,7 +102,7 @@ class Roster:
             self.is_closed = True
 
     def describe(self) -> list[dict[str, Any]]:
-        """What is known of each engine, in JSON."""
+        """The state of each engine, in JSON."""
         with self.lock:
             return [
                 {"engine": m.number, "state": m.state.value, "starts": m.generation + 1, "last_failure": m.reason}
@@ -146,7 +166,7 @@ class Roster:
     def _see_off(self, number: int) -> None:
         say(f"engine {number} is gone")
         self._starts.submit(self.engines[number].close)
-        self.on_lost(number)
+        self._tell_lost(number)
 
     def lost(self, number: int, engine: Engine, reason: str) -> None:
         """An engine has failed. Nothing happens when that is known, or when another has taken its place."""
@@ -160,7 +180,7 @@ class Roster:
             is_last = self.members[number].state is State.RETIRED
             self.changed.notify_all()
         self._starts.submit(engine.close)
-        self.on_lost(number)
+        self._tell_lost(number)
         logs = ""
         with suppress(OSError):  # of a full disk: failover must not depend on them
             logs = self.keep_logs()
@@ -171,12 +191,22 @@ class Roster:
         if self.failure is None:
             say(f"engine {number} is dead and is {fate}: {reason}{logs}")
 
+    def _tell_lost(self, number: int) -> None:
+        if self.listener is not None:
+            self.listener.lost(number)
+
+    def tell_serving(self, number: int) -> None:
+        """An engine may be given groups, for the first time since its start or again."""
+        if self.listener is not None:
+            self.listener.serving(number)
+
     def end(self, reason: str) -> None:
         """The run cannot go on."""
         with self.lock:
             failure = self.failure = self.failure or EngineError(reason)
             self.changed.notify_all()
-        self.on_end(failure)
+        if self.listener is not None:
+            self.listener.ended(failure)
 
     def raise_failure(self) -> None:
         """Raise EngineError when the run cannot go on."""
@@ -184,7 +214,7 @@ class Roster:
             raise self.failure
 
     def synced(self) -> None:
-        """A weight sync is over: what failed before the first one is started again after it."""
+        """A weight sync is over: engines that failed before the first one are started again after it."""
         self._tend()
 
     def _tend(self) -> None:
@@ -194,7 +224,7 @@ class Roster:
                 return
             members = self.members
             dead = members.numbers(lambda member: member.state is State.DEAD)
-            # What has kept all engines from their first weights would do so again.
+            # The cause that has kept all engines from their first weights would do so again.
             waits = members.needs_weights and not members.num_syncs
             if len(members.lasting) >= self.min_engines and not (waits and len(dead) == len(members.lasting)):
                 for number in () if waits else dead:
@@ -225,7 +255,7 @@ class Roster:
         why = ""
         try:
             engine = self._start(number)
-        except Exception as err:  # of Ray, say: whatever it is, the engine is not there
+        except Exception as err:  # Ray's, for example: whatever it is, the engine is not there
             why = f"could not start an engine: {err}"
         with self.lock:
             self.engines[number] = self._alive[number] = engine
@@ -250,11 +280,11 @@ class Roster:
             if is_late:
                 say(f"engine {number} has loaded its model" + ("" if serves else " and waits for a weight sync"))
             if is_late and serves:
-                self.on_serving(number)
+                self.tell_serving(number)
 
         engine.ready.add_done_callback(started)
 
 
 def say(text: str) -> None:
-    """One line for whoever watches the run."""
+    """Print one line for the user who watches the run."""
     print(f"mgrpo: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""The door to the engines: what runs them is chosen here and nowhere above."""
+"""The door to the engines: Ray or servers are chosen here, and nothing above knows which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from mgrpo.config import Config, ConfigError
@@ -10,6 +11,7 @@ from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.heartbeat import Heartbeat
+from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.node import RayNode
@@ -26,11 +28,17 @@ def engines_are_local(config: Config) -> bool:
 
 
 @contextmanager
-def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]:
+def started_fleet(
+    config: Config, *, num_local_learners: int, on_failure: Callable[[str], object] | None
+) -> Iterator[Fleet]:
     """Start the configuration's engines, without waiting for them; they end with the context.
 
     Call on rank 0, from the main thread, to which the engines' processes are tied, and before Megatron is imported: engines take
     longest to start.
+
+    Args:
+        on_failure: called once, from a thread, with the reason why Ray itself has failed and no call can succeed any more; None where
+            all that wait for engines wait for a call, which fails then.
     """
     if config.engine.vllm_mode == "server":
         with _connected_fleet(config) as fleet:
@@ -38,35 +46,43 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
         return
     cluster = Cluster(config, num_local_learners=num_local_learners)
     try:
-        fleet = Fleet(
+        roster = Roster(
             cluster.engines,
             config.engine,
-            seed=config.experiment.seed,
-            seeds_prompts=cluster.on_gpu,
-            pauses=_pauses(config),
-            meeting_host=cluster.address,
             keep_logs=cluster.keep_logs,
             start=cluster.start,
             # One that starts beside a learner would find no room on its GPU.
             max_restarts=0 if config.engine.shares_gpus else config.engine.engine_max_restarts,
         )
-        cluster.on_failure = fleet.fail
-        with _watched(fleet):
-            yield fleet
+
+        def failed(failure: Future[str]) -> None:
+            roster.end(f"{failure.result()}{cluster.keep_logs()}")
+            if on_failure is not None:
+                on_failure(str(roster.failure))
+
+        cluster.failure.add_done_callback(failed)
+        with _watched(roster):
+            yield Fleet(
+                roster,
+                seed=config.experiment.seed,
+                seeds_prompts=cluster.on_gpu,
+                pauses=_pauses(config),
+                meeting_host=cluster.address,
+            )
     finally:
         cluster.close()
 
 
 @contextmanager
-def _watched(fleet: Fleet) -> Iterator[None]:
-    """The engines are asked for signs of life; none is missed after the context."""
-    heartbeat = Heartbeat(fleet.roster, patience_s=fleet.settings.engine_heartbeat_timeout)
+def _watched(roster: Roster) -> Iterator[None]:
+    """The engines are asked for signs of life within the context; after it none is missed."""
+    heartbeat = Heartbeat(roster, patience_s=roster.settings.engine_heartbeat_timeout)
     heartbeat.start()
     try:
         yield
     finally:
         heartbeat.close()
-        fleet.roster.close()
+        roster.close()
 
 
 @contextmanager
@@ -74,7 +90,7 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
     """Servers that run already, when all of them are ready; they go on after the context.
 
     Raises:
-        ConfigError: what is wrong with any of them.
+        ConfigError: with every problem of each.
     """
     from mgrpo.rollout.vllm.http_engine import HttpEngine
     from mgrpo.rollout.vllm.server_calls import ServerError
@@ -99,20 +115,17 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
             problems += failure.problems if isinstance(failure, ServerError) else [str(failure)]
         if problems:
             raise ConfigError(problems)
-        fleet = Fleet(
-            engines,
-            settings,
-            seed=config.experiment.seed,
-            # A server queues prompts in the order in which they happen to arrive.
-            seeds_prompts=True,
-            pauses=_pauses(config),
-            meeting_host=meeting_host(config),
-            start=again,
-            # Others start it again, or do not.
-            max_restarts=None,
-        )
-        with _watched(fleet):
-            yield fleet
+        # Others start a server again, or do not.
+        roster = Roster(engines, settings, start=again, max_restarts=None)
+        with _watched(roster):
+            yield Fleet(
+                roster,
+                seed=config.experiment.seed,
+                # A server queues prompts in the order in which they happen to arrive.
+                seeds_prompts=True,
+                pauses=_pauses(config),
+                meeting_host=meeting_host(config),
+            )
     finally:
         for engine in engines:
             engine.close()

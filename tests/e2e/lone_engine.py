@@ -8,6 +8,7 @@ from typing import Any
 
 from mgrpo.config import from_values
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 
 
@@ -16,7 +17,7 @@ def lone_engine(values: Mapping[str, Any]) -> Iterator[Fleet]:
     """The fleet of it, ready; settings as in a file."""
     cluster = Cluster(from_values(values), num_local_learners=0)
     try:
-        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
+        fleet = Fleet(Roster(cluster.engines, cluster.settings, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet
     finally:

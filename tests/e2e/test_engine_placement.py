@@ -31,7 +31,7 @@ def test_several_workers_on_gpus_run_without_rays_executor(monkeypatch, tmp_path
     monkeypatch.setattr(cluster, "serving_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(actor, "EngineActor", Probe)
     values = {"model_name_or_path": "m", "output_dir": str(tmp_path), "vllm_tensor_parallel_size": 2}
-    with started_fleet(from_values(values), num_local_learners=0) as fleet:
+    with started_fleet(from_values(values), num_local_learners=0, on_failure=None) as fleet:
         assert fleet.engines[0].ready.result(120) == "mp"
         assert fleet.seeds_prompts
 
@@ -63,7 +63,7 @@ try:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     actor.EngineActor, cluster.serving_gpus = Probe, lambda: ["0"]
     config = from_values({"model_name_or_path": "m", "ray_address": head, "vllm_tensor_parallel_size": 2})
-    with started_fleet(config, num_local_learners=0) as fleet:
+    with started_fleet(config, num_local_learners=0, on_failure=None) as fleet:
         print(json.dumps(fleet.engines[0].ready.result(60)))
 finally:
     for part in ray:
@@ -117,7 +117,7 @@ def engines():
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     actor.EngineActor = Probe
     values = {"model_name_or_path": "m", "ray_address": "10.77.0.1:21234", "vllm_num_engines": 2}
-    with started_fleet(from_values({**values, "output_dir": str(end.parent)}), num_local_learners=0) as fleet:
+    with started_fleet(from_values({**values, "output_dir": str(end.parent)}), num_local_learners=0, on_failure=None) as fleet:
         found = [engine.ready.result(60) for engine in fleet.engines]
         os.environ["GLOO_SOCKET_IFNAME"] = "veth0"  # as of rank 0 when it meets the others
         other = found.index(max(found))

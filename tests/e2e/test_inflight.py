@@ -12,6 +12,7 @@ import torch
 from mgrpo.config import from_values
 from mgrpo.rollout.engine import Completions, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.group import open_store
 from tests.e2e.test_weight_sync import HOST, make_sender
@@ -56,7 +57,7 @@ def engine(models):
     )
     cluster = Cluster(config, num_local_learners=0)
     try:
-        fleet = Fleet(cluster.engines, config.engine, seed=1, keep_logs=cluster.keep_logs)
+        fleet = Fleet(Roster(cluster.engines, config.engine, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet.engines[0]
     finally:

@@ -15,6 +15,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
@@ -65,7 +66,7 @@ def fleet(models):
     cluster = Cluster(config("start"), num_local_learners=0)
     try:
         cluster.start_engines(config("sent"))
-        fleet = Fleet(cluster.engines, config("start").engine, seed=1, keep_logs=cluster.keep_logs)
+        fleet = Fleet(Roster(cluster.engines, config("start").engine, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet
     finally:

@@ -75,6 +75,7 @@ def sync_with_engines_that_fail(
 def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
+    from mgrpo.rollout.roster import Roster
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.train.engine_weights import EngineWeights
 
@@ -82,13 +83,13 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
     policy = make_sharded_policy(model_dir, layout)
     lead, fleet = Lead(), None
     if dist.get_rank() == 0:
-        fleet = Fleet(
+        roster = Roster(
             [ReceivingEngine(policy.shape) for _ in range(2)],
             settings,
-            seed=1,
             start=lambda number: ReceivingEngine(policy.shape),
             max_restarts=5,
         )
+        fleet = Fleet(roster, seed=1)
     weights = EngineWeights(
         policy,
         shape=policy.shape,

@@ -122,6 +122,7 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.model_io.hf_export import export_hf
     from mgrpo.rollout.fleet import Fleet
+    from mgrpo.rollout.roster import Roster
     from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
     from tests.tiny_models import load_hf
@@ -153,7 +154,7 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
             layout=policy.layout,
             settings=engine_settings,
             lead=trainer.lead,
-            fleet=Fleet([ScriptedEngine()], engine_settings, seed=1) if dist.get_rank() == 0 else None,
+            fleet=Fleet(Roster([ScriptedEngine()], engine_settings), seed=1) if dist.get_rank() == 0 else None,
             host_group=learner.host_group,
         )
         # Like the real one it has views from the beginning.

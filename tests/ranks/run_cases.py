@@ -53,6 +53,7 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
 
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
+    from mgrpo.rollout.roster import Roster
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
@@ -65,7 +66,7 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
         layout=policy.layout,
         settings=settings,
         lead=Lead(),
-        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1, meeting_host=meeting_host),
+        fleet=Fleet(Roster([ScriptedEngine(fails="join")], settings), seed=1, meeting_host=meeting_host),
         host_group=host_group(),
     )
     try:
@@ -83,6 +84,7 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
 
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
+    from mgrpo.rollout.roster import Roster
     from mgrpo.run.ranks import lead
     from mgrpo.run.train import engine_weights
     from tests.scripted_engine import ScriptedEngine
@@ -102,7 +104,7 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
             layout=SimpleNamespace(),
             settings=settings,
             lead=lead.Lead(),
-            fleet=Fleet([ScriptedEngine()], settings, seed=1),
+            fleet=Fleet(Roster([ScriptedEngine()], settings), seed=1),
             host_group=dist.group.WORLD,
         )
     weights.sender = SimpleNamespace(generations={0: 0}, send=send)
@@ -117,8 +119,8 @@ class GivenGroups:
         self.lead, self.parts, self.groups = trainer_parts.pop("lead"), trainer_parts, groups
 
     def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
-        from mgrpo.run.produce.producer import Rollouts
-        from mgrpo.run.produce.step_batch import Batch, make_batch
+        from mgrpo.run.produce.step_batch import make_batch
+        from mgrpo.run.records import Batch, Rollouts
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
         batch = self.lead.call(

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -64,8 +64,8 @@ class Cluster:
         self.is_closing = False
         self.address: str | None = None
         """Of this machine in a cluster that was joined."""
-        self.on_failure: Callable[[str], None] = lambda reason: None
-        """Called from a thread when Ray itself has failed."""
+        self.failure: Future[str] = Future()
+        """Done, with the reason, when Ray itself has failed: no engine answers any more."""
         self.logs = Path(config.experiment.output_dir).absolute() / FOLDER
         """What each engine prints, while the run lives and after it."""
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ class Cluster:
             return  # its daemons end because they are told to
         for engine in self.engines:
             engine.fail(reason)
-        self.on_failure(reason)
+        self.failure.set_result(reason)
 
     def close(self) -> None:
         """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""

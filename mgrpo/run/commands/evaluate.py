@@ -101,7 +101,10 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
     prepare_environment(config)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:
+        with (
+            locked([config.experiment.output_dir]),
+            started(config, inputs, num_local_learners=0, on_failure=None) as parts,
+        ):
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
             yield config, prepare(config, parts)

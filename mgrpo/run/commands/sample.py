@@ -19,7 +19,7 @@ from mgrpo.types import Completion, Prompt, Score
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mgrpo.run.produce.evaluator import Evaluation
+    from mgrpo.run.records import Evaluation
 
 FLAG = "--num"
 DEFAULT_NUM = 4

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from mgrpo.config import Config
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
 from mgrpo.rollout.collect import EVALUATION, seed_of
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.types import Prompt, RewardContext, RolloutGroup, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The scored groups of all held-out prompts, in their order."""
-
-    groups: list[ScoredGroup]
-    sources: Sequence[str]
-    """The dataset of each."""
-    generate_s: float
-    total_s: float
-    """Seconds of generation and scoring, and of what lies between."""
-    reward_metrics: Mapping[str, float]
-    """What reward functions have logged, as `eval/custom/...`."""
+from mgrpo.run.records import Evaluation
+from mgrpo.types import Prompt, RewardContext, RolloutGroup
 
 
 class Evaluator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,8 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
+from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RolloutGroup, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The scored groups of one step, in the order of their prompts."""
-
-    groups: list[ScoredGroup]
-    """To train on."""
-    dropped: list[ScoredGroup]
-    """Sampled, but not worth training on."""
-    replayed: Sequence[ScoredGroup] = ()
-    """Of earlier steps, to train on in place of dropped ones."""
-    replay_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the replay buffer, if there is one."""
-    generate_s: float = 0.0
-    """Seconds for which the learners waited for engines."""
-    score_s: float = 0.0
-    """Seconds for which they then waited for scores."""
-    engine_s: float = 0.0
-    """Seconds for which engines had work since the last step was handed over."""
-    num_admitted: int = 0
-    """Groups that have begun since then."""
-    engine_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What has happened to engines since then."""
-    reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What judges have cost so far, and what reward functions have logged in this step."""
-    num_excluded: int = 0
-    """Prompts that were found solved for good in this step, and are not sampled again."""
 
 
 class Producer:
@@ -69,8 +41,6 @@ class Producer:
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
-        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
-        dispatcher.shares.on_change = self._note_work
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -82,6 +52,7 @@ class Producer:
         """Whether the engines sample, and more groups may be admitted."""
         self.busy = Stopwatch()
         """Runs while engines have work."""
+        dispatcher.listen(self)
 
     def begin(self) -> None:
         """The engines have the weights of the last step: sample. Returns at once, and may be called again."""
@@ -116,7 +87,7 @@ class Producer:
     def state_dict(self) -> dict[str, Any]:
         """See `Groups.state_dict`."""
         return self.thread.submit(
-            lambda: self.groups.state_dict() | {"engines": self.dispatcher.shares.state_dict()}
+            lambda: self.groups.state_dict() | {"engines": self.dispatcher.loads.state_dict()}
         ).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,7 +95,7 @@ class Producer:
         self.thread.submit(partial(self._load, state)).result()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.dispatcher.shares.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
+        self.dispatcher.loads.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
         for part in self.groups.load_state_dict(state):
             self.scoring.add(part)
 
@@ -150,11 +121,12 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self._note_work()
+        self.load_changed()
 
-    def _note_work(self) -> None:
+    def load_changed(self) -> None:
+        """See `TrainingListener`."""
         is_sampling = self.is_running and self.dispatcher.is_sampling
-        self.busy.run(is_sampling and bool(self.dispatcher.shares.busy()))
+        self.busy.run(is_sampling and bool(self.dispatcher.loads.busy()))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
@@ -171,8 +143,8 @@ class Producer:
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
-    def _replay(self, numbers: Sequence[int]) -> None:
-        """The engine that had these groups has failed."""
+    def replayed(self, numbers: Sequence[int]) -> None:
+        """See `TrainingListener`."""
         self.groups.stream.replay(numbers)
 
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
@@ -221,7 +193,7 @@ class Producer:
 
     def _hand_over(self, *, prepare: bool) -> None:
         self.taking = None
-        self.dispatcher.shares.learn(group.sampled for group in self.groups.take() if group.sampled)
+        self.dispatcher.loads.learn(group.sampled for group in self.groups.take() if group.sampled)
         self.busy.reset()
         if self.groups.takes_turns:
             # What the engines hold of the old weights is dropped while the learners train.
@@ -230,6 +202,7 @@ class Producer:
                 self.groups.stream.update()
                 self._admit()
 
-    def _fail(self, err: Exception) -> None:
+    def failed(self, err: Exception) -> None:
+        """See `TrainingListener`."""
         self.failure = self.failure or err
         self._advance()

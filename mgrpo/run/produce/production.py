@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,10 +73,12 @@ class Production:
 
 
 @contextmanager
-def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
+def started(
+    config: Config, inputs: Inputs, *, num_local_learners: int, on_failure: Callable[[str], object] | None
+) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
-    Call from the main thread, see `started_fleet`.
+    Call from the main thread, see `started_fleet`, also for `on_failure`.
     """
     startup = StartUp()
     assert inputs.prompts is not None, "checked: the rows are prompts"
@@ -86,7 +88,7 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
         rewarder.start()
         startup.say(_beginning(config))
         with (
-            started_fleet(config, num_local_learners=num_local_learners) as fleet,
+            started_fleet(config, num_local_learners=num_local_learners, on_failure=on_failure) as fleet,
             _interacting(config, inputs) as interaction,
         ):
             yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.run.produce.evaluator import Evaluation
 from mgrpo.run.produce.production import Production
-from mgrpo.run.produce.step_batch import Batch, make_batch
+from mgrpo.run.produce.step_batch import make_batch
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.train.due import evaluates_after
+from mgrpo.run.records import Batch, Evaluation, evaluates_after
 
 T = TypeVar("T")
 

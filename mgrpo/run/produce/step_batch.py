@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,31 +12,7 @@ from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.parallel.attention import shared_prompts_pay
-from mgrpo.run.produce.producer import Rollouts
-from mgrpo.types import PackLengths, TrainSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one step trains on. Every rank has the index and its own slice, rank 0 also where they come from."""
-
-    index: dict[str, np.ndarray]
-    """What all ranks know of the packs of every pass, see `packing.to_slices`."""
-    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
-    """Of this rank; empty until it has been received."""
-    slices: Sequence[packing.Slice] = ()
-    """Of every data-parallel rank; on rank 0, until they are sent."""
-    rollouts: Rollouts | None = None
-    policy_version: int = 0
-    """Of the weights that the step starts from."""
-    samples: Sequence[TrainSample] = ()
-    lengths: PackLengths | None = None
-    """Those of the packs of one pass over the samples; on rank 0."""
-
-    @property
-    def num_sampled(self) -> int:
-        """Prompts that were sampled, also those whose groups are not trained on."""
-        return int(self.index["num_sampled"][0])
+from mgrpo.run.records import Batch, Rollouts
 
 
 def turn_credit(config: Config) -> TurnCredit | None:

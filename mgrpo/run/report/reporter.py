@@ -33,12 +33,9 @@ from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:
-    from mgrpo.run.produce.evaluator import Evaluation
-    from mgrpo.run.produce.producer import Rollouts
-    from mgrpo.run.produce.step_batch import Batch
     from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.records import Batch, Evaluation, Learned, Rollouts
     from mgrpo.run.report.throughput import Throughput
-    from mgrpo.run.train.learner import Learned
 
 _log = logging.getLogger(__name__)
 

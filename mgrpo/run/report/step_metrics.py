@@ -10,9 +10,8 @@ from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:
-    from mgrpo.run.produce.step_batch import Batch
+    from mgrpo.run.records import Batch, Learned
     from mgrpo.run.report.throughput import Throughput
-    from mgrpo.run.train.learner import Learned
 
 
 class Clock:

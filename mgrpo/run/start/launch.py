@@ -210,13 +210,13 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Liveness, lo
         from mgrpo.run.commands.engines import controllable
         from mgrpo.run.produce.production import started
 
+        # The main thread may be in a collective that waits for the engines.
+        leave = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
         with (
             locked(owned_folders(config)) as release,
-            started(config, inputs, num_local_learners=num_local_learners()) as parts,
+            started(config, inputs, num_local_learners=num_local_learners(), on_failure=leave) as parts,
             controllable(parts.fleet.roster, config.experiment.output_dir),
         ):
-            # The main thread may be in a collective that waits for the engines.
-            parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:

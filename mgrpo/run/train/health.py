@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from mgrpo.config import Config
 from mgrpo.rollout.engine import NotFiniteError
-from mgrpo.run.train.learner import Learned, some
+from mgrpo.run.records import Learned
+from mgrpo.run.train.learner import some
 from mgrpo.run.train.resume import States
 
 MAX_SKIPPED = 3

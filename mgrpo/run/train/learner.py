@@ -34,7 +34,7 @@ from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.policy.reference_policy import Reference
 from mgrpo.policy.weights import Read
 from mgrpo.run.inputs.continuing import adapter_record
-from mgrpo.run.train.due import is_due
+from mgrpo.run.records import Learned, is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
@@ -58,30 +58,6 @@ class MiniBatch:
         if isinstance(self.denominators, float):
             return self.denominators
         return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """Results of a training step on one rank."""
-
-    results: list[StepResult]
-    """Of each optimizer step; none if no token was trained."""
-    metrics: dict[str, float]
-    """Over all ranks and mini-batches."""
-    learning_rate: float
-    """Of the last update; of the next one where there was none."""
-    not_finite: list[str]
-    """Tensors of the policy that are not finite after the step, on any rank."""
-
-    @property
-    def has_learned(self) -> bool:
-        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
-        return any(result.is_finite and result.grad_norm > 0 for result in self.results)
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether the weights have changed; an update whose gradient is not finite is skipped."""
-        return any(result.is_finite for result in self.results)
 
 
 class Learner:

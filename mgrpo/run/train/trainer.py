@@ -26,10 +26,10 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
+from mgrpo.run.records import evaluates_after, is_due
 from mgrpo.run.report.reporter import Reporter, SilentReporter, shared_best
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
-from mgrpo.run.train.due import evaluates_after, is_due
 from mgrpo.run.train.engine_weights import EngineWeights
 from mgrpo.run.train.gpu_turns import GpuTurns
 from mgrpo.run.train.health import Health

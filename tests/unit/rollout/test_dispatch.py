@@ -14,9 +14,10 @@ from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.requests import prompt_seeds
+from mgrpo.rollout.roster import Roster
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine, Told
 
 
 def numbered(index: int) -> Prompt:
@@ -37,7 +38,7 @@ def dispatcher(
         {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64, **settings}
     )
     engines = [ScriptedEngine(answers=answers) for _ in range(num_engines)]
-    fleet = Fleet(engines, config.engine, seed=1, seeds_prompts=seeds_prompts)
+    fleet = Fleet(Roster(engines, config.engine), seed=1, seeds_prompts=seeds_prompts)
     own = Dispatcher(
         fleet,
         config.rollout,
@@ -59,13 +60,13 @@ def train(own: Dispatcher, prompts: Sequence[Prompt]) -> list[Future[RolloutGrou
             if not group.done():
                 group.set_exception(err)
 
-    own.on_failure = fail
+    own.listen(Told(fail))
     requests = [own.for_training(0, asked, group.set_result) for asked, group in zip(prompts, groups, strict=True)]
     own.thread.submit(lambda: own.send(requests)).result()
     return groups
 
 
-def shares(own: Dispatcher) -> list[list[int]]:
+def given(own: Dispatcher) -> list[list[int]]:
     """The prompts that each engine has been given and has not answered, by their row."""
     return [[int(tokens[0]) for tokens, _ in engine.queued.values()] for engine in own.fleet.engines]
 
@@ -94,52 +95,52 @@ def test_a_group_goes_to_the_engine_with_the_least_to_write() -> None:
     """Equal numbers of requests are not equal work: one long prompt holds its engine for as long as many short ones."""
     own = dispatcher(num_engines=2, answers=False, response_length=1)
     train(own, [numbered(60), *(numbered(i) for i in range(4))])
-    assert shares(own) == [[60], [0, 1, 2, 3]]
+    assert given(own) == [[60], [0, 1, 2, 3]]
     answer(own, 0, 60)
     train(own, [numbered(5), numbered(6)])
-    assert shares(own) == [[5, 6], [0, 1, 2, 3]]
+    assert given(own) == [[5, 6], [0, 1, 2, 3]]
 
 
 def test_the_expected_length_is_that_of_the_answers_so_far() -> None:
     """At first the longest possible one; it changes with the steps alone, so that a resumed run chooses the same engines."""
     own = dispatcher(response_length=64)
     groups = [group.result(10) for group in train(own, [numbered(1), numbered(3)])]
-    assert own.shares.state_dict() == {"lengths": [0, 0]}
-    own.shares.learn(groups)
-    assert own.shares.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
+    assert own.loads.state_dict() == {"lengths": [0, 0]}
+    own.loads.learn(groups)
+    assert own.loads.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
     request = own.for_training(0, numbered(9), print)
-    assert own.shares.cost(request) == 10 + 2 * 3
+    assert own.loads.cost(request) == 10 + 2 * 3
     again = dispatcher()
-    assert again.shares.cost(request) == 10 + 2 * 64
-    again.shares.load_state_dict(own.shares.state_dict())
-    assert again.shares.cost(request) == own.shares.cost(request)
+    assert again.loads.cost(request) == 10 + 2 * 64
+    again.loads.load_state_dict(own.loads.state_dict())
+    assert again.loads.cost(request) == own.loads.cost(request)
 
 
 def test_what_an_engine_has_no_room_for_waits_where_it_can_still_go_anywhere() -> None:
     """An engine's own queue is a commitment: an idle engine beside it could not take over."""
     own = dispatcher(num_engines=2, answers=False, limit=4)
     train(own, [numbered(i) for i in range(7)])
-    assert shares(own) == [[0, 2], [1, 3]]
+    assert given(own) == [[0, 2], [1, 3]]
     answer(own, 1, 3)
-    assert shares(own) == [[0, 2], [1, 4]]
+    assert given(own) == [[0, 2], [1, 4]]
     answer(own, 1, 1, 4)
-    assert shares(own) == [[0, 2], [5, 6]]
+    assert given(own) == [[0, 2], [5, 6]]
 
 
 def test_a_full_engine_does_not_keep_others_from_work() -> None:
     """The one with the least to write may be the one that has no room, where its prompts are short."""
     own = dispatcher(num_engines=2, answers=False, limit=4, response_length=1)
     train(own, [numbered(50), numbered(0), numbered(1), numbered(2)])
-    assert shares(own) == [[50, 2], [0, 1]]
+    assert given(own) == [[50, 2], [0, 1]]
 
 
 def test_a_group_larger_than_the_room_of_an_engine_is_sampled_all_the_same() -> None:
     """The run would wait for ever."""
     own = dispatcher(answers=False, limit=1)
     train(own, [numbered(0), numbered(1)])
-    assert shares(own) == [[0]]
+    assert given(own) == [[0]]
     answer(own, 0, 0)
-    assert shares(own) == [[1]]
+    assert given(own) == [[1]]
 
 
 def test_while_the_engines_are_paused_only_an_evaluation_goes_out() -> None:
@@ -148,15 +149,15 @@ def test_while_the_engines_are_paused_only_an_evaluation_goes_out() -> None:
     train(own, [numbered(0), numbered(1)])
     own.holds_training = True
     answer(own, 0, 0)
-    assert shares(own) == [[]]
+    assert given(own) == [[]]
     whole = own.sample_evaluation([numbered(7)])
     own.thread.submit(lambda: None).result()
-    assert shares(own) == [[7]]
+    assert given(own) == [[7]]
     answer(own, 0, 7)
-    assert own.wait(whole)[0].prompt.id == (0, 7) and shares(own) == [[]]
+    assert own.wait(whole)[0].prompt.id == (0, 7) and given(own) == [[]]
     own.holds_training = False
     own.thread.submit(own.resume).result()
-    assert shares(own) == [[1]]
+    assert given(own) == [[1]]
 
 
 def test_an_aborted_evaluation_is_an_error() -> None:
@@ -243,7 +244,7 @@ def test_on_gpus_or_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_
         own.wait(own.sample_evaluation([numbered(i) for i in range(4)]))
         train(own, [numbered(4 + i) for i in range(4)])
         batches = [engine.batches for engine in own.fleet.engines]
-        assert all(batch.sampling.stop_strings == stop_strings for share in batches for batch in share)
+        assert all(batch.sampling.stop_strings == stop_strings for each in batches for batch in each)
         by_call = [sorted(np.concatenate([batch.seeds for batch in call])) for call in zip(*batches, strict=True)]
         seeds[num_engines, is_resumed] = by_call
     assert seeds[1, False] == seeds[3, False] and seeds[3, True] == seeds[3, False][1:]

@@ -6,18 +6,21 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout import members
+from mgrpo.rollout import members, start
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.heartbeat import Heartbeat
 from mgrpo.rollout.members import State
+from mgrpo.rollout.roster import Roster
 from tests.builders import prompt
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine, Told
 
 
 class Run:
@@ -28,13 +31,13 @@ class Run:
     ):
         self.config = from_values({"num_samples_per_prompt_rollout": 2, "vllm_num_engines": count, **settings})
         self.started: list[int] = []
-        self.fleet = Fleet(
+        roster = Roster(
             [ScriptedEngine(answers=False) for _ in range(count)],
             self.config.engine,
-            seed=1,
             start=start or self.start,
             max_restarts=self.config.engine.engine_max_restarts,
         )
+        self.fleet = Fleet(roster, seed=1)
         self.dispatcher = Dispatcher(
             self.fleet,
             self.config.rollout,
@@ -44,11 +47,17 @@ class Run:
             samples_per_engine=limit,
         )
         self.came: Counter[int] = Counter()
-        self.replayed: list[int] = []
-        self.failure: Exception | None = None
-        self.dispatcher.on_replay = self.replayed.extend
-        self.dispatcher.on_failure = lambda err: setattr(self, "failure", err)
+        self.told = Told()
+        self.dispatcher.listen(self.told)
         self.dispatcher.thread.submit(self.dispatcher.resume).result()
+
+    @property
+    def replayed(self) -> list[int]:
+        return self.told.replays
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.told.failure
 
     def start(self, number: int) -> Engine:
         self.started.append(number)
@@ -385,3 +394,33 @@ def test_after_the_end_no_engine_is_missed() -> None:
     run.fleet.resume()
     run.settle()
     assert not run.started and run.fleet.roster.num_deaths == 0
+
+
+def test_a_wiring_that_was_forgotten_is_found_at_the_first_group() -> None:
+    """The groups of an engine that fails would be waited for, without a limit."""
+    fleet = Fleet(Roster([ScriptedEngine()], from_values({}).engine), seed=1)
+    with pytest.raises(AssertionError, match="nobody would learn that an engine has lost its groups"):
+        fleet.roster.open  # noqa: B018
+    rollout = from_values({}).rollout
+    own = Dispatcher(fleet, rollout, run_seed=1, decode=lambda tokens: [], stop_token_ids=())
+    assert list(fleet.roster.open) == [0]
+    with pytest.raises(AssertionError, match="nobody would learn that the group begins again or never comes"):
+        own.for_training(0, prompt(), print)
+
+
+@pytest.mark.parametrize("when", ["before the fleet is there", "later"])
+def test_the_failure_of_ray_itself_ends_the_run_and_is_told_with_the_logs(monkeypatch, when) -> None:
+    """The main thread may be in a collective that waits for the engines, and would hear of it after hours."""
+    cluster = SimpleNamespace(engines=[ScriptedEngine()], failure=Future(), on_gpu=False, address=None)
+    cluster.keep_logs, cluster.start, cluster.close = lambda: "; logs", print, lambda: None
+    monkeypatch.setattr(start, "Cluster", lambda config, num_local_learners: cluster)
+    told: list[str] = []
+    if when != "later":
+        cluster.failure.set_result("Ray's raylet has ended")
+    with start.started_fleet(from_values({}), num_local_learners=1, on_failure=told.append) as fleet:
+        if when == "later":
+            assert not told
+            cluster.failure.set_result("Ray's raylet has ended")
+        with pytest.raises(EngineError, match=r"^Ray's raylet has ended; logs$"):
+            fleet.roster.raise_failure()
+    assert told == ["Ray's raylet has ended; logs"]

@@ -10,13 +10,14 @@ from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from tests.scripted_engine import ScriptedEngine
 
 SETTINGS = dataclasses.replace(EngineSettings(), weight_sync_timeout=1, engine_start_timeout=1)
 
 
 def fleet(*engines: ScriptedEngine) -> Fleet:
-    return Fleet(engines, SETTINGS, seed=5, keep_logs=lambda: "; logs are in out/engine_logs")
+    return Fleet(Roster(engines, SETTINGS, keep_logs=lambda: "; logs are in out/engine_logs"), seed=5)
 
 
 def test_each_engine_samples_a_step_from_a_stream_of_its_own() -> None:

@@ -22,9 +22,10 @@ from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Asked, Interaction
+from mgrpo.rollout.roster import Roster
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import ScriptedEngine, Told
 
 
 class Said:
@@ -114,7 +115,7 @@ def playing(
     """Engines that sample, two samples for each prompt, and environments that end after so many turns."""
     config = from_values({"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64})
     engines = [ScriptedEngine(answers=answers) for _ in range(num_engines)]
-    fleet = Fleet(engines, config.engine, seed=1, seeds_prompts=seeds_prompts)
+    fleet = Fleet(Roster(engines, config.engine), seed=1, seeds_prompts=seeds_prompts)
     place = Place(turns)
     interaction = Interaction(
         place,
@@ -149,7 +150,7 @@ def begin(own: Dispatcher, *prompts: Prompt) -> list[Future[RolloutGroup]]:
             if not group.done():
                 group.set_exception(err)
 
-    own.on_failure = fail
+    own.listen(Told(fail))
     requests = [
         own.for_training(n, p, group.set_result) for n, (p, group) in enumerate(zip(prompts, groups, strict=True))
     ]
@@ -254,8 +255,6 @@ def test_engines_that_are_drained_sample_the_turns_that_are_left() -> None:
 def test_turns_of_an_engine_that_dies_go_on_elsewhere() -> None:
     """Only what had just begun is sampled again from its prompt."""
     with playing(num_engines=2, in_rounds=False, answers=False) as (own, _):
-        replayed: list[int] = []
-        own.on_replay = replayed.extend
         (group,) = begin(own, PROMPTS[1])
         first, second = own.fleet.engines
         wait_until(lambda: first.queued)
@@ -265,7 +264,7 @@ def test_turns_of_an_engine_that_dies_go_on_elsewhere() -> None:
         wait_until(lambda: second.queued)
         assert [tokens.tolist() for tokens, _ in second.queued.values()] == [[11, 11, 11, 11, 99]] * 2
         second.answer(*second.queued)
-        assert len(group.result(10).completions) == 2 and not replayed
+        assert len(group.result(10).completions) == 2 and not own.listener.replays
 
 
 def test_a_pause_does_not_wait_for_a_group_that_its_engine_has_lost() -> None:

@@ -8,8 +8,10 @@ from mgrpo.config import Config, from_values
 from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from mgrpo.run.produce.evaluator import Evaluator
-from mgrpo.run.produce.producer import Producer, Rollouts
+from mgrpo.run.produce.producer import Producer
+from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
@@ -56,7 +58,7 @@ def config(**settings) -> Config:
 
 
 def dispatcher(own: Config, engine: ScriptedEngine | None = None) -> Dispatcher:
-    fleet = Fleet([engine or ScriptedEngine()], own.engine, seed=own.experiment.seed)
+    fleet = Fleet(Roster([engine or ScriptedEngine()], own.engine), seed=own.experiment.seed)
     return Dispatcher(
         fleet, own.rollout, run_seed=own.experiment.seed, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=()
     )

@@ -9,13 +9,13 @@ import pytest
 from mgrpo.layout import Layout
 from mgrpo.packing import from_slice
 from mgrpo.parallel import backend
-from mgrpo.run.produce.producer import Rollouts
+from mgrpo.run.records import Rollouts
 from mgrpo.types import ScoredGroup
 from tests.builders import completion, prompt, scored_group
 from tests.unit.run.producing import config
 
 if TYPE_CHECKING:
-    from mgrpo.run.produce.step_batch import Batch
+    from mgrpo.run.records import Batch
 
 
 def group(number: int, rewards: tuple[float, float] = (0.0, 1.0)) -> ScoredGroup:

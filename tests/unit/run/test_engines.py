@@ -12,6 +12,7 @@ from mgrpo.cli import main
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.members import State
+from mgrpo.rollout.roster import Roster
 from mgrpo.run.commands.engines import NAME, controllable
 from tests.scripted_engine import ScriptedEngine
 
@@ -20,9 +21,9 @@ from tests.scripted_engine import ScriptedEngine
 def fleet(tmp_path):
     """Of two engines, which can be asked about in `tmp_path`."""
     engines = [ScriptedEngine() for _ in range(2)]
-    own = Fleet(engines, EngineSettings(), seed=1, start=lambda number: ScriptedEngine(hangs="start"), max_restarts=3)
-    with controllable(own.roster, tmp_path):
-        yield own
+    own = Roster(engines, EngineSettings(), start=lambda number: ScriptedEngine(hangs="start"), max_restarts=3)
+    with controllable(own, tmp_path):
+        yield Fleet(own, seed=1)
 
 
 def test_engines_are_listed_added_and_removed(fleet, tmp_path, capsys) -> None:
@@ -84,6 +85,6 @@ def test_other_users_are_not_answered(fleet, tmp_path, capsys, monkeypatch) -> N
 
 def test_after_the_run_nothing_is_left(tmp_path) -> None:
     """A later run in the folder has engines of its own."""
-    with controllable(Fleet([ScriptedEngine()], EngineSettings(), seed=1).roster, tmp_path):
+    with controllable(Roster([ScriptedEngine()], EngineSettings()), tmp_path):
         assert (tmp_path / NAME).is_file()
     assert not (tmp_path / NAME).exists()

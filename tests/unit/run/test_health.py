@@ -11,8 +11,8 @@ from mgrpo.parallel import backend
 backend.install()
 
 from mgrpo.policy.policy import StepResult  # noqa: E402  after the CPU stand-in
+from mgrpo.run.records import Learned  # noqa: E402
 from mgrpo.run.train.health import MAX_SKIPPED, Health  # noqa: E402
-from mgrpo.run.train.learner import Learned  # noqa: E402
 
 
 def skipped(*, loss_scale=None, has_overflowed=False):

@@ -12,6 +12,7 @@ import pytest
 from mgrpo.config import Config, from_values
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import Roster
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
 from mgrpo.run.produce.production import Production, Started, prepare
@@ -60,7 +61,7 @@ def checked(config: Config) -> Inputs:
 
 def prepared(config: Config, engine: ScriptedEngine | None = None) -> Production:
     inputs = checked(config)
-    fleet = Fleet([engine or ScriptedEngine()], config.engine, seed=1)
+    fleet = Fleet(Roster([engine or ScriptedEngine()], config.engine), seed=1)
     return prepare(config, Started(inputs=inputs, fleet=fleet, rewarder=ScriptedRewarder(lambda index: (0.0, 1.0))))
 
 
@@ -87,7 +88,7 @@ def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> No
     lines: list[str] = []
     parts = Started(
         inputs=checked(config),
-        fleet=Fleet([ScriptedEngine()], config.engine, seed=1),
+        fleet=Fleet(Roster([ScriptedEngine()], config.engine), seed=1),
         rewarder=ScriptedRewarder(lambda index: (0.0, 1.0)),
         startup=StartUp(began=next(now), clock=lambda: next(now), write=lines.append),
     )

@@ -294,13 +294,13 @@ def test_the_twins_answer_every_call_of_the_trainer(role) -> None:
         node.name: {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)}
         | {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-        for node in ast.walk(ast.parse((room / f"{role.lower()}.py").read_text()))
+        for node in ast.walk(ast.parse(next(room.rglob(f"{role.lower()}.py")).read_text()))
         if isinstance(node, ast.ClassDef)
     }
     called = {
         node.attr
         for name in ("trainer.py", "assembly.py", "launch.py")
-        for node in ast.walk(ast.parse((room / name).read_text()))
+        for node in ast.walk(ast.parse(next(room.rglob(name)).read_text()))
         if isinstance(node, ast.Attribute)
         and role.lower() in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
     }

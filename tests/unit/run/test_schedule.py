@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.run.train.due import evaluates_after, is_due
+from mgrpo.run.records import evaluates_after, is_due
 from tests.unit.run.producing import config
 
 

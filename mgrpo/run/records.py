@@ -1,0 +1,120 @@
+"""The records that producing, training and reporting hand to each other, and the steps after which something is due.
+
+Data only, so that these folders need not import each other. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mgrpo.config import Config
+from mgrpo.types import PackLengths, ScoredGroup, TrainSample
+
+if TYPE_CHECKING:
+    from mgrpo.packing import Slice
+    from mgrpo.policy.policy import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The scored groups of one step, in the order of their prompts."""
+
+    groups: list[ScoredGroup]
+    """The groups to train on."""
+    dropped: list[ScoredGroup]
+    """Groups that were sampled, but have nothing to learn from."""
+    replayed: Sequence[ScoredGroup] = ()
+    """Groups of earlier steps, to train on in place of dropped ones."""
+    replay_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The replay buffer's, if there is one."""
+    generate_s: float = 0.0
+    """Seconds for which the learners waited for engines."""
+    score_s: float = 0.0
+    """Seconds for which they then waited for scores."""
+    engine_s: float = 0.0
+    """Seconds for which engines had work since the last step was handed over."""
+    num_admitted: int = 0
+    """Groups that have begun since then."""
+    engine_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Failures, replays and environments since then."""
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The cost of judges so far, and the values that reward functions have logged in this step."""
+    num_excluded: int = 0
+    """Prompts that were found solved for good in this step, and are not sampled again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The packs of one step. Every rank has the index and its own slice, rank 0 also the rollouts and samples behind them."""
+
+    index: dict[str, np.ndarray]
+    """The figures that all ranks know of the packs of every pass, see `packing.to_slices`."""
+    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
+    """This rank's packs; empty until they have been received."""
+    slices: Sequence[Slice] = ()
+    """The packs of every data-parallel rank; on rank 0, until they are sent."""
+    rollouts: Rollouts | None = None
+    policy_version: int = 0
+    """The version of the weights that the step starts from."""
+    samples: Sequence[TrainSample] = ()
+    lengths: PackLengths | None = None
+    """The lengths of the packs of one pass over the samples; on rank 0."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Prompts that were sampled, also those whose groups are not trained on."""
+        return int(self.index["num_sampled"][0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """The results of a training step on one rank."""
+
+    results: list[StepResult]
+    """One for each optimizer step; none if no token was trained."""
+    metrics: dict[str, float]
+    """Metrics over all ranks and mini-batches."""
+    learning_rate: float
+    """The learning rate of the last update; of the next one where there was none."""
+    not_finite: list[str]
+    """Tensors of the policy that are not finite after the step, on any rank."""
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
+        return any(result.is_finite and result.grad_norm > 0 for result in self.results)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the weights have changed; an update whose gradient is not finite is skipped."""
+        return any(result.is_finite for result in self.results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The scored groups of all held-out prompts, in their order."""
+
+    groups: list[ScoredGroup]
+    sources: Sequence[str]
+    """The dataset of each group."""
+    generate_s: float
+    """Seconds of generation."""
+    total_s: float
+    """Seconds of generation and scoring, and of the time between them."""
+    reward_metrics: Mapping[str, float]
+    """The values that reward functions have logged, as `eval/custom/...`."""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never for 0 or less."""
+    return every > 0 and step % every == 0
+
+
+def evaluates_after(config: Config, step: int) -> bool:
+    """Whether an evaluation follows training step `step`; the one after training is not counted."""
+    return is_due(step, config.experiment.local_eval_every) and step < config.num_training_steps
