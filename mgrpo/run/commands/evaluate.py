@@ -25,8 +25,9 @@ from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.rollout.start import machine_problems
+from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.reading import as_functions
-from mgrpo.run.inputs.snapshots import located
+from mgrpo.run.inputs.snapshots import located, names_some
 from mgrpo.run.report.result import EvaluationResult
 from mgrpo.run.start.check import file_problems, with_prompts
 
@@ -86,7 +87,8 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
     Raises:
         ConfigError: see `evaluate`.
     """
-    config = located(config)
+    continued, _ = look_for_state(config) if names_some(config) else (None, "")
+    config = located(config, continued)
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)

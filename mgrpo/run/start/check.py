@@ -19,7 +19,7 @@ from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON, files_beside, torch_dist_folder, weight_problems
 from mgrpo.rollout.start import machine_problems
-from mgrpo.run.inputs.continuing import changes, find_state, resume_problems, saved_adapters
+from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 def check_run(
     config: Config,
+    continued: Continued | None,
+    about_state: str,
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
@@ -41,6 +43,8 @@ def check_run(
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
 
+    Args:
+        continued, about_state: rank 0's result of `look_for_state`.
     Returns:
         On rank 0 the configuration with its length, which the other ranks do not know if it follows from the data.
     Raises:
@@ -86,7 +90,9 @@ def check_run(
             problems = find(config)
         problems += output_problems(config, shape if is_sound and config.has_length else None)
         if is_sound:
-            found, remarks = _state_problems(config, shape, inputs)
+            found = [about_state] if about_state else []
+            if continued:
+                found, remarks = _about(continued, config, shape, inputs)
             problems += [problem for problem in found if problem not in problems]
     if problems:
         raise ConfigError(problems)
@@ -147,22 +153,18 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
     return replace(inputs, prompts=prompts) if inputs else None
 
 
-def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | None) -> tuple[list[str], list[str]]:
+def _about(
+    continued: Continued, config: Config, shape: ModelShape | None, inputs: Inputs | None
+) -> tuple[list[str], list[str]]:
     """What is wrong with the state that the run continues, and what the user should know about it."""
-    try:
-        stored, remarks = find_state(config)
-    except (ValueError, OSError) as err:
-        return [str(err)], []
-    if stored is None:
-        return [], remarks
     problems = resume_problems(
         config,
-        stored,
+        continued,
         shape=shape,
         data=inputs.train.content if inputs else None,
-        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(stored) else None,
+        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(continued) else None,
     )
-    return list(problems), [*remarks, *changes(config, stored)]
+    return list(problems), [*continued.passed_over, *changes(config, continued)]
 
 
 def _base(config: Config, shape: ModelShape) -> str | None:

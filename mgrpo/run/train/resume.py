@@ -68,7 +68,7 @@ class States:
             ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
         while True:
-            path = self._shared(path or "")
+            path = self.lead.share(lambda own=path: own)
             if not path:
                 return None
             checkpoint, problem, previous = self._try(path, shape)
@@ -82,10 +82,6 @@ class States:
                 raise ConfigError([problems[0][0]])
             self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
             path = problems[0][1]
-
-    def _shared(self, text: str) -> str:
-        """Rank 0's text."""
-        return self.lead.share(lambda: {"text": np.frombuffer(text.encode(), np.uint8)})["text"].tobytes().decode()
 
     def _try(self, path: str, shape: ModelShape) -> tuple[Checkpoint | None, str, str | None]:
         """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
@@ -119,9 +115,9 @@ class States:
         shapes = learner.state.full_shapes() | {ROLLOUTS: {name: tuple(own.shape) for name, own in arrays.items()}}
         added = [Part(ROLLOUTS, Box(name, (0,), tuple(own.shape)), own) for name, own in arrays.items()]
         place = step_path(self.root, step)
-        if problem := self._shared(self._no_room(shapes)):
+        if problem := self.lead.share(lambda: self._no_room(shapes)):
             raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
-        attempt = self._shared(secrets.token_hex(8))
+        attempt = self.lead.share(lambda: secrets.token_hex(8))
         self._agree(partial(self.saver.save, step, [*learner.state.parts(), *added], state, shapes, attempt))
         return place
 

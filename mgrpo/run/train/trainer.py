@@ -10,12 +10,14 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from mgrpo.checkpoint.space import OutputError, wait_for_room
@@ -27,7 +29,7 @@ from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
 from mgrpo.run.records import evaluates_after, is_due
-from mgrpo.run.report.reporter import Reporter, SilentReporter, shared_best
+from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
 from mgrpo.run.train.engine_weights import EngineWeights
@@ -112,7 +114,7 @@ class Trainer:
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
         self.states.wait()
-        best = shared_best(self.lead, self.reporter)
+        best = self.lead.share(lambda: self.reporter.best_step)
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
             output_dir=self.output_dir,
@@ -252,15 +254,16 @@ class Trainer:
         self.lead.pulse.at(f"saving the state of step {self.done}")
         if self.turns:
             self.turns.learners()
-        state = self.state_dict()
-        rollouts = state["head"].pop("rollouts", {})
+        state, rollouts = self.state_dict()
         place = self.states.save(self.done, self.learner, state, rollouts)
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything except tensors, in JSON, and what was sampled and not trained on; complete on rank 0."""
-        return {
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Everything except tensors, in JSON; and the arrays of what was sampled and not trained on. Complete on rank 0."""
+        sampled = self.source.state_dict()
+        rollouts = sampled.pop("rollouts", {})
+        state = {
             "step": self.done,
             "is_followed_up": self.is_followed_up,
             "policy_version": self.version,
@@ -270,16 +273,22 @@ class Trainer:
             "model": asdict(self.learner.shape),
             **origin(self.config),
             "learner": self.learner.state_dict(),
-            "head": {**self.source.state_dict(), **self.reporter.state_dict()},
+            "source": sampled,
+            "reporter": self.reporter.state_dict(),
         }
+        return state, rollouts
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Mapping[str, np.ndarray]) -> None:
+        """Continue where `state_dict` was taken; the learner was built from its checkpoint already.
+
+        Args:
+            state: in the form of `Continued.state`.
+        """
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
         self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
         self.version, self.health.skipped = state["policy_version"], state["skipped"]
         self.health.has_trained = self.version > 0
-        self.source.load_state_dict({"step": state["step"], **state["head"]})
+        self.source.load_state_dict({"step": state["step"], **state["source"], "rollouts": rollouts})
 
     def close(self, cause: str = "") -> None:
         """Leave all process groups. Collective; `cause` as for the reporter."""
