@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.counting import counts_of, same_counts
 from mgrpo.config.load import as_config, with_tools
-from mgrpo.config.tracking import Tracking
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
 from mgrpo.run.inputs.continuing import Continued, look_for_state
 from mgrpo.run.inputs.disk_space import owned_folders
+from mgrpo.run.inputs.lesser_runs import for_one_step
 from mgrpo.run.inputs.lock import in_use, locked
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located, names_some, origin
 from mgrpo.run.ranks import ending
+from mgrpo.run.ranks.engine_requests import controllable
 from mgrpo.run.ranks.liveness import Liveness
 from mgrpo.run.ranks.process import (
     Store,
@@ -137,29 +138,8 @@ def try_out(config: Config) -> None:
     )
     leads = rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
-        one_step = dataclasses.replace(
-            config,
-            experiment=dataclasses.replace(
-                config.experiment,
-                total_episodes=config.batch_size,
-                num_train_epochs=None,
-                output_dir=folder,
-                local_eval_every=-1,
-            ),
-            rollout=dataclasses.replace(config.rollout, save_traces=False),
-            tracking=Tracking(report_to=("none",)),
-            # A model that is always right or always wrong must do its step as well.
-            algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
-            checkpoint=dataclasses.replace(
-                config.checkpoint,
-                save_final=False,
-                checkpoint_state_freq=-1,
-                checkpoint_state_dir=None,
-                gs_checkpoint_state_dir=None,
-                resume="never",
-            ),
-        )
-        _start(one_step, dataclasses.replace(inputs, evaluates=False) if inputs else None)
+        tried = dataclasses.replace(inputs, evaluates=False) if inputs else None
+        _start(for_one_step(config, folder), tried)
     if leads:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 
@@ -245,7 +225,6 @@ def _run_with_engines(
     try:
         if inputs is None:
             return _run(config, None, None, stop, watch, loss)
-        from mgrpo.run.commands.engines import controllable
         from mgrpo.run.produce.production import started
 
         # The main thread may be in a collective that waits for the engines.

@@ -158,7 +158,7 @@ def test_what_is_made_ready_is_an_evaluation_and_ends_with_its_context(
     events: list[str] = []
 
     @contextmanager
-    def started(config: Config, inputs: Any, *, num_local_learners: int) -> Iterator[SimpleNamespace]:
+    def started(config: Config, inputs: Any, *, num_local_learners: int, on_failure: None) -> Iterator[SimpleNamespace]:
         assert num_local_learners == 0 and inputs.prompts.language is not None
         events.append("started")
         yield SimpleNamespace(config=config, inputs=inputs)
