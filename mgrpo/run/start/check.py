@@ -50,7 +50,59 @@ def check_run(
     Raises:
         ConfigError: every problem at once.
     """
-    ranks = world_size()
+    hf_config, shape, about_model = _model(config)
+    find = partial(
+        found_problems,
+        world_size=world_size(),
+        hf_config=hf_config,
+        has_dataset=dataset is not None,
+        has_eval_dataset=eval_dataset is not None,
+        num_reward_funcs=len(functions),
+    )
+    problems = find(config)
+    if not any("model_name_or_path" in problem for problem in problems):
+        problems += about_model
+    problems += _loss_problems(config, loss)
+    if rank() != 0:
+        if problems:
+            raise ConfigError(problems)
+        return config, None
+    # What follows from several settings can be worked out only if each is sound.
+    is_sound = not problems
+    inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
+    problems += [problem for problem in found if problem not in problems]
+    problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
+    problems += tracker_problems(config)
+    if hf_config:
+        problems += file_problems(config, shape)
+        inputs = with_prompts(config, inputs, hf_config, problems)
+    if not problems:
+        config = _counted(config, inputs)
+        problems = find(config)
+    problems += output_problems(config, shape if is_sound and config.has_length else None)
+    remarks: list[str] = []
+    if is_sound:
+        found = [about_state] if about_state else []
+        if continued:
+            found, remarks = _about(continued, config, shape, inputs)
+        problems += [problem for problem in found if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    assert inputs is not None and shape is not None, "there would be problems with them"
+    for sentence in (
+        *config.notes,
+        *warnings(config, world_size=world_size(), hf_config=hf_config, num_reward_funcs=len(functions)),
+        *inputs.notes(config),
+        *room_notes(config, shape),
+        *remarks,
+        *filter(None, [token_warning(config)]),
+    ):
+        print(f"mgrpo: {sentence}", file=sys.stderr)
+    return config, inputs
+
+
+def _model(config: Config) -> tuple[HfConfig | None, ModelShape | None, list[str]]:
+    """The model's config.json and its shape, None where they cannot be read; what keeps this machine from training it."""
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
@@ -61,48 +113,7 @@ def check_run(
         )
     except ValueError as err:
         about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
-    inputs = None
-    find = partial(
-        found_problems,
-        world_size=ranks,
-        hf_config=hf_config,
-        has_dataset=dataset is not None,
-        has_eval_dataset=eval_dataset is not None,
-        num_reward_funcs=len(functions),
-    )
-    problems = find(config)
-    if not any("model_name_or_path" in problem for problem in problems):
-        problems += about_model
-    problems += _loss_problems(config, loss)
-    remarks: list[str] = []
-    if rank() == 0:
-        # What follows from several settings can be worked out only if each is sound.
-        is_sound = not problems
-        inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
-        problems += [problem for problem in found if problem not in problems]
-        problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
-        problems += tracker_problems(config)
-        if hf_config:
-            problems += file_problems(config, shape)
-            inputs = with_prompts(config, inputs, hf_config, problems)
-        if not problems:
-            config = _counted(config, inputs)
-            problems = find(config)
-        problems += output_problems(config, shape if is_sound and config.has_length else None)
-        if is_sound:
-            found = [about_state] if about_state else []
-            if continued:
-                found, remarks = _about(continued, config, shape, inputs)
-            problems += [problem for problem in found if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
-    if inputs is not None and shape is not None:
-        found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
-        token = token_warning(config)
-        remarks += [token] if token else []
-        for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
-            print(f"mgrpo: {sentence}", file=sys.stderr)
-    return config, inputs
+    return hf_config, shape, about_model
 
 
 def with_length(config: Config) -> Config:

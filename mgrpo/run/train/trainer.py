@@ -10,8 +10,8 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.records import evaluates_after, is_due
+from mgrpo.run.records import Learned, evaluates_after, is_due
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
@@ -78,6 +78,9 @@ class Trainer:
         self.saved = 0
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
+        """Metrics of the evaluation before training."""
+        self.clock = Clock()
+        """Of the present step."""
 
     def fit(self) -> TrainResult:
         """The whole run, or the rest of a run that left a checkpoint.
@@ -151,44 +154,50 @@ class Trainer:
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock, pulse = Clock(), self.lead.pulse
+        self.clock = Clock()
         if self.turns:
             self.send_weights()
-        pulse.at(f"step {step}, sampling")
-        with self.health.sampling():
+        with self.part(f"step {step}, sampling", "wait"), self.health.sampling():
             batch = self.source.next(step, self.version)
-        if self.turns:
-            self.turns.learners()
-        clock.split("wait")
+            if self.turns:
+                self.turns.learners()
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
         with self.profiler.step(step):
-            pulse.at(f"step {step}, training")
-            learned = self.learner.learn(batch.index, batch.slice, step=step)
-            self.health.check(learned, step)
-            clock.split("train")
+            with self.part(f"step {step}, training", "train"):
+                learned = self.learner.learn(batch.index, batch.slice, step=step)
+                self.health.check(learned, step)
             self.done, self.is_followed_up = step, False
             self.version += learned.has_updated
-            pulse.at(f"step {step}, waiting for the engines")
-            is_paused = self.source.pause()
-            clock.split("drain")
-            if is_paused:
-                pulse.at(f"step {step}, weight sync")
-                check = learned.has_updated and is_due(step, self.config.engine.weight_sync_check_every)
-                try:
-                    self.send_weights(have_changed=learned.has_updated, check=check)
-                except Stopped:
-                    is_paused = False
-                if is_paused and not self.turns:
-                    self.source.begin(step)
-            clock.split("sync")
+            with self.part(f"step {step}, waiting for the engines", "drain"):
+                goes_on = self.source.pause()
+            with self.part(f"step {step}, weight sync", "sync"):
+                goes_on = goes_on and self.hand_over(learned)
         sync_bytes = self.weights.bytes_moved
-        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
+        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=self.clock)
         if self.reporter.failure:
             self.lead.stop.set()
-        if not is_paused:
+        if not goes_on:
             raise Stopped
+        return True
+
+    @contextmanager
+    def part(self, name: str, split: str) -> Iterator[None]:
+        """A part of a step: `name` says to other ranks what this one does, its seconds are the clock's `split`."""
+        self.lead.pulse.at(name)
+        yield
+        self.clock.split(split)
+
+    def hand_over(self, learned: Learned) -> bool:
+        """Give the engines the weights of step `done`, and have them sample; False if the run was asked to end meanwhile."""
+        check = learned.has_updated and is_due(self.done, self.config.engine.weight_sync_check_every)
+        try:
+            self.send_weights(have_changed=learned.has_updated, check=check)
+        except Stopped:
+            return False
+        if not self.turns:
+            self.source.begin(self.done)
         return True
 
     def send_weights(self, *, have_changed: bool = True, check: bool = False) -> None:
