@@ -139,7 +139,7 @@ class Child:
         self._stdout.close()
 
     def events(self) -> dict[int, int]:
-        """What to wait for on each of its pipes, as `select.poll` takes it; then `pump`."""
+        """The events to wait for on each of its pipes, as `select.poll` takes them; then call `pump`."""
         if self.is_over:
             return {}
         reading = {self._stdout.fileno(): select.POLLIN}

@@ -78,7 +78,7 @@ def evaluate(
 
 @contextmanager
 def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Config, Production]]:
-    """Engines, environments and verifiers for the held-out prompts of `config`, and what it became for that.
+    """Engines, environments and verifiers for the held-out prompts of `config`, and the configuration that they have.
 
     Raises:
         ConfigError: see `evaluate`.
@@ -170,7 +170,7 @@ def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _unloadable(model: str | None) -> list[str]:
-    """Whether the folder is one of ours that an engine cannot load by itself."""
+    """A sentence about a folder of this project's that an engine cannot load by itself."""
     kinds = dict.fromkeys((TORCH_DIST_INDEX, TRACKER), "a checkpoint of Megatron-core")
     kinds |= {MEGATRON: "a Megatron folder", MANIFEST: "a training state"}
     for mark, kind in kinds.items():

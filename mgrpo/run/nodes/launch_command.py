@@ -1,4 +1,4 @@
-"""`mgrpo launch`: the flags, and the messages that end it."""
+"""`mgrpo launch`: its flags, their problems, and its exit code."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mgrpo.processes.tcp_links import GREETING_S, MAX_STRANGERS, Message, TcpLin
 from mgrpo.run.nodes.place import Place
 
 Event = tuple[int, Message | None]
-"""Which node, and what it says; None: it has gone."""
+"""A node and its message; None: it has gone."""
 
 RETRY_S = 0.5
 
@@ -34,15 +34,15 @@ class Meeting:
     def __init__(self, place: Place, about: Mapping[str, Any], *, secret: str | None) -> None:
         """
         Args:
-            about: what the others are compared with, see `wait`.
+            about: node 0's own description, with which those of the others are compared.
             secret: known to all nodes; None: whoever reaches the port may take part.
         """
         self.place = place
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.about: dict[int, Mapping[str, Any]] = {0: about}
-        """What each node that has come says of itself."""
+        """The description of each node that has come."""
         self.address = _resolve(place)
-        """Of node 0, as the others reach it."""
+        """The address at which the others reach node 0."""
         self._nodes: dict[int, TcpLink] = {}
         self._lock = threading.Lock()
         self._links = TcpLinks("meeting", on_message=self._heard, on_lost=self._lost)
@@ -101,14 +101,14 @@ class Meeting:
             return set(self._nodes)
 
     def say(self, message: Message) -> None:
-        """To all other nodes."""
+        """Send to all other nodes."""
         with self._lock:
             links = list(self._nodes.values())
         for link in links:
             link.send(message)
 
     def close(self) -> None:
-        """End it; the others take it for the end of node 0."""
+        """Close all connections; the others take it for the end of node 0."""
         self._links.close()
 
     def _refusal(self, rank: int, is_known: bool) -> Message:
@@ -145,7 +145,7 @@ class Guest:
         """Come to node 0, which may start later.
 
         Args:
-            about: what this node says of itself, given the address of its end of the connection.
+            about: makes this node's description, given the address of its end of the connection.
         Raises:
             MeetingError: node 0 has not answered within `timeout_s`.
             ConfigError: it refuses this node.
@@ -159,7 +159,7 @@ class Guest:
         self._link.prove(secret if is_secret else None, nonce, place.rank)
         told = about(self._link.own_address)
         self.address = told["address"]
-        """Of this node, as the others reach it."""
+        """The address at which the others reach this node."""
         self._link.send(told)
         self._links = TcpLinks(
             "node 0",
@@ -184,16 +184,16 @@ class Guest:
             time.sleep(RETRY_S)
 
     def say(self, message: Message) -> None:
-        """To node 0."""
+        """Send to node 0."""
         self._link.send(message)
 
     def close(self) -> None:
-        """Node 0 takes it for the end of this node."""
+        """Close the connection; node 0 takes it for the end of this node."""
         self._links.close()
 
 
 def differences(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What has to be equal on all nodes and is not, one sentence each, by what each says under `same`."""
+    """Sentences about what must be equal on all nodes, under `same` of their descriptions, and is not."""
     found = []
     for name, expected in about[0]["same"].items():
         others = {rank: told["same"].get(name) for rank, told in about.items() if told["same"].get(name) != expected}

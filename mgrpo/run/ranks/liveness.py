@@ -1,8 +1,8 @@
-"""Every learner says every few seconds that it lives and where it is, so that one that hangs is named.
+"""Every learner says every few seconds that it is alive and where it is, so that one that hangs is named.
 
 Rank 0 keeps a connection with each other rank, and every rank a thread that writes to it and reads from it. A process that
 has ended closes its connection; one that was stopped says nothing more; one that is caught in a loop says where. Collectives
-alone would wait for hours, and then name nobody.
+alone would wait for hours, and then name no rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mgrpo.processes.tcp_links import MAX_STRANGERS, ROUND_S, Message, TcpLink, 
 
 BEAT_S = 2.0
 SILENCE_S = 50.0
-"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names nobody."""
+"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names no rank."""
 MOVED_BYTES = 1 << 20
 """A rank that reads or writes this much between two beats makes progress: it loads or saves."""
 WAITING = (
@@ -42,7 +42,7 @@ WAITING = (
 
 
 class Pulse:
-    """Where this rank is. The main thread calls `at`; any thread may ask."""
+    """The place where this rank is in its work. The main thread calls `at`; any thread may ask."""
 
     def __init__(self) -> None:
         self.part = "starting"
@@ -76,7 +76,7 @@ class Pulse:
 
 @dataclass(slots=True, kw_only=True)
 class OtherRank:
-    """What is known of another rank, or of this one."""
+    """The last known state of another rank, or of this one."""
 
     who: str
     pid: int
@@ -87,7 +87,7 @@ class OtherRank:
     has_left: bool = False
 
     def update(self, state: dict[str, Any]) -> None:
-        """Take a beat."""
+        """Take the state of a beat."""
         self.heard = time.monotonic()
         if state.get("count") != self.state.get("count"):
             self.moved = self.heard
@@ -137,7 +137,7 @@ class Liveness:
         self._begun = self._last_round = self._next_beat = time.monotonic()
 
     def listen(self, host: str) -> str:
-        """Rank 0: open the door, and begin; where the others come, for `connect`."""
+        """Rank 0: listen, and begin; the invitation with which the others `connect`."""
         listener = socket.create_server((host, 0), backlog=self.world_size + MAX_STRANGERS)
         secret = secrets.token_hex(16)
         self._links.listen(listener, secret=secret, refusal=self._refusal)
@@ -145,7 +145,7 @@ class Liveness:
         return json.dumps([host, listener.getsockname()[1], secret])
 
     def connect(self, invitation: str) -> None:
-        """The other ranks: go there, and begin.
+        """The other ranks: connect with rank 0, and begin.
 
         Raises:
             ConnectionError: rank 0 cannot be reached; it says where.
@@ -205,7 +205,7 @@ class Liveness:
             self._fail(*failure)
 
     def _failure(self) -> tuple[str, list[OtherRank]] | None:
-        """What is wrong, and with whom."""
+        """The sentence about a rank that has failed, and the ranks that are to blame; None: all is well."""
         now, silence = time.monotonic(), min(SILENCE_S, self.timeout_s)
         alive = [peer for peer in self.peers.values() if not peer.has_left]
         for peer in alive:

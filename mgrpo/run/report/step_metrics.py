@@ -40,7 +40,7 @@ def step_metrics(
     scale: RewardScale | None,
     throughput: Throughput | None,
 ) -> dict[str, float | list[int]]:
-    """By name; docs/metrics.md says what each means.
+    """The metrics by name; docs/metrics.md says what each means.
 
     Args:
         version: of the weights after the step.

@@ -123,7 +123,7 @@ def make_trainer(
 
 
 def _facts(learner: Learner, weights: EngineWeights) -> Iterator[str]:
-    """What the user should know of the software, the learners and the weight sync."""
+    """Lines for the user about the software, the learners and the weight sync."""
     yield package_versions(
         is_extension_compiled=ops.build_info()["compiled"],
         kernels=kernel_line(learner.policy.parallel, has_cuda=backend.has_cuda()),
@@ -149,7 +149,7 @@ def _say(started: Started | None, text: str) -> None:
 
 
 def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:
-    """Rank 0: wait for the engines, which then give up their devices' memory if they are to sleep."""
+    """Rank 0: wait for the engines, which then release their devices' memory if they are to sleep."""
     assert started is not None, "rank 0 has the engines"
     started.startup.say("waiting for the engines, with which the learners share their devices")
     started.fleet.wait_ready()

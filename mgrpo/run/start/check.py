@@ -1,4 +1,4 @@
-"""Everything that is wrong with a run, found before anything is started."""
+"""All problems of a run, found before anything is started."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _counted(config: Config, inputs: Inputs | None) -> Config:
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """About the model's weights, and the files that an export copies.
+    """Sentences about the model's weights, and the files that an export copies.
 
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
@@ -153,7 +153,7 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
-    """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    """`inputs` with its prompts, whose problems are added to `problems`."""
     if not os.path.isdir(config.tokenizer_path):
         return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
@@ -167,7 +167,7 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
 def _about(
     continued: Continued, config: Config, shape: ModelShape | None, inputs: Inputs | None
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with the state that the run continues, and what the user should know about it."""
+    """The problems of the state that the run continues, and remarks about it for the user."""
     problems = resume_problems(
         config,
         continued,
@@ -191,7 +191,7 @@ def _base(config: Config, shape: ModelShape) -> str | None:
 
 
 def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
-    """About a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
+    """Sentences about a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
     if loss is None and not config.loss.is_own_function:
         return []
     prepare_environment(config)

@@ -49,9 +49,9 @@ from mgrpo.run.report.result import NothingTrained
 from mgrpo.run.start.check import check_run
 
 OTHER_CAUSE_S = 3.0
-"""How long an error that may follow from another rank's waits for that rank's."""
+"""How long an error that another rank may have caused waits for that rank's own."""
 _NUMBERS = itertools.count()
-"""Of the runs of this process, which may share torchrun's store."""
+"""The numbers of the runs of this process, which may share torchrun's store."""
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction

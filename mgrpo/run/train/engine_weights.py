@@ -1,7 +1,7 @@
 """The weight sync as one object: one transfer group per engine, then a version of the weights after every step.
 
-Rank 0 decides who takes part, and tells all learners before each sync: no learner waits for an engine that another one has
-given up. An engine that was started again joins with a group of its own, and gets its weights like all others.
+Rank 0 decides which engines take part, and tells all learners before each sync: no learner waits for an engine that another one has
+dropped. An engine that was started again joins with a group of its own, and gets its weights like all others.
 
 weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
 weights.connect()
@@ -60,12 +60,12 @@ class EngineWeights:
 
     @property
     def bytes_moved(self) -> int:
-        """By the last sync."""
+        """Bytes that the last sync has moved."""
         return self.sender.bytes_moved
 
     @property
     def plan(self) -> ReshardPlan:
-        """What each sync moves; there is one once the engines are connected."""
+        """The transfers of each sync; there is a plan once the engines are connected."""
         return self.sender.plan
 
     @property
@@ -116,14 +116,14 @@ class EngineWeights:
             Stopped: the run was asked to end while it waited for engines.
         """
         self.present = version, step
-        # A run that is asked to end finishes the step that it is in, and only gives up waiting.
+        # A run that is asked to end finishes the step that it is in, and only stops waiting.
         if not self.lead.share(lambda: self.fleet.are_members_there):
             self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
         self._sync(self._begin(), check=check)
 
     def wants_rejoin(self) -> bool:
         """Whether engines that have been started since the last sync need its weights. Rank 0 only."""
-        # Learners that have given up their memory have no weights to send.
+        # Learners that have released their memory have no weights to send.
         return not self.settings.takes_turns and self.fleet.needs_sync
 
     def rejoin(self) -> None:

@@ -1,4 +1,4 @@
-"""One learner rank's optimizer steps: scores before them, the loss, the updates, and what they measured.
+"""One learner rank's optimizer steps: scores before them, the loss, the updates, and their measurements.
 
 Here the algorithm, which knows no ranks, meets the policy, which knows no GRPO. Every method is collective over all
 learner ranks unless it says otherwise.
@@ -37,7 +37,7 @@ from mgrpo.run.inputs.continuing import adapter_record
 from mgrpo.run.records import Learned, is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-"""What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
+"""The measurements of a micro-batch, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
 
 Kind = TypeVar("Kind", bound=Policy)
 
@@ -46,15 +46,15 @@ ENTROPY = "policy/entropy_avg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step trains on: this rank's packs, and figures over all ranks."""
+    """The batch of one optimizer step: this rank's packs, and figures over all ranks."""
 
     microbatches: list[Microbatch]
     num_trained_tokens: int
     denominators: float | np.ndarray
-    """Of the loss: a number, or one for each sample of the step, see `algo.denominators`."""
+    """The loss's denominators: a number, or one for each sample of the step, see `algo.denominators`."""
 
     def denominator(self, batch: Microbatch) -> float | torch.Tensor:
-        """That of one of the micro-batches: a number, or one for each of its sequences."""
+        """The denominator of one of the micro-batches: a number, or one for each of its sequences."""
         if isinstance(self.denominators, float):
             return self.denominators
         return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
@@ -77,8 +77,8 @@ class Learner:
     ) -> None:
         """
         Args:
-            checkpoint: where the run continues.
-            weights: where the model's weights come from, by default from model_name_or_path.
+            checkpoint: the open state that the run continues.
+            weights: reads the model's weights, by default from model_name_or_path.
         """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
@@ -162,7 +162,7 @@ class Learner:
         )
 
     def remarks(self) -> list[str]:
-        """What a user should know about how this run computes. Not collective."""
+        """Lines for the user about how this run computes. Not collective."""
         found = []
         if self.logits_chunk:
             found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
@@ -252,7 +252,7 @@ class Learner:
         ]
 
     def _denominators(self, index: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
-        """Of each mini-batch, over all ranks, in whose packs its sequences lie."""
+        """The denominators of each mini-batch over all ranks: its sequences lie in the packs of several."""
         cuts = np.cumsum(index["num_sequences"])[:-1]
         samples, completions, trained = (
             np.split(index[name], cuts) for name in ("samples", "completions", "trained_tokens")
@@ -312,7 +312,7 @@ class Learner:
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
-    """Of trainer and engine; nothing where the loss measures it, which knows no ages and only the old logprobs it is given.
+    """How far trainer and engine agree; empty where the loss measures it, which knows no ages and only the old logprobs it is given.
 
     Args:
         is_left_to_loss: whether the old logprobs are the policy's.
@@ -331,7 +331,7 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
 
 
 def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
-    """Fill the policy's adapters, if it has any; what a state says of them on rank 0. Not collective.
+    """Fill the policy's adapters, if it has any; on rank 0 their record for a saved state. Not collective.
 
     Args:
         base: gives the model's own weights.
@@ -351,7 +351,7 @@ def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read |
 def common_logits_chunk(
     config: Config, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup, *, has_reference: bool
 ) -> int:
-    """Columns at a time of all ranks' LM heads; 0: all. All ranks must call."""
+    """The number of columns that all ranks' LM heads compute at a time; 0: all. All ranks must call."""
     # The smallest device decides for all: ranks that differ would meet in different collectives.
     device_bytes = torch.tensor(backend.device_bytes())
     dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=host_group)

@@ -36,7 +36,7 @@ ROLLOUTS = "rollouts"
 
 
 def saved_rollouts(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """The arrays that `States.save` was given."""
+    """The arrays of rollouts that `States.save` was given."""
     names = checkpoint.names(ROLLOUTS)
     boxes = [Box(name, (0,), checkpoint.shape(ROLLOUTS, name)) for name in names]
     return {box.name: checkpoint.read(ROLLOUTS, box).numpy() for box in boxes}
@@ -67,11 +67,9 @@ class States:
         Raises:
             ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
-        while True:
-            path = self.lead.share(lambda own=path: own)
-            if not path:
-                return None
-            checkpoint, problem, previous = self._try(path, shape)
+        found = self.lead.share(lambda: path)
+        while found:
+            checkpoint, problem, previous = self._try(found, shape)
             outcomes = gather_json([problem, previous], self.host_group)
             problems = [outcome for outcome in outcomes if outcome[0]]
             if not problems:
@@ -81,7 +79,8 @@ class States:
             if self.config.checkpoint.resume != "intact" or not all(previous for _, previous in problems):
                 raise ConfigError([problems[0][0]])
             self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
-            path = problems[0][1]
+            found = problems[0][1]
+        return None
 
     def _try(self, path: str, shape: ModelShape) -> tuple[Checkpoint | None, str, str | None]:
         """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""

@@ -58,7 +58,7 @@ class Trainer:
     ) -> None:
         """
         Args:
-            turns: whose it is to have the devices; None: learners and engines have memory of their own.
+            turns: gives the devices to learners and engines in turn; None: both have memory of their own.
         """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
@@ -72,7 +72,7 @@ class Trainer:
         self.is_followed_up = False
         """Whether evaluation and export after step `done` are done as well."""
         self.version = 0
-        """Of the policy's weights: updates so far."""
+        """The version of the policy's weights: updates so far."""
         self.resumed_at = 0
         """The step after which this run began."""
         self.saved = 0
@@ -80,7 +80,7 @@ class Trainer:
         self.before: dict[str, float] = {}
         """Metrics of the evaluation before training."""
         self.clock = Clock()
-        """Of the present step."""
+        """The clock of the present step."""
 
     def fit(self) -> TrainResult:
         """The whole run, or the rest of a run that left a checkpoint.
@@ -214,7 +214,7 @@ class Trainer:
             self.weights.keep(step=self.done + 1)
 
     def follow_up(self) -> None:
-        """What is due after step `done`: an evaluation, an export, a saved state."""
+        """Do what is due after step `done`: an evaluation, an export, a saved state."""
         config, checkpoint = self.config, self.config.checkpoint
         if evaluates_after(config, self.done):
             self.evaluate(f"step {self.done}")
@@ -240,7 +240,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
 
-        A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
+        Where it exists nowhere else, a full disk is waited for until there is room.
         """
         self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:

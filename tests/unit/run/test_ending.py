@@ -13,7 +13,7 @@ from mgrpo.run.ranks.ending import INTERRUPTED
 
 HANGS_IN_ITS_CLEAN_UP = """
 import time
-from mgrpo.run import ending
+from mgrpo.run.ranks import ending
 
 ending.CLEAN_UP_S = 0.5
 with ending.bounded(lambda: print("told", flush=True)):
@@ -24,7 +24,7 @@ with ending.bounded(lambda: print("told", flush=True)):
         time.sleep(60)
 """
 FAILS = """
-from mgrpo.run import ending
+from mgrpo.run.ranks import ending
 
 {first}
 try:
