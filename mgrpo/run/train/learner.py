@@ -86,7 +86,7 @@ class Learner:
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
-        self.logits_chunk = common_logits_chunk(config, shape, layout, host_group, has_reference=self.has_reference)
+        self.logits_chunk = self._common_logits_chunk()
         self.policy = self._make(
             Policy,
             config.parallel,
@@ -135,7 +135,7 @@ class Learner:
         read = weights or model_reader(self.config.model_path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None
         self.policy.load(read if self.policy.lora else trained or read)
-        self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
+        self._adapters = self._load_adapters(base=read, trained=trained)
         if names := self.not_finite():
             name = self.config.model.model_name_or_path
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
@@ -146,6 +146,41 @@ class Learner:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))
         elif self.reference:
             self.reference.load(read)
+
+    def _load_adapters(self, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
+        """Fill the policy's adapters, if it has any; on rank 0 their record for a saved state. Not collective.
+
+        Args:
+            base: gives the model's own weights.
+            trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+        """
+        if (lora := self.policy.lora) is None:
+            return None
+        path = self.config.provenance.folder("lora_adapter_path", self.config.adapter.lora_adapter_path)
+        read = trained or (peft_reader(path, self.shape, lora) if path else None)
+        if read:
+            self.policy.load_adapters(read)
+        if self.policy.rank:
+            return None
+        return {"settings": adapter_record(lora, self.shape), "base": fingerprint(base, self.shape)}
+
+    def _common_logits_chunk(self) -> int:
+        """The number of columns that all ranks' LM heads compute at a time; 0: all."""
+        # The smallest device decides for all: ranks that differ would meet in different collectives.
+        device_bytes = torch.tensor(backend.device_bytes())
+        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
+        config = self.config
+        return choose_logits_chunk(
+            config.parallel.logits_chunk,
+            shape=self.shape,
+            layout=self.layout,
+            dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
+            pack_length=self.layout.round_up(config.parallel.pack_length),
+            has_reference=self.has_reference,
+            device_bytes=int(device_bytes),
+            lora=config.adapter.lora,
+            fp32_logits=config.model.cast_lm_head_to_fp32,
+        )
 
     def _make(self, kind: type[Kind], settings: Parallel, **entropy: bool) -> Kind:
         return kind(
@@ -327,44 +362,6 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
         pack.loss_mask,
         ages=pack.ages,
         oldest=int(batch.pack.ages.max(initial=0)),
-    )
-
-
-def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
-    """Fill the policy's adapters, if it has any; on rank 0 their record for a saved state. Not collective.
-
-    Args:
-        base: gives the model's own weights.
-        trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
-    """
-    if (lora := policy.lora) is None:
-        return None
-    path = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
-    read = trained or (peft_reader(path, policy.shape, lora) if path else None)
-    if read:
-        policy.load_adapters(read)
-    if policy.rank:
-        return None
-    return {"settings": adapter_record(lora, policy.shape), "base": fingerprint(base, policy.shape)}
-
-
-def common_logits_chunk(
-    config: Config, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup, *, has_reference: bool
-) -> int:
-    """The number of columns that all ranks' LM heads compute at a time; 0: all. All ranks must call."""
-    # The smallest device decides for all: ranks that differ would meet in different collectives.
-    device_bytes = torch.tensor(backend.device_bytes())
-    dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=host_group)
-    return choose_logits_chunk(
-        config.parallel.logits_chunk,
-        shape=shape,
-        layout=layout,
-        dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
-        pack_length=layout.round_up(config.parallel.pack_length),
-        has_reference=has_reference,
-        device_bytes=int(device_bytes),
-        lora=config.adapter.lora,
-        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
 
 
