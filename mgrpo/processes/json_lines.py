@@ -74,7 +74,7 @@ class Child:
 
     @property
     def how_it_ended(self) -> str:
-        """How the process ended, or what it did wrong, as the end of a sentence about it."""
+        """The end of a sentence about the process: how it ended, or what it did wrong."""
         if self._fault:
             return self._fault
         try:

@@ -22,7 +22,7 @@ from typing import Any
 
 Message = dict[str, Any]
 Refusal = Callable[[int, bool], Message]
-"""Given a number and whether its proof is right: what is answered to one that is refused; empty: it is admitted."""
+"""Given a number and whether its proof is right: the answer to a connection that is refused; empty: it is admitted."""
 
 MAX_LINE_BYTES = 1 << 20
 """A longer message ends its connection."""
@@ -132,7 +132,7 @@ class TcpLinks:
         """Take connections.
 
         Args:
-            secret: known to all that belong to the run; None: whoever reaches the port may take part.
+            secret: known to all processes of the run; None: any process that reaches the port may take part.
         """
         listener.setblocking(False)
         self._listener, self._secret, self._refusal = listener, secret, refusal

@@ -91,7 +91,7 @@ def find_state(config: Config) -> Continued | None:
 
 
 def look_for_state(config: Config) -> tuple[Continued | None, str]:
-    """The state of `find_state`, or what is wrong with it."""
+    """The state of `find_state`, or a sentence that says what is wrong with it."""
     try:
         return find_state(config), ""
     except (ValueError, OSError) as err:
@@ -108,10 +108,10 @@ def resume_problems(
     data: Sequence[Mapping[str, Any]] | None,
     base: str | None = None,
 ) -> Iterator[str]:
-    """Why this configuration cannot continue the state, one sentence each.
+    """The reasons why this configuration cannot continue the state, one sentence each.
 
     Args:
-        shape: of the configuration's model; None when that could not be read.
+        shape: the shape of the configuration's model; None when it could not be read.
         data: `Mixture.content` of the training data; None when they could not be read.
         base: `fingerprint` of the model's weights, which a run with adapters leaves as they are; None: not compared.
     """

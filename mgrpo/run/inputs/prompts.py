@@ -29,10 +29,10 @@ class Prompts:
     stop_ids: list[int]
     """Tokens that end a completion."""
     train: PromptSet | None
-    """None where a model is only evaluated."""
+    """The training rows; None where a model is only evaluated."""
     held_out: PromptSet | None
     language: TemplateLanguage | None = None
-    """How turns are read and answered, in a run with tools."""
+    """Reads and answers turns, in a run with tools."""
 
     def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
         """A prompt in which the opening words of its environment stand in its last user message."""

@@ -44,7 +44,7 @@ def located(config: Config, continued: Continued | None) -> Config:
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Where the model comes from, its name on the Hub or its folder; and the commit of each setting that names something there."""
+    """The origin of the model, a name on the Hub or a folder; and the commit of each setting that names something on the Hub."""
     snapshots = config.provenance.snapshots
     model = snapshots.get("model_name_or_path")
     return {

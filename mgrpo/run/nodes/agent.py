@@ -32,7 +32,7 @@ from mgrpo.run.nodes.place import Place
 from mgrpo.run.ranks.local_ranks import GRACE_S, POLL_S, Ranks
 
 TOKEN = "RAY_AUTH_TOKEN"
-"""Where it is set on all nodes it also proves that a node belongs to the run; otherwise node 0 makes one and sends it."""
+"""The variable with Ray's token. Set on all nodes, it also proves that a node belongs to the run; else node 0 makes one and sends it."""
 QUIET_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes that have nothing to do with engines: their logs are not kept."""
 END_S = 20.0
@@ -221,7 +221,7 @@ class Leader(_Agent):
                 raise MeetingError(f"{late} has not joined Ray within {START_S:g} s")
 
     def _watch(self) -> int:
-        """Until the ranks of all nodes have ended, or a failure has ended those of this one."""
+        """Wait until the ranks of all nodes have ended, or a failure has ended those of this one; the exit code."""
         num_passed, running = 0, set(range(1, self.job.learner_nodes))
         while (code := self.ranks.poll()) is None or (code == 0 and running and not self.first_failure):
             if code == 0:

@@ -35,7 +35,7 @@ class Meeting:
         """
         Args:
             about: node 0's own description, with which those of the others are compared.
-            secret: known to all nodes; None: whoever reaches the port may take part.
+            secret: known to all nodes; None: any process that reaches the port may take part.
         """
         self.place = place
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -57,7 +57,7 @@ class Lead:
         self._leads = self.channel.rank == 0
         self._thread = Background("rank-0")
         self._aside = Background("rank-0-aside")
-        """For what is done while the work in `_thread` goes on."""
+        """The thread for work that is done while other work goes on in `_thread`."""
         self._is_aside = False
 
     def run(self, task: Callable[[], T], *, may_stop: bool = False, rejoining: Rejoining | None = None) -> T | None:

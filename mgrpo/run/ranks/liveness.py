@@ -62,7 +62,7 @@ class Pulse:
         self.count += 1
 
     def state(self) -> dict[str, Any]:
-        """For one beat: the part, how often it went on, the line of the main thread, and whether it waits for other ranks."""
+        """The content of a beat: the part, a count of progress, the line of the main thread, and whether it waits for other ranks."""
         moved = _bytes_moved()
         if moved - self._moved > MOVED_BYTES:
             self.count += 1

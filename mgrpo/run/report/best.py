@@ -90,7 +90,7 @@ class BestExport:
             self._point()
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON; empty while there is none."""
+        """The best export in JSON; empty while there is none."""
         best = self.best
         return {name: getattr(best, name) for name in Best.__dataclass_fields__} if best else {}
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 60.0
-"""How old report.html may grow between evaluations."""
+"""The greatest age of report.html between evaluations."""
 SHOWN_OF_EVALUATION = 64
 """Completions of an evaluation that trackers are given; the folder has all."""
 UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
@@ -62,7 +62,7 @@ class Reporter:
 
         Args:
             scale: the unit of rewards; None where functions decide.
-            throughput: of the learners; None for an evaluation alone.
+            throughput: computes the learners' throughput; None for an evaluation alone.
             continued: the state that the run continues.
             pieces: the text of single tokens; None: it is not written.
             engines: gives the states of the run's engines.
@@ -114,7 +114,7 @@ class Reporter:
 
     @property
     def failure(self) -> str:
-        """Why a file could not be written, if so: the run should save its state and end."""
+        """The reason why a file could not be written: the run should save its state and end. Empty: all could."""
         return self._failure
 
     @contextmanager
@@ -134,8 +134,8 @@ class Reporter:
         """One line of metrics for training step `step`; docs/metrics.md says what each means.
 
         Args:
-            version: of the weights after the step.
-            clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
+            version: the weights' version after the step.
+            clock: has the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
         rollouts = batch.rollouts
         assert rollouts is not None
@@ -256,7 +256,7 @@ class Reporter:
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the files are, and the best export, in JSON."""
+        """In JSON: the number of lines written, the best export, and the run's id."""
         return {"num_lines": self.writer.num_lines, "best": self.best.state_dict(), "run_id": self.run_id}
 
     def close(self, cause: str = "") -> None:

@@ -26,7 +26,7 @@ class TrainResult:
     exported: Path | None
     """The folder of the trained model in Hugging Face format; None with save_final=false."""
     best: Path | None = None
-    """With `load_best_model_at_end`: the export with the best evaluation."""
+    """The folder of the export with the best evaluation, with `load_best_model_at_end`."""
     has_trained: bool = True
     """Whether any step had a gradient; also true of a run that had no step to do."""
     tracked: tuple[str, ...] = ()

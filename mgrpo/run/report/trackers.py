@@ -23,7 +23,7 @@ PROBLEM: dict[str, Callable[[], str | None]] = {"wandb": wandb.problem, "trackio
 
 
 def tracker_problems(config: Config) -> Iterator[str]:
-    """Why a tracker that is asked for by name cannot be used."""
+    """Sentences about trackers that are asked for by name and cannot be used."""
     for name, problem in PROBLEM.items():
         if name in config.tracking.report_to and (why := problem()):
             yield f"report_to={name}: {why}, or leave {name} out of report_to"

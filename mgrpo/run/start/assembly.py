@@ -43,7 +43,7 @@ def make_trainer(
 
     Args:
         started: on rank 0.
-        host: where other learners reach this machine.
+        host: the address at which other learners reach this machine.
         continued: the state that the run continues; rank 0's counts.
         loss: in place of the configuration's `policy_loss`.
     """
@@ -143,7 +143,7 @@ def _has_held_out(started: Started | None) -> bool:
 
 
 def _say(started: Started | None, text: str) -> None:
-    """Rank 0: what the start-up does next."""
+    """Rank 0: print the next part of the start-up."""
     if started:
         started.startup.say(text)
 

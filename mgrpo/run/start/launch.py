@@ -1,4 +1,4 @@
-"""How a run starts, and how it ends.
+"""The start and the end of a run.
 
 Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
 engines, because they take longest; then Megatron is imported. This module imports none of them at its top.

@@ -50,7 +50,7 @@ class EngineWeights:
         Args:
             fleet: the engines, on rank 0.
             host_group: gloo group of all learners.
-            host: where the other learners reach this machine.
+            host: the address at which the other learners reach this machine.
         """
         self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
         self.lead, self._fleet, self.host_group = lead, fleet, host_group

@@ -347,7 +347,7 @@ class Learner:
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
-    """How far trainer and engine agree; empty where the loss measures it, which knows no ages and only the old logprobs it is given.
+    """The agreement of trainer and engine. Empty where the loss measures it: it knows no ages, and only the old logprobs it is given.
 
     Args:
         is_left_to_loss: whether the old logprobs are the policy's.
