@@ -15,17 +15,19 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
-from mgrpo.rollout.collect import EVALUATION, Decode, to_groups
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import (
+    EVALUATION,
+    Decode,
     Request,
     Unfinished,
     evaluation_requests,
     evaluation_sampling,
     prompt_batch,
+    to_groups,
     training_sampling,
 )
 from mgrpo.rollout.roster import say
@@ -38,7 +40,7 @@ MOST_POLLS_PER_S = 1000
 
 
 class TrainingListener(Protocol):
-    """The one that sends groups to train on. It is told in the dispatcher's thread."""
+    """Sends groups to train on, and is told what becomes of them, in the dispatcher's thread."""
 
     def failed(self, err: Exception) -> None:
         """No engine is left to wait for, or work in the dispatcher's thread has failed."""
@@ -76,7 +78,7 @@ class Dispatcher:
         self.interaction = interaction
         self.unfinished = Unfinished()
         self.listener: TrainingListener | None = None
-        """None: nothing is trained on."""
+        """None as long as there are no groups to train on."""
         self.loads = Loads(samples_per_engine, on_change=self._load_changed)
         self.polled: set[int] = set()
         """Engines that have been asked for answers and have not answered."""
@@ -94,7 +96,7 @@ class Dispatcher:
         fleet.roster.listen(self)
 
     def listen(self, listener: TrainingListener) -> None:
-        """Tell `listener` from here on, and nobody else. Call it before `for_training`."""
+        """Tell `listener` from here on, instead of an earlier one. To be called before `for_training`."""
         self.listener = listener
 
     def lost(self, engine: int) -> None:
@@ -115,7 +117,9 @@ class Dispatcher:
         Args:
             number: the group's, under which the listener knows it.
         """
-        assert self.listener is not None, "nobody would learn that the group begins again or never comes"
+        assert self.listener is not None, (
+            "`listen` first: whoever trains must learn that a group begins again or never comes"
+        )
         sampling = training_sampling(self.rollout, self.stop_token_ids)
         return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
 

@@ -1,4 +1,4 @@
-"""What the rooms above ask of an inference engine, whatever runs it. Standard library and numpy only.
+"""The contract of an inference engine, independent of what runs it. Standard library and numpy only.
 
 An engine is paused or samples what it has been given, and hands over groups as they finish. While it is paused it takes over
 new weights, in a transfer group that it has joined together with the learners.
@@ -15,7 +15,7 @@ import numpy as np
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 UNSYNCED = -1
-"""Policy version of the weights that an engine has loaded by itself."""
+"""Policy version of the weights that an engine has loaded itself."""
 
 Completions = dict[str, np.ndarray]
 """The completions of finished groups, group by group, sample by sample: `numbers [groups]` int64 are those that the prompts
@@ -26,9 +26,9 @@ Under `Sampling.has_sets` also the sets of `Completion.kept`: `kept_ids` int32, 
 int32, 0 where the engine does not know the whole set."""
 
 Pause = Literal["drain", "recompute", "keep"]
-"""What becomes of completions that have begun: drain samples them to their end before the engine pauses. Otherwise they go
-on after it: recompute drops what the engine has cached of them, which it then computes again with its new weights, keep
-goes on with keys and values of the old ones."""
+"""The fate of completions that have begun. drain samples them to their end before the engine pauses. Otherwise they go on after
+the pause: recompute drops their cache, which the engine computes again with its new weights, keep goes on with keys and values of
+the old ones."""
 
 
 class EngineError(RuntimeError):
@@ -41,7 +41,7 @@ class NotFiniteError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample one batch."""
+    """The sampling settings of one batch."""
 
     num_samples: int
     max_tokens: int
@@ -51,21 +51,21 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     keeps_sets: bool = True
-    """With `top_k`: what is sampled from is kept, see `Completion.kept`."""
+    """With `top_k`: the sets that tokens are sampled from are kept, see `Completion.kept`."""
     min_p: float = 0.0
     regex: str | None = None
-    """What completions match; only for engines that were started with a tokenizer."""
+    """An expression that completions match; only for engines that were started with a tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
 
     @property
     def has_sets(self) -> bool:
-        """Whether completions say what their tokens were sampled from."""
+        """Whether completions hold the sets that their tokens were sampled from."""
         return self.keeps_sets and self.top_k > 0
 
     @property
     def is_timed(self) -> bool:
-        """Whether an engine's batches depend on moments: when a text is found, or the grammar of an expression is ready."""
+        """Whether an engine's batches depend on time: on when a text is found, or the grammar of an expression is ready."""
         return bool(self.stop_strings) or self.regex is not None
 
 
@@ -83,13 +83,13 @@ class PromptBatch:
     seeds: np.ndarray | None = None
     """`[prompts]` int64: one random stream per prompt; None: all draw from the sampler's stream, see `Engine.seed`."""
     max_tokens: np.ndarray | None = None
-    """`[prompts]` int64, in place of the sampling's; None: that of all."""
+    """`[prompts]` int64: a limit for each prompt; None: the sampling's for all."""
     salts: np.ndarray | None = None
-    """`[prompts]` int64: prompts of one salt share what the engine has cached of them; None: their numbers, so that no two do."""
+    """`[prompts]` int64: prompts with the same salt share the engine's cache; None: their numbers, so that no two share it."""
 
 
 GATHER_S = 0.02
-"""How long the groups of few engines are gathered."""
+"""Seconds for which a poll gathers groups, unless there are many engines."""
 
 
 class Engine(Protocol):
@@ -106,21 +106,21 @@ class Engine(Protocol):
         """The groups that have finished and were not handed over, once there is one.
 
         Args:
-            gather_s: how long it waits for more groups after the first one, while others are being sampled.
+            gather_s: seconds to wait for more groups after the first one, while others are being sampled.
         """
 
     def pause(self, how: Pause) -> Future[None]:
         """Sample no more."""
 
     def resume(self) -> Future[None]:
-        """Sample what is queued, and what will be; an error after a weight update that did not complete."""
+        """Sample the prompts that are or will be queued; an error after a weight update that did not complete."""
 
     def sleep(self) -> Future[None]:
-        """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache; what has
-        begun is kept and computed again."""
+        """Pause, and give up the devices' memory: the weights, which must be received before it resumes, and the cache.
+        Completions that have begun are kept and computed again."""
 
     def abort(self) -> Future[None]:
-        """End everything that is queued or sampled: `poll` hands it over with the tokens so far and finish reason "abort"."""
+        """End all groups: `poll` hands them over with the tokens so far and finish reason "abort"."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """Join the weight-transfer group that the learners are joining at the same time."""

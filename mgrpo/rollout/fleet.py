@@ -11,8 +11,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
-from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError, Pause
+from mgrpo.rollout.requests import sampler_seed
 from mgrpo.rollout.roster import Roster, say
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class Fleet:
     def receive_weights(
         self, numbers: Collection[int], version: int, *, check: bool, step: int
     ) -> dict[int, PendingCall]:
-        """Have engines receive what the learners send now, for sampling training step `step`. See `finish`.
+        """Have engines receive the weights that the learners send now, for sampling training step `step`. See `finish`.
 
         The step's random stream is its own, whatever was sampled before.
         """
@@ -167,7 +167,7 @@ class Fleet:
         return [n for n, call in rest.items() if n not in late and call.answer.exception() is None]
 
     def require_weights(self) -> None:
-        """From here on engines serve only what weight syncs have given them."""
+        """From here on engines serve only the weights of weight syncs."""
         with self.roster.lock:
             self.members.require_weights()
 

@@ -1,6 +1,6 @@
 """Groups of several turns between the dispatcher and the environments: one event loop in a thread of its own.
 
-The dispatcher gives whole groups and gets requests of one turn each; what the loop does between turns is `environments.loop.episodes`.
+The dispatcher gives whole groups and gets requests of one turn each. `environments.loop.episodes` does the work between turns.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from mgrpo.config import ConfigError
 from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Language, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
-from mgrpo.rollout.collect import seed_of
-from mgrpo.rollout.requests import NextTurn, Request
+from mgrpo.rollout.requests import NextTurn, Request, seed_of
 from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ CLOSE_S = 10.0
 
 
 class Turns(Protocol):
-    """What the dispatcher does for the groups that it has given; all but `post` in its own thread."""
+    """The calls to the dispatcher, for the groups that it has given. All except `post` are made in its own thread."""
 
     def post(self, task: Callable[[], object]) -> None:
         """Do this soon, in the dispatcher's thread."""
@@ -49,7 +48,7 @@ class Opened(Protocol):
 
 
 class Asked(Protocol):
-    """What a prompt asks the model: text, or messages."""
+    """The question of a prompt to the model: text, or messages."""
 
     def __call__(self, prompt: Prompt, *, is_training: bool) -> object: ...
 
@@ -72,10 +71,10 @@ class Interaction:
     ) -> None:
         """
         Args:
-            episodes: what has the trajectories grow.
+            episodes: makes the trajectories grow.
             opened: a prompt with the text that its environment begins with.
-            asked: what rows hold as `prompt`; None: what it is for reward functions.
-            hidden_columns: what environments are not told of a row.
+            asked: the value of `prompt` in rows; None: the same as for reward functions.
+            hidden_columns: columns of a row that environments are not told.
             in_rounds: see `Gathering`.
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
@@ -84,7 +83,7 @@ class Interaction:
         self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, tuple[Request, int | None]] = {}
-        """By place, what is under way, and the engine that has sampled its last turn."""
+        """By place, the requests under way, each with the engine that has sampled its last turn."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
@@ -106,11 +105,11 @@ class Interaction:
         self.loop.call_soon_threadsafe(self._begin, list(requests))
 
     def take_metrics(self) -> dict[str, float]:
-        """What has happened to environments since the last call. From any thread."""
+        """Metrics of the environments since the last call. From any thread."""
         return self.environments.take_metrics()
 
     def close(self) -> None:
-        """Give up what is under way, and end the environments' processes."""
+        """Give up the groups under way, and end the environments' processes."""
         if self.thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(CLOSE_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -123,7 +122,7 @@ class Interaction:
         await self.environments.close()
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback has failed, for whose result nothing waits: the run cannot go on."""
+        """A callback has failed, and nothing waits for its result: the run cannot go on."""
         err = context.get("exception") or RuntimeError(context["message"])
         if self.dispatcher is None or not isinstance(err, Exception):
             loop.default_exception_handler(context)
@@ -155,7 +154,7 @@ class Interaction:
         try:
             group = await self.episodes.run(task)
         except ValueError as err:
-            # What an environment shows does not fit the settings.
+            # The text of an environment does not fit the settings.
             self.dispatcher.post(partial(self.dispatcher.give_up, request, ConfigError([str(err)])))
         except Exception as err:
             self.dispatcher.post(partial(self.dispatcher.give_up, request, err))
@@ -201,7 +200,7 @@ class Interaction:
 
     def _answer(self, ask: Ask, request: Request, group: RolloutGroup) -> None:
         if ask.answer.done():
-            return  # It was given up.
+            return  # The group was given up.
         self.groups[ask.place] = self.groups[ask.place][0], request.engine
         ask.answer.set_result(
             [

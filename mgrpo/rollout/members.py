@@ -1,4 +1,4 @@
-"""Which engines there are and what state each is in. Pure: no engine is called, and time is told.
+"""The state of each engine. Pure: no engine is called, and there is no clock.
 
     STARTING -> STALE -> SERVING <-> SUSPECT -> DEAD -> STARTING, or RETIRED after too many deaths
                             \\-> LEAVING -> RETIRED
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 RESTART_WINDOW = 20
-"""Weight syncs within which an engine may be started again so many times: one that fails now and then stays."""
+"""Weight syncs within which the restarts of an engine are counted: one that fails now and then stays."""
 AGAIN_S = 10.0
-"""After a start that has failed, and twice as long after a second one in a row: a process that is killed may hold a GPU's memory for a
-while, of which the next one finds too little."""
+"""Pause after a start that has failed; twice as long after a second one in a row, and so on. A process that was killed may hold a
+GPU's memory for a while, and the next one would find too little."""
 SUSPECT_SHARE = 0.5
-"""Of the patience, after which a silent engine is suspected."""
+"""The part of the patience after which a silent engine is suspected."""
 
 
 class State(enum.Enum):
-    """Of an engine."""
+    """The state of an engine."""
 
     STARTING = "starting"
     """It loads its model."""
@@ -55,15 +55,15 @@ class Member:
     silent_s: float = 0.0
     """Seconds since its last sign of life; while it starts, since the start."""
     is_trusted: bool = False
-    """Whether it has the present weights; where SUSPECT goes back to."""
+    """Whether it has the present weights. If so, SUSPECT goes back to SERVING, and otherwise to STALE."""
     is_in_transfer: bool = False
     """Whether it takes over weights, which has a time limit of its own."""
     deaths: list[int] = field(default_factory=list)
-    """The weight syncs that were complete at each."""
+    """For each death, the weight syncs that were complete."""
     failed_starts: int = 0
-    """In a row."""
+    """Starts in a row that have failed."""
     reason: str = ""
-    """Of its last death."""
+    """The reason of its last death."""
 
 
 class Members:
@@ -72,22 +72,22 @@ class Members:
     def __init__(self, count: int, *, max_restarts: int | None, patience_s: float, start_s: float) -> None:
         """
         Args:
-            max_restarts: of one engine within `RESTART_WINDOW` syncs; None: any number, where others restart it.
+            max_restarts: restarts of one engine within `RESTART_WINDOW` syncs; None: any number, where others restart it.
             patience_s: an engine that is silent for this long is dead.
-            start_s: how long one may take to start.
+            start_s: seconds that an engine may take to start.
         """
         self.max_restarts, self.patience_s, self.start_s = max_restarts, patience_s, start_s
         self.all = [Member(number=number) for number in range(count)]
         self.needs_weights = False
-        """Whether engines serve no weights but those of a sync."""
+        """Whether engines serve only the weights of a sync."""
         self.num_syncs = 0
-        """Complete with at least one engine."""
+        """Syncs that were complete with at least one engine."""
 
     def __getitem__(self, number: int) -> Member:
         return self.all[number]
 
     def numbers(self, holds: Callable[[Member], bool]) -> list[int]:
-        """Of the engines for which this holds."""
+        """The numbers of the engines for which this holds."""
         return [member.number for member in self.all if holds(member)]
 
     @property
@@ -123,12 +123,12 @@ class Members:
         return all(member.state is not State.SUSPECT for member in self.all)
 
     def add(self) -> int:
-        """One more engine, which starts; its number."""
+        """Add an engine, which starts. Its number."""
         self.all.append(Member(number=len(self.all)))
         return len(self.all) - 1
 
     def require_weights(self) -> None:
-        """From here on the weights that an engine has loaded by itself are not served."""
+        """From here on the weights that an engine has loaded itself are not served."""
         self.needs_weights = True
         for number in self.numbers(lambda member: member.state in LOADED):
             self.all[number].state, self.all[number].is_trusted = State.STALE, False
@@ -146,7 +146,7 @@ class Members:
         self.all[number].is_in_transfer = True
 
     def end_transfer(self, number: int, *, is_synced: bool) -> bool:
-        """That is over. Whether the engine serves from here on and did not before."""
+        """The transfer is over. Whether the engine serves from here on and did not before."""
         member = self.all[number]
         member.is_in_transfer, member.silent_s = False, 0.0
         if not is_synced or member.state not in (State.STALE, State.SERVING):
@@ -165,7 +165,7 @@ class Members:
         return True
 
     def pass_time(self, seconds: float) -> tuple[list[int], list[int]]:
-        """Time has passed. The engines that are suspected from here on, and those whose silence has lasted too long."""
+        """Time has passed. The engines that are suspected from here on, and those that have been silent for too long."""
         suspects, late = [], []
         for member in self.all:
             if member.is_in_transfer or member.state in GONE:
@@ -179,7 +179,7 @@ class Members:
         return suspects, late
 
     def died(self, number: int, reason: str) -> bool:
-        """An engine has failed. Whether that is news."""
+        """An engine has failed. Whether that was not known."""
         member = self.all[number]
         if member.state in GONE:
             return False
@@ -191,7 +191,7 @@ class Members:
         return True
 
     def restart(self, number: int) -> float:
-        """A dead engine is started again. After how many seconds."""
+        """A dead engine is started again. The seconds to wait before that."""
         member = self.all[number]
         assert member.state is State.DEAD, "only a dead engine is started again"
         member.state, member.silent_s = State.STARTING, 0.0
@@ -199,7 +199,7 @@ class Members:
         return AGAIN_S * member.failed_starts
 
     def leave(self, number: int) -> bool:
-        """Have an engine go. Whether it has to be waited for, because it may have groups."""
+        """Have an engine go. Whether it stays until the next weight sync, because it may have groups."""
         member = self.all[number]
         has_groups = number in self.sampling
         member.state = State.LEAVING if has_groups else State.RETIRED

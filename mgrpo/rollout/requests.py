@@ -1,7 +1,9 @@
-"""What is asked of the engines: prompts of the training and of evaluations, whole or turn by turn, and how they are sampled."""
+"""Requests to the engines: the prompts of training and evaluations, whole or turn by turn, their sampling and seeds, and the answers."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -10,52 +12,73 @@ from functools import partial
 import numpy as np
 
 from mgrpo.config.schema import Rollout
-from mgrpo.rollout.collect import EVALUATION, seed_of, to_arrays
-from mgrpo.rollout.engine import PromptBatch, Sampling
-from mgrpo.types import Prompt, RolloutGroup
+from mgrpo.rollout.engine import FINISH_REASONS, Completions, PromptBatch, Sampling
+from mgrpo.types import Completion, KeptTokens, Prompt, RolloutGroup
+
+Decode = Callable[[Sequence[np.ndarray]], list[str]]
+"""Token arrays -> texts."""
+
+EVALUATION = -1
+"""The stream of random numbers of all evaluations, whenever they run: it changes only with the seed of the run."""
+
+
+def seed_of(*words: object) -> int:
+    """A 62-bit seed derived from `words`."""
+    digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def sampler_seed(run_seed: int, step: int, engine: int) -> int:
+    """The seed of an engine's sampler for a training step.
+
+    On a CPU an engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts,
+    steps or samples share their randomness, a run repeats, also when it was resumed, and engines need no generator per
+    request, which is slow there. On GPUs every prompt has its own seed, see `Fleet.seeds_prompts`.
+    """
+    return seed_of(run_seed, step, engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTurn:
-    """A turn of a trajectory; the first one is that of all trajectories of its prompt."""
+    """One turn of a trajectory. The first turn is shared by all trajectories of its prompt."""
 
     whole: Request
-    """The group's."""
+    """The request for the whole group."""
     sample: int
     turn: int
     tokens: np.ndarray
-    """`[len]` int32: the prompt and all that has followed it."""
+    """`[len]` int32: the prompt and all tokens that have followed it."""
     max_tokens: int
     salt: int
     """The same for all turns that begin with one prompt, see `PromptBatch`."""
     engine: int | None
-    """The one that has the turns before it in its cache."""
+    """The engine that has the turns before this one in its cache."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt that is to be sampled."""
+    """A prompt to sample."""
 
     prompt: Prompt
     sampling: Sampling
     stream: int
     """Separates the random numbers of evaluations from those of training."""
     done: Callable[[RolloutGroup], None]
-    """Called in the dispatcher's thread."""
+    """Called in the dispatcher's thread with the group."""
     number: int = -1
-    """Of a group to train on."""
+    """The number of a group to train on."""
     failed: Callable[[Exception], None] = lambda err: None
-    """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
+    """Called there instead of `done`. Not for groups to train on: their failures go to the `TrainingListener`."""
     turn: NextTurn | None = None
     """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
     engine: int | None = None
-    """The one that it was given to."""
+    """The engine that it was given to."""
     has_begun: bool = False
-    """Of a group of several turns: whether an engine has been given its first one."""
+    """Whether an engine has been given its first turn, where the group has several."""
 
     @property
     def is_training(self) -> bool:
-        """Or of an evaluation."""
+        """Whether the group is trained on, and not of an evaluation."""
         return self.stream != EVALUATION
 
     @property
@@ -64,17 +87,17 @@ class Request:
         return self.turn is None or not self.turn.turn
 
     def sampling_of(self, num_samples: int) -> Sampling:
-        """The same for a turn of so many trajectories."""
+        """The sampling of a turn of `num_samples` trajectories."""
         return replace(self.sampling, num_samples=num_samples)
 
     @property
     def tokens(self) -> np.ndarray:
-        """`[len]` int32: what is sampled from."""
+        """`[len]` int32: the tokens to continue."""
         return self.prompt.tokens if self.turn is None else self.turn.tokens
 
     @property
     def max_tokens(self) -> int:
-        """Of each sample."""
+        """The limit of each sample."""
         return self.sampling.max_tokens if self.turn is None else self.turn.max_tokens
 
 
@@ -87,7 +110,7 @@ class Unfinished:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether something of any has been sampled, or is being."""
+        """Whether an engine has begun any of them."""
         return any(group.has_begun for group in self.groups)
 
     def end(self, group: Request) -> None:
@@ -96,7 +119,7 @@ class Unfinished:
         self.review()
 
     def fail(self, err: Exception) -> None:
-        """None will come to its end."""
+        """No group will come to its end."""
         groups, self.groups = self.groups, set()
         waiting, self._waiting = self._waiting, []
         for group in groups:
@@ -105,14 +128,14 @@ class Unfinished:
             done.set_result(None)
 
     def review(self) -> None:
-        """Do what waits, if nothing is under way any more."""
+        """Do the work that waits, if no group is under way any longer."""
         if not self.are_under_way:
             waiting, self._waiting = self._waiting, []
             for do, done in waiting:
                 _follow(do(), done)
 
     def then(self, do: Callable[[], Future[None]]) -> Future[None]:
-        """Do this as soon as none is under way; done when that is."""
+        """Do this as soon as no group is under way. The future is done when that work is."""
         if not self.are_under_way:
             return do()
         done: Future[None] = Future()
@@ -125,7 +148,7 @@ def _follow(first: Future[None], then: Future[None]) -> None:
 
 
 def training_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampling:
-    """How training prompts are sampled."""
+    """The sampling of training prompts."""
     return Sampling(
         num_samples=rollout.num_samples_per_prompt_rollout,
         max_tokens=rollout.response_length,
@@ -140,10 +163,10 @@ def training_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampli
 
 
 def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampling:
-    """How held-out prompts are sampled.
+    """The sampling of held-out prompts.
 
-    An engine that returns masks does so for every token: of one that was sampled from the whole vocabulary this would be all
-    of it, so that `top_k` bounds evaluations there as well.
+    An engine that returns masks does so for every token. The mask of a token that was sampled from the whole vocabulary would be all
+    of it, so `top_k` bounds evaluations there as well.
     """
     return Sampling(
         num_samples=rollout.eval_pass_at_k,
@@ -161,7 +184,7 @@ def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Samp
 def evaluation_requests(
     prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[Future[list[RolloutGroup]], list[Request]]:
-    """Requests for held-out prompts, and their groups in order, done with the last of them."""
+    """Requests for held-out prompts, and the future of their groups, in the order of the prompts."""
     whole: Future[list[RolloutGroup]] = Future()
     found: dict[int, RolloutGroup] = {}
 
@@ -184,11 +207,11 @@ def evaluation_requests(
 
 
 def prompt_batch(numbered: Sequence[tuple[int, Request]], sampling: Sampling, *, run_seed: int | None) -> PromptBatch:
-    """What an engine is given.
+    """The batch for one engine.
 
     Args:
-        numbered: requests of one stream, all whole or all turns, with the numbers that it shall know them by.
-        run_seed: what the prompts' own seeds follow from; None: they have none.
+        numbered: requests of one stream, all whole or all turns, with the numbers by which the engine knows them.
+        run_seed: the prompts' own seeds follow from it; None: they have none.
     """
     requests = [request for _, request in numbered]
     turns = [request.turn for request in requests]
@@ -208,15 +231,43 @@ def prompt_batch(numbered: Sequence[tuple[int, Request]], sampling: Sampling, *,
     )
 
 
+def to_arrays(tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """`tokens` and `cu_seqlens` of a `PromptBatch`."""
+    cu_seqlens = np.concatenate(([0], np.cumsum([len(t) for t in tokens]))).astype(np.int64)
+    return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
+
+
 def prompt_seeds(
     run_seed: int, prompts: Sequence[Prompt], stream: int, *, turns: Sequence[NextTurn | None] | None = None
 ) -> np.ndarray:
-    """`[prompts]` int64: one seed per prompt of a run, and later turn; `stream` separates evaluations from training.
+    """`[prompts]` int64: a seed for each prompt of a run, and for each later turn; `stream` separates evaluations from training.
 
     With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
-    long: were all rows drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
-    of requests without one from a state that every engine begins alike and no sync reaches.
+    long: if all rows were drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
+    of requests without one from a state that is the same in every engine at its start and that no sync reaches.
     """
     later = [(turn.sample, turn.turn) if turn and turn.turn else () for turn in turns or [None] * len(prompts)]
     seeds = [seed_of(run_seed, stream, *prompt.id, *turn) for prompt, turn in zip(prompts, later, strict=True)]
     return np.array(seeds, np.int64)
+
+
+def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) -> list[RolloutGroup]:
+    """The groups of these prompts from an engine's answer; each completion is decoded once."""
+    cuts = list(itertools.pairwise(arrays["cu_seqlens"].tolist()))
+    sets = KeptTokens.of_sizes(arrays["kept_ids"], arrays["kept_sizes"]) if "kept_ids" in arrays else None
+    texts = decode([arrays["tokens"][a:b] for a, b in cuts])
+    completions = iter(
+        Completion(
+            tokens=arrays["tokens"][a:b],
+            logprobs=arrays["logprobs"][a:b],
+            policy_versions=arrays["policy_versions"][a:b],
+            finish_reason=FINISH_REASONS[reason],
+            text=text,
+            kept=sets and sets.part(a, b),
+        )
+        for (a, b), text, reason in zip(cuts, texts, arrays["finish_reasons"].tolist(), strict=True)
+    )
+    return [
+        RolloutGroup(prompt=prompt, completions=tuple(itertools.islice(completions, size)))
+        for prompt, size in zip(prompts, arrays["sizes"].tolist(), strict=True)
+    ]

@@ -19,11 +19,11 @@ from mgrpo.rollout.engine import Engine, EngineError
 from mgrpo.rollout.members import Members, State
 
 Start = Callable[[int], Engine]
-"""Begins to start the engine with this number, the first time or again. RuntimeError: there is no room for it."""
+"""Begins to start the engine with this number, the first time or again. RuntimeError: the cluster has no room for it."""
 
 
 class EngineListener(Protocol):
-    """The one that gives engines groups. It may be told from any thread."""
+    """Gives engines groups, and is told what becomes of the engines, from any thread."""
 
     def lost(self, engine: int) -> None:
         """An engine samples no more."""
@@ -49,7 +49,7 @@ class Roster:
     ) -> None:
         """
         Args:
-            keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
+            keep_logs: saves the engines' output and returns a clause that says where; called on failures.
             start: None: an engine that fails is given up.
             max_restarts: see `Members`.
         """
@@ -72,7 +72,7 @@ class Roster:
         """Why the run cannot go on."""
         self.num_deaths = 0
         self.listener: EngineListener | None = None
-        """None: no engine has been given anything yet."""
+        """None as long as no engine has been given anything."""
         self._start = start
         self._starts = Background("engine-starts")
         for number in range(len(engines)):
@@ -80,13 +80,13 @@ class Roster:
         self.has_started = all(engine.ready.done() for engine in engines)
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell `listener` from here on, and nobody else. Call it before `open`."""
+        """Tell `listener` from here on, instead of an earlier one. To be called before `open`."""
         self.listener = listener
 
     @property
     def open(self) -> dict[int, Engine]:
         """Engines that may be given groups. What is asked of one of these never reaches another that has taken its place."""
-        assert self.listener is not None, "nobody would learn that an engine has lost its groups"
+        assert self.listener is not None, "`listen` first: whoever gives engines groups must learn that one is lost"
         with self.lock:
             return {number: self.engines[number] for number in self.members.open}
 
@@ -113,7 +113,7 @@ class Roster:
         """Start one more engine, which takes part from a weight sync on; its number. For one thread at a time.
 
         Raises:
-            EngineError: there is no room for it.
+            EngineError: the cluster has no room for it.
         """
         self._check_started()
         if self._start is None:
@@ -132,7 +132,7 @@ class Roster:
         return number
 
     def remove(self, number: int) -> None:
-        """Have an engine finish what it samples and go at the next weight sync.
+        """Have an engine finish its groups and go at the next weight sync.
 
         Raises:
             EngineError: there is no such engine, or too few would be left.

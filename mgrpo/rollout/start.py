@@ -15,7 +15,7 @@ from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.node import RayNode
-from mgrpo.rollout.vllm.server_facts import host_elsewhere, meeting_host
+from mgrpo.rollout.vllm.server.server_facts import host_elsewhere, meeting_host
 
 __all__ = ["RayNode", "engines_are_local", "machine_problems", "serving_gpus", "started_fleet"]
 
@@ -37,8 +37,8 @@ def started_fleet(
     longest to start.
 
     Args:
-        on_failure: called once, from a thread, with the reason why Ray itself has failed and no call can succeed any more; None where
-            all that wait for engines wait for a call, which fails then.
+        on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: all
+            waiting is for calls of engines, which fail then.
     """
     if config.engine.vllm_mode == "server":
         with _connected_fleet(config) as fleet:
@@ -92,8 +92,8 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
     Raises:
         ConfigError: with every problem of each.
     """
-    from mgrpo.rollout.vllm.http_engine import HttpEngine
-    from mgrpo.rollout.vllm.server_calls import ServerError
+    from mgrpo.rollout.vllm.server.http_engine import HttpEngine
+    from mgrpo.rollout.vllm.server.server_calls import ServerError
 
     settings = config.engine
     engines: list[HttpEngine] = []

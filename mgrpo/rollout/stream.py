@@ -1,11 +1,11 @@
-"""Which groups may be sampled, and which of them make the next step: one rule for synchronous and asynchronous runs.
+"""The groups that may be sampled, and those of the next step: one rule for synchronous and asynchronous runs.
 
 Pure: no clock, no engine, no prompt. A group gets a number when it is admitted, and is out until a step takes it or its place
 is given back. Its birth is the number of steps whose weights the engines have when it begins, its age at a step the number
-of steps trained since. What the rule promises, for every order in which groups finish:
+of steps trained since. The rule promises, for every order in which groups finish:
 
-- no step trains on a group older than `bound`, and none is thrown away for its age: what could become too old is waited for;
-- when all that is out has finished, a step can be taken: no deadlock;
+- no step trains on a group older than `bound`, and none is thrown away for its age: a step waits for groups that could become too old;
+- when all groups that are out have finished, a step can be taken: no deadlock;
 - with `bound == ahead` and no extra groups, steps take groups in the order of their admission;
 - with `ahead == 0` as well, generation and training take turns.
 """
@@ -23,11 +23,11 @@ class Stream:
     group_count: int
     """Groups of a step."""
     num_steps: int
-    """Of the run."""
+    """Steps of the run."""
     ahead: int = 0
     """Steps that generation may run ahead of training (`async_steps`)."""
     bound: int = 0
-    """Greatest age of a group that is trained on (`max_staleness`); at least `ahead` and the steps that `extra` fills."""
+    """Greatest age of a group at its training (`max_staleness`); at least `ahead` and the steps that `extra` fills."""
     extra: int = 0
     """Groups that are sampled in addition, in case others are given back."""
     steps: int = 0
@@ -35,9 +35,9 @@ class Stream:
     updates: int = 0
     """Steps whose weights the engines have."""
     born: dict[int, int] = field(default_factory=dict)
-    """Of every group that is out, by number."""
+    """The birth of every group that is out, by number."""
     finished: set[int] = field(default_factory=set)
-    """Those that a step may take."""
+    """Groups that a step may take."""
     next_number: int = 0
 
     @property
@@ -56,7 +56,7 @@ class Stream:
         self.updates = self.steps
 
     def admit(self, count: int) -> range:
-        """The numbers of groups that begin now."""
+        """Admit groups, which begin now. Their numbers."""
         numbers = range(self.next_number, self.next_number + count)
         self.next_number += count
         self.born.update((number, self.updates) for number in numbers)
@@ -82,12 +82,12 @@ class Stream:
             return chosen if len(chosen) == self.group_count and self.finished.issuperset(chosen) else None
         oldest_first = sorted(self.finished, key=lambda number: (self.born[number], number))
         chosen = sorted(oldest_first[: self.group_count])
-        # What has all finished gains nothing from waiting; a run that was resumed with other numbers may have too many out.
+        # When all have finished, waiting gains nothing; a run that was resumed with other settings may have too many out.
         can_go = self.finished.issuperset(self.born) or self._can_follow(chosen)
         return chosen if len(chosen) == self.group_count and can_go else None
 
     def _can_follow(self, chosen: Sequence[int]) -> bool:
-        """Whether all others that are out can still be taken in time, if these are taken now."""
+        """Whether all other groups that are out can still be taken in time, if these are taken now."""
         births = sorted(self.born[number] for number in self.born.keys() - set(chosen))
         return all(born + self.bound >= self.steps + 1 + place // self.group_count for place, born in enumerate(births))
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.rollout.collect import to_groups
 from mgrpo.rollout.engine import Sampling
-from mgrpo.rollout.requests import prompt_seeds
+from mgrpo.rollout.requests import prompt_seeds, to_groups
 from mgrpo.types import Completion, Prompt
 from tests import builders
 from tests.e2e.launching import ROOT, Run

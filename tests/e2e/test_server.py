@@ -12,8 +12,8 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, Sampling
-from mgrpo.rollout.vllm.http_engine import HttpEngine
-from mgrpo.rollout.vllm.server_calls import ServerError
+from mgrpo.rollout.vllm.server.http_engine import HttpEngine
+from mgrpo.rollout.vllm.server.server_calls import ServerError
 from tests.e2e.launching import ROOT, Run
 from tests.e2e.vllm_server import MISSING, REASON, TOKEN, Server
 from tests.sampling import collected, prompt_batch, sampled

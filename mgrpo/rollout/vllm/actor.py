@@ -31,7 +31,7 @@ class EngineActor(EngineCalls):
         super().__init__()
         self.engine: Any = None
         self.asleep: set[str] = set()
-        """What has no memory on the device: vLLM's tags for it."""
+        """The parts without memory on the device, by vLLM's tags."""
         self.waking = asyncio.Lock()
 
     async def start(
@@ -46,9 +46,9 @@ class EngineActor(EngineCalls):
         """Load the model.
 
         Args:
-            snapshots: what has a name on the Hub, in the cache of rank 0's machine; each other machine has its own cache.
+            snapshots: models with a name on the Hub, in the cache of rank 0's machine; each other machine has its own cache.
             log: see `print_into`.
-            interfaces: those that are chosen for all nodes that choose none themselves; None where all is on one machine.
+            interfaces: network interfaces for all nodes that choose none themselves; None where all engines are on one machine.
             has_local_core: the engine core is in this process, see `local_core`.
         Raises:
             FileNotFoundError: this node does not have its folder, or the tokenizer's.
@@ -58,7 +58,7 @@ class EngineActor(EngineCalls):
         if interfaces is not None:
             _choose_interfaces(interfaces, spans_nodes=args.get("distributed_executor_backend") == "ray")
         if not os.environ.get("OMP_NUM_THREADS", "1"):
-            # The environment that Ray is asked for can set a variable, not take it away.
+            # The environment that Ray is asked for can set a variable, but not remove it.
             del os.environ["OMP_NUM_THREADS"]
         own = {str(snapshot.folder): snapshot for snapshot in snapshots}
         for key in ("model", "tokenizer"):
@@ -97,7 +97,7 @@ class EngineActor(EngineCalls):
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
     async def _stop(self, *, clear_cache: bool) -> None:
-        # AsyncLLM.pause_generation would do the same, and then sleep for 20 ms.
+        # AsyncLLM.pause_generation does the same, and then sleeps for 20 ms.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
     async def _go_on(self) -> None:
@@ -109,7 +109,7 @@ class EngineActor(EngineCalls):
         """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache."""
         await self.pause("recompute")
         self.is_stale = True
-        # Level 1 would copy the weights to host memory; `mode` is "abort" unless it is said.
+        # Level 1 would copy the weights to host memory; the default of `mode` is "abort".
         await self._while_alive(self.engine.sleep(level=2, mode="keep"))
         self.asleep = {"weights", "kv_cache"}
 
@@ -120,14 +120,14 @@ class EngineActor(EngineCalls):
                 self.asleep.remove(part)
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
-        """As `EngineCalls.receive_weights`, awake as far as weights go."""
+        """See `EngineCalls.receive_weights`; the weights' memory is taken back first."""
         await self._wake("weights")
         await super().receive_weights(version, check, seed)
 
     async def _update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
+        # The engine core takes these in the order in which they are sent; waiting for each answer would cost two round trips.
         await asyncio.gather(
             self.engine.start_weight_update(),
             self.engine.update_weights(WeightTransferUpdateRequest(update_info=info)),
@@ -177,7 +177,7 @@ class EngineActor(EngineCalls):
 
 
 def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
-    """Those of this node's own environment stay, which is that of `ray start`."""
+    """Set the variables of the network interfaces; those of this node's own environment, that of `ray start`, stay."""
     import ray
 
     # vLLM hands variables of NCCL's to workers on other nodes, whose interfaces may have other names.
@@ -190,8 +190,8 @@ async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks:
     """The group of a request, from its last output.
 
     Args:
-        num_logprobs: of each position, beside the sampled token's; above 0 they say what was sampled from.
-        has_masks: the masks say it.
+        num_logprobs: log-probabilities at each position beside the sampled token's; above 0 they show the set that was sampled from.
+        has_masks: masks show it.
     """
     while not (output := await request.get()).finished:
         pass
@@ -207,7 +207,7 @@ async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks:
 
 
 def _logprobs(completion: Any, step: int) -> list[float]:
-    """Of each token of a completion; the sampled token is the first of the `step` ones of each position."""
+    """The log-probability of each token of a completion: the first of the `step` entries of each position."""
     found = completion.logprobs
     assert found.token_ids[::step] == list(completion.token_ids), "one per position, the sampled token's"
     return found.logprobs[::step]

@@ -1,6 +1,7 @@
-"""The calls of a vLLM engine, which take effect in the order in which they were made, whatever carries them to the engine.
+"""The calls of a vLLM engine, from both ends. They take effect in the order in which they were made, over Ray or HTTP alike.
 
-Here is when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine itself.
+`EngineCalls` decides when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine
+itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,23 +20,63 @@ from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions
 from mgrpo.types import KeptTokens
 
 
+class Caller(ABC):
+    """The caller's end: the calls of an `Engine` that take effect in their order, each by the name of its method in `EngineCalls`."""
+
+    @abstractmethod
+    def _call(self, method: str, *args: object) -> Future[Any]:
+        """A call that takes effect after those before it."""
+
+    def submit(self, batch: PromptBatch) -> Future[None]:
+        """See `Engine`."""
+        return self._call("submit", batch)
+
+    def pause(self, how: Pause) -> Future[None]:
+        """See `Engine`."""
+        return self._call("pause", how)
+
+    def resume(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("resume")
+
+    def sleep(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("sleep")
+
+    def abort(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("abort")
+
+    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
+        """See `Engine`."""
+        return self._call("join", invitation)
+
+    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("receive_weights", version, check, seed)
+
+    def seed(self, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("seed", seed)
+
+
 class EngineCalls(ABC):
-    """One vLLM engine. All methods are coroutines of one event loop."""
+    """The engine's end: one vLLM engine. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
         self.num_logprobs = 0
-        """Of each position, the likeliest tokens that are asked for where what is sampled from is kept."""
+        """The likeliest tokens that are asked for at each position where the sets that tokens are sampled from are kept."""
         self.has_masks = False
-        """Whether the engine returns what it samples from as masks instead."""
+        """Whether the engine returns these sets as masks instead."""
         self.is_stale = False
         self.version = UNSYNCED
         self.turn = asyncio.Condition()
         self.next_turn = 0
         self.adding = asyncio.Lock()
         self.pausing: asyncio.Task[None] | None = None
-        """Of an engine that is paused, or will be when its completions are drained."""
+        """The pause that has been asked for; it is reached when the task is done. None while the engine may sample."""
         self.requests: dict[int, str] = {}
-        """vLLM's names of what is queued or being sampled, by number."""
+        """vLLM's names of the requests that are queued or sampled, by number."""
         self.collecting: set[asyncio.Task[None]] = set()
         self.failure: BaseException | None = None
         """Why a request will never finish."""
@@ -50,7 +92,7 @@ class EngineCalls(ABC):
 
     @abstractmethod
     async def _stop(self, *, clear_cache: bool) -> None:
-        """Have the engine sample no more; what it has begun goes on after `_go_on`."""
+        """Have the engine sample no more; completions that have begun go on after `_go_on`."""
 
     @abstractmethod
     async def _go_on(self) -> None:
@@ -96,7 +138,7 @@ class EngineCalls(ABC):
         await self._stop(clear_cache=how != "keep")
 
     async def resume(self) -> None:
-        """Sample with the present weights what is queued, and what will be."""
+        """Sample the prompts that are or will be queued with the present weights."""
         async with self.adding:
             await self._paused()
             if self.is_stale:
@@ -126,8 +168,8 @@ class EngineCalls(ABC):
     async def submit(self, batch: PromptBatch) -> None:
         """Queue prompts.
 
-        While the engine is paused, what the scheduler and the sampler will do depends on the batches and the seed alone, never
-        on the time of their arrival.
+        While the engine is paused, the later work of scheduler and sampler depends on the batches and the seed alone, never on the
+        time of their arrival.
         """
         async with self.adding:
             await self._paused()
@@ -155,8 +197,8 @@ class EngineCalls(ABC):
         """A group that the engine has been given under this number.
 
         Args:
-            request: vLLM's name of it.
-            group: what `flattened` makes of it, as soon as all its completions have ended.
+            request: vLLM's name of the request.
+            group: its result of `flattened`, as soon as all its completions have ended.
         """
         self.requests[number] = request
         task = asyncio.create_task(self._collect(number, group))
@@ -178,7 +220,7 @@ class EngineCalls(ABC):
             self.has_finished.set()
 
     async def _while_alive(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or an error soon after the engine has died: some calls would be left waiting then."""
+        """The result of `work`, or an error soon after the engine has died, when some calls would never be answered."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait({task}, timeout=1.0))[0]:
             if (death := self._death()) is not None:
@@ -188,7 +230,7 @@ class EngineCalls(ABC):
 
 
 class CallOutput(Protocol):
-    """What vLLM says of a completion."""
+    """A completion as vLLM returns it."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -216,7 +258,7 @@ def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str,
         "logprobs": num_logprobs if sampling.has_sets else 0,
     }
     if sampling.regex is not None:
-        # With a tokenizer, and the grammar of an answer that is complete lets nothing but the tokenizer's eos follow.
+        # It needs a tokenizer: after a complete answer the grammar allows only the tokenizer's eos.
         settings |= {"structured_outputs": {"regex": sampling.regex}}
     if not sampling.stop_strings:
         return settings | {"detokenize": False}
@@ -225,23 +267,23 @@ def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str,
         "include_stop_str_in_output": True,
         # "<|im_end|>" may be a special token.
         "skip_special_tokens": False,
-        # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
+        # With a tokenizer vLLM would also end at the tokenizer's eos; only stop_token_ids decide.
         "ignore_eos": sampling.regex is None,
     }
 
 
 def own_settings(batch: PromptBatch) -> list[dict[str, int]]:
-    """What each prompt's settings have of their own."""
+    """For each prompt, the settings that differ from the batch's."""
     columns = {"seed": batch.seeds, "max_tokens": batch.max_tokens}
     given = {name: values.tolist() for name, values in columns.items() if values is not None}
     return [{name: values[place] for name, values in given.items()} for place in range(len(batch.numbers))]
 
 
 def salts(batch: PromptBatch) -> list[int]:
-    """What separates each prompt's part of the cache from others'.
+    """For each prompt, the number that separates its part of the cache from others'.
 
-    What other groups have left there may be of older weights, see `Pause`, also when a prompt is queued before an update and
-    begins after it: only the samples and the turns of one group share it.
+    Entries of other groups may be of older weights, see `Pause`, also when a prompt is queued before an update and begins after it.
+    So only the samples and the turns of one group share entries.
     """
     return (batch.numbers if batch.salts is None else batch.salts).tolist()
 
@@ -255,7 +297,7 @@ def flattened(
     """One group, with `lengths [samples]` instead of `cu_seqlens`.
 
     Args:
-        logprobs, kept: of each completion's tokens.
+        logprobs, kept: for each completion, those of its tokens.
     """
     lengths = [len(completion.token_ids) for completion in completions]
     assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"

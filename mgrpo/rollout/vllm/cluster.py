@@ -47,7 +47,7 @@ UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
 
 
 ROOM_S = 60.0
-"""How long Ray may take to find room for an engine."""
+"""Seconds that Ray may take to find room for an engine."""
 
 
 class Cluster:
@@ -58,23 +58,23 @@ class Cluster:
         self.owned = self.settings.ray_address is None
         self.keeper = ClusterKeeper() if self.owned else None
         self.engines: list[RayEngine] = []
-        """By number; the present one of each."""
+        """The present engine of each number."""
         self.places: list[Any] = []
-        """The placement group of each."""
+        """The placement group of each number."""
         self.is_closing = False
         self.address: str | None = None
-        """Of this machine in a cluster that was joined."""
+        """This machine's address in a cluster that was joined."""
         self.failure: Future[str] = Future()
-        """Done, with the reason, when Ray itself has failed: no engine answers any more."""
+        """Done, with the reason, when Ray itself has failed and no engine will answer."""
         self.logs = Path(config.experiment.output_dir).absolute() / FOLDER
-        """What each engine prints, while the run lives and after it."""
+        """The folder of the engines' output, which outlives the run."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self.interfaces = {name: os.environ[name] for name in INTERFACES if name in os.environ}
-        """That a user has chosen; later rank 0 names those of its own machine."""
+        """The network interfaces that the user has chosen; later rank 0 names those of its own machine."""
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
         self.shared_gpus = gpus[:num_local_learners] if self.settings.shares_gpus else []
-        """Of learners, each of which has a worker of an engine; Ray knows nothing of them."""
+        """The learners' GPUs, if each has a worker of an engine; Ray does not count them."""
         free = [] if self.shared_gpus else gpus[num_local_learners:]
         try:
             with _without_launcher_variables(), _sigterm_blocked():
@@ -89,7 +89,7 @@ class Cluster:
             raise
 
     def _join_ray(self) -> Any:
-        # Ray reads it when it is imported: tries of a second each.
+        # The number of tries, of a second each; Ray reads it when it is imported.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
         import ray
         from ray.exceptions import AuthenticationError
@@ -118,7 +118,7 @@ class Cluster:
         return f"`ray start --address {self.settings.ray_address} --num-gpus 0`, as its GPUs belong to learners"
 
     def _own_address(self, *, num_free_gpus: int) -> str:
-        """This machine's address in the cluster, which must not count GPUs of learners there: Ray knows nothing of them."""
+        """This machine's address in the cluster, after a check that Ray does not count the learners' GPUs there as free."""
         own = next(node for node in self.ray.nodes() if node["NodeID"] == self.ray.get_runtime_context().get_node_id())
         num_gpus = int(own["Resources"].get("GPU", 0))
         if num_gpus > num_free_gpus and self.on_gpu:
@@ -162,7 +162,7 @@ class Cluster:
         return ray
 
     def start_engines(self, config: Config) -> None:
-        """Begin to start the config's engines, in addition to those that are there; each has a `ready` to wait for."""
+        """Begin to start the config's engines, in addition to those that exist; each has a `ready` to wait for."""
         self.config = config
         groups = [self._reserve() for _ in range(self.settings.vllm_num_engines)]
         if not all(group.wait(ROOM_S) for group in groups):
@@ -178,7 +178,7 @@ class Cluster:
         """Begin to start an engine: one more, or this one again in its place, which Ray moves when the node is gone.
 
         Raises:
-            RuntimeError: there is no room for one more.
+            RuntimeError: the cluster has no room for one more.
         """
         if number == len(self.places):
             if self.shared_gpus:
@@ -219,7 +219,7 @@ class Cluster:
         runtime_env: dict[str, Any] = {"env_vars": environment}
         if self.keeper:
             environment["TMPDIR"] = self.keeper.scratch
-            # Ray passes it to a shell as it is; it may lie in a path with spaces.
+            # Ray passes it to a shell unquoted; its path may have spaces.
             runtime_env["py_executable"] = shlex.quote(sys.executable)
         workers = self.settings.vllm_tensor_parallel_size
         if self.shared_gpus:
@@ -251,7 +251,7 @@ class Cluster:
         )
 
     def _end_process(self, process: Future[tuple[str, int]]) -> None:
-        """Kill an engine that may be stopped, and does not hear Ray then."""
+        """Kill an engine. A process that is stopped would not react to Ray."""
         if not process.done() or process.exception() is not None:
             return
         node, pid = process.result()
@@ -264,11 +264,11 @@ class Cluster:
             self.ray.remote(end_engine).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
     def _gpus_a_node(self) -> int:
-        """Of the node that has most."""
+        """The number of GPUs of the node that has most."""
         return max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
 
     def keep_logs(self) -> str:
-        """Copy what is only in Ray's folder, which does not outlive the run, into the run's; a clause about all of it."""
+        """Copy output that is only in Ray's folder, which does not outlive the run, into the run's. A clause about all output."""
         return self.keeper.keep_logs(self.logs) if self.keeper else last_error(self.logs)
 
     def _fail(self, reason: str) -> None:
@@ -279,7 +279,7 @@ class Cluster:
         self.failure.set_result(reason)
 
     def close(self) -> None:
-        """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""
+        """End engines and Ray. The reaper ends processes that survive: one that hangs, or all of them when rank 0 is killed."""
         self.is_closing = True
         ray = getattr(self, "ray", None)
         if ray is not None:
@@ -294,7 +294,7 @@ class Cluster:
 
 
 def engine_bundles(workers: int, *, gpus_a_node: int | None) -> list[dict[str, int]]:
-    """What Ray reserves for an engine: one bundle, which lies on one node, or one for each GPU where no node has enough.
+    """The bundles that Ray reserves for an engine: one, which lies on one node, or one for each GPU where no node has enough.
 
     Args:
         gpus_a_node: None for engines on CPUs.
@@ -308,7 +308,7 @@ def engine_bundles(workers: int, *, gpus_a_node: int | None) -> list[dict[str, i
 
 @contextmanager
 def _printing_to(file: IO[bytes]) -> Iterator[None]:
-    """What Ray's C++ part prints to standard error goes to `file`."""
+    """Standard error, also of Ray's C++ part, goes to `file`."""
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
@@ -334,9 +334,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _without_services() -> Iterator[None]:
-    """Ray starts no dashboard, no autoscaler and no log monitor, of which a private cluster makes no use.
+    """Ray starts no dashboard, autoscaler or log monitor, which a private cluster does not use.
 
-    `include_dashboard=False` starts it all the same, without its pages, and waits for it: a second, and two of processor time.
+    With `include_dashboard=False` it would start the dashboard without its pages, and wait for it: a second, and two of processor time.
     """
     from ray._private.node import Node
 

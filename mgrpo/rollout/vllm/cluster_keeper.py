@@ -1,4 +1,4 @@
-"""What a private Ray cluster needs around it: its folder, the reaper that removes it, and a watch over Ray's daemons."""
+"""The surroundings of a private Ray cluster: its folder, the reaper that removes it, and a watch over Ray's daemons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mgrpo.rollout.vllm.printed import last_error, tail
 from mgrpo.rollout.vllm.reaper import LIMIT_S, MARK, processes_of
 
 DAEMONS = ("raylet", "gcs_server")
-"""Without these Ray cannot go on; the engines would be blamed, after minutes."""
+"""Processes without which Ray cannot go on; without a watch the engines would be blamed, after minutes."""
 POLL_S = 0.5
 STOPPED_S = 30.0
 """A daemon that is stopped (SIGSTOP) for this long counts as failed."""
@@ -27,8 +27,8 @@ class ClusterKeeper:
     """The surroundings of one cluster, on rank 0. Always `close` it."""
 
     def __init__(self) -> None:
-        # Ray opens its own folder to everybody: it lies inside one that is rank 0's alone. Paths of Unix sockets are short,
-        # so this one must also be short.
+        # Ray opens its own folder to all users, so it lies inside one that only rank 0's user can enter. Paths of Unix sockets are
+        # short, so this one must also be short.
         self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
         self.ray_folder = f"{self.folder}/ray"
         self.scratch = f"{self.folder}/tmp"
@@ -37,7 +37,7 @@ class ClusterKeeper:
         self.mark = {MARK: self.folder}
         """The environment by which the reaper knows the cluster's processes."""
         self.daemons: dict[int, str] = {}
-        """Names of those that are watched."""
+        """The names of the daemons that are watched, by process id."""
         self._stopped: dict[int, float] = {}
         self._closed = threading.Event()
         self._reaper = self._start_reaper()
@@ -47,7 +47,7 @@ class ClusterKeeper:
         """Begin to watch the daemons that run now, and the reaper, which is replaced when it dies.
 
         Args:
-            on_failure: called at most once, from a thread, with what has happened.
+            on_failure: called at most once, from a thread, with the reason.
         """
         for pid in processes_of(self.folder):
             name = _read(f"/proc/{pid}/comm").strip()
@@ -57,7 +57,7 @@ class ClusterKeeper:
         self._thread.start()
 
     def failure(self) -> str | None:
-        """What has happened to Ray itself, if it cannot go on."""
+        """The reason why Ray itself cannot go on, if it cannot."""
         for pid, name in self.daemons.items():
             state = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
             if state in ("", "Z"):
@@ -74,7 +74,7 @@ class ClusterKeeper:
         return {self._reaper.pid, *self.daemons}
 
     def keep_logs(self, kept: Path) -> str:
-        """Copy to `kept` the end of what processes of Ray printed elsewhere than there; see `last_error`."""
+        """Copy the last output of Ray's processes that is only in Ray's folder to `kept`. The clause of `last_error`."""
         logs = Path(self.ray_folder).glob("session_latest/logs/worker-*.*")
         for log in sorted(logs, key=lambda log: log.lstat().st_mtime):
             text = tail(log)
@@ -85,7 +85,7 @@ class ClusterKeeper:
         return last_error(kept)
 
     def close(self) -> None:
-        """Let the reaper end what is left, and remove the folder."""
+        """Let the reaper end the processes that are left, and remove the folder."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * POLL_S + 1)
@@ -112,7 +112,7 @@ class ClusterKeeper:
 
 
 def _how(pid: int) -> str:
-    """How a child of this process ended, without taking its status from Ray."""
+    """The ending of a child of this process, in words, without taking its status from Ray."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""How a vLLM engine is configured on this machine: the settings and environment that differ between CPU and GPU.
+"""The configuration of a vLLM engine on this machine: its arguments and environment, which differ between CPU and GPU.
 
 Imports neither torch nor vllm: rank 0 uses it before them.
 """
@@ -21,12 +21,12 @@ from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
-from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
+from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
+"""Sizes of an attention head that vLLM's CPU kernels support; with another size it starts, and dies at the first prompt."""
 NETWORK = ("NCCL_", "UCX_")
-"""Beginnings of the variables that say how processes reach each other, on every node alike but for those of `INTERFACES`."""
+"""Prefixes of the variables that say how processes reach each other. They are the same on every node, except those of `INTERFACES`."""
 OWNED = {
     "model": "use model_name_or_path",
     "dtype": "use model_dtype",
@@ -79,20 +79,20 @@ OWNED = {
     "weight_transfer_config": "the weight sync is the trainer's",
     "worker_cls": "the weight sync needs vLLM's own worker",
 }
-"""Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+"""Arguments of vLLM that vllm_extra_args cannot hold, each with the advice or the reason."""
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
-"""Of the weights of a model whose matrix products are worth more than one thread."""
+"""Size of the weights from which on matrix products are worth more than one thread."""
 CONNECT_S = 5.0
-"""How long another machine may take to answer."""
+"""Seconds that another machine may take to answer."""
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
-"""Variable of vLLM's. If a user sets it to 1, the core of an engine with one worker on a CPU has a process of its own as well."""
+"""A variable of vLLM. If a user sets it to 1, the core of an engine with one worker on a CPU also has a process of its own."""
 STEP_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Of prompts and completions that an engine reads in a step. Alone, vLLM would read 2048 on a GPU, of which those of 256
-completions leave few to prompts."""
+"""Tokens of prompts and completions that an engine reads in a step. vLLM's own number on a GPU is 2048, of which 256 completions leave
+few to prompts."""
 SHARED_GPU = 0.3
-"""The share of a GPU that must be free when an engine starts beside a learner. vLLM demands it, and does nothing else with it where
-the size of the cache is given."""
+"""The part of a GPU that must be free when an engine starts beside a learner. vLLM only checks it where the size of the cache is
+given."""
 
 
 def serving_gpus() -> list[str]:
@@ -111,10 +111,10 @@ def serving_gpus() -> list[str]:
 
 
 def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
-    """What keeps this machine from running the configuration, one sentence each.
+    """Sentences about everything that keeps this machine from running the configuration.
 
     Args:
-        starts_engines: it is rank 0's, which starts the engines, or joins their cluster, and the reward models.
+        starts_engines: the machine is rank 0's, which starts the engines, or joins their cluster, and the reward models.
     """
     gpus, settings = serving_gpus(), config.engine
     has_servers = settings.vllm_mode == "server"
@@ -159,7 +159,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
 
 
 def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
-    """Why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
+    """Reasons why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
     if dtype == "auto":
         return []
     reasons = []
@@ -188,7 +188,7 @@ def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
 
 
 def address_problems(address: str | None) -> list[str]:
-    """Why no Ray cluster can be at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
+    """A sentence if no Ray cluster answers at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return []
@@ -203,7 +203,7 @@ def address_problems(address: str | None) -> list[str]:
 
 
 def extra_problems(text: str) -> list[str]:
-    """What is wrong with `vllm_extra_args`."""
+    """Sentences about the mistakes in `vllm_extra_args`."""
     try:
         extra = json.loads(text)
     except ValueError as err:
@@ -240,11 +240,11 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     settings, rollout = config.engine, config.rollout
     reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
     args: dict[str, Any] = {
-        # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
-        # the name of a model on the Hub.
+        # An engine of a joined cluster has the working directory of `ray start`, where vLLM would take a relative path for a
+        # model's name on the Hub.
         "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
-        # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
+        # With a Megatron folder an engine gets its weights in the first weight sync, and serves nothing before it.
         "load_format": "dummy" if (Path(config.model_path) / "megatron.json").is_file() else "auto",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
@@ -281,8 +281,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         # Eager with an explicit cache size: vLLM then skips its warm-up run.
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
-        # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the generator of its
-        # row back, which a CPU generator cannot do: read prompts whole.
+        # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the row's generator
+        # back, which a CPU generator cannot do, so prompts are read whole.
         args["enable_chunked_prefill"] = False
         # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
         args["block_size"] = 32
@@ -296,9 +296,9 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
 
 
 def _compilation(given: Any) -> Any:
-    """`compilation_config`, by which vLLM does not compile FlashInfer's kernels for all-reduces when an engine starts.
+    """A `compilation_config` with which vLLM does not compile FlashInfer's kernels for all-reduces when an engine starts.
 
-    It would with whichever nvcc it finds, on every node, and says little when that fails.
+    It would use any nvcc that it finds, on every node, and says little when that fails.
     """
     if not isinstance(given, dict):
         return given
@@ -314,8 +314,7 @@ def has_local_core(config: Config, *, on_gpu: bool) -> bool:
 def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -> int:
     """Threads of an engine's worker on the CPU that it shares with the learners, which have one thread each.
 
-    While learners train an engine of theirs is idle, unless generation runs ahead (`async_steps`): then the learners' cores are
-    not for the engine.
+    Engines are idle while learners train, so they may use the learners' cores as well, unless generation runs ahead (`async_steps`).
     """
     weights = sum(file.stat().st_size for file in Path(config.model_path).glob("*") if file.is_file())
     if weights < WIDE_BYTES:
@@ -325,14 +324,14 @@ def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -
 
 
 def network_variables() -> dict[str, str]:
-    """What is set for rank 0 about how processes reach each other, without names of interfaces, which are each node's own."""
+    """Rank 0's variables of the network (`NETWORK`), without the names of interfaces, which are each node's own."""
     return {name: value for name, value in os.environ.items() if name.startswith(NETWORK) and name not in INTERFACES}
 
 
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
     """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
     environment = {
-        # Elsewhere they have the environment of `ray start`, but meet the learners, over the same adapters.
+        # Elsewhere they have the environment of `ray start`, but must use the learners' network settings.
         **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network_variables()),
         "MGRPO_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -348,7 +347,7 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_loca
         return environment | {
             # With a learner's single queue an engine's copies and side streams would wait for each other.
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-            # What is set for learners does not suit vLLM's own memory pools.
+            # The learners' settings do not suit vLLM's own memory pools.
             "PYTORCH_ALLOC_CONF": "",
             "PYTORCH_CUDA_ALLOC_CONF": "",
             # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.

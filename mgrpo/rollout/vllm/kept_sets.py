@@ -1,10 +1,10 @@
 """The sets of tokens that vLLM sampled from, read off the log-probabilities of the likeliest tokens, or off its sampling masks.
 
-vLLM normalises log-probabilities over what its cuts have left (`processed_logprobs`), all else has -inf: those of a position that
-are finite are its set, if they are all of them, that is if their probabilities add up to 1.
+vLLM normalises log-probabilities over the tokens that its cuts have left (`processed_logprobs`) and gives all others -inf. The finite
+ones of a position are its set if they are complete, that is if their probabilities add up to 1.
 
 Above `MOST_KEPT` tokens they would be too many, and vLLM is asked for masks (`return_sampling_mask`), the finite logits of each
-position. Only its V2 model runner has them, which needs a GPU: what concerns masks is written against the types and the source of
+position. Only its V2 model runner has them, which needs a GPU: the code for masks is written against the types and the source of
 vLLM 0.32.0, and has not run on a GPU.
 """
 
@@ -27,11 +27,11 @@ and half-precision logits of different tokens are often equal."""
 DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments of vLLM that turn speculative decoding on."""
 MISSING = 1e-4
-"""Probability that a set may lack: more than rounding, and less than anything that a ratio of policies would show."""
+"""Probability that a set may lack: more than rounding errors, and too little to show in a ratio of policies."""
 
 
 def num_logprobs(config: Config) -> int:
-    """Of each position, what an engine is asked for beside the sampled token's."""
+    """Log-probabilities that an engine is asked for at each position, beside the sampled token's."""
     if not config.rollout.is_cut or config.rollout.needs_masks:
         return 0
     # vLLM cannot look for more than there are.
@@ -39,14 +39,14 @@ def num_logprobs(config: Config) -> int:
 
 
 def kept_args(config: Config) -> dict[str, Any]:
-    """Arguments of vLLM with which an engine says what it samples from."""
+    """Arguments of vLLM with which an engine returns the sets."""
     if config.rollout.needs_masks:
         return {"return_sampling_mask": True}
     return {"max_logprobs": num_logprobs(config)} if config.rollout.is_cut else {}
 
 
 def kept_problems(config: Config, *, on_gpu: bool) -> Iterator[str]:
-    """Why engines that a run starts cannot say it, one sentence each."""
+    """Sentences about why engines that a run starts cannot return the sets."""
     rollout = config.rollout
     drafts = [name for name in DRAFTS if f'"{name}"' in config.engine.vllm_extra_args]
     if rollout.is_cut and drafts:
@@ -71,7 +71,7 @@ def masked_tokens(sampled: Sequence[int], masks: Sequence[Sequence[int]] | None)
 
     Args:
         sampled: `[len]`.
-        masks: of each position the tokens that were left, in any order, each once; None: vLLM returned none.
+        masks: for each position the tokens that were left, in any order, each once; None: vLLM returned none.
     """
     if masks is None or len(masks) != len(sampled):
         return KeptTokens.none(len(sampled))
@@ -88,7 +88,7 @@ def kept_tokens(sampled: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> K
 
     Args:
         sampled: `[len]`.
-        ids, logprobs: `[len, num_logprobs]`, of the likeliest tokens, each once; what is not finite fills up.
+        ids, logprobs: `[len, num_logprobs]`, of the likeliest tokens, each once; rows are filled up with values that are not finite.
     """
     is_kept = np.isfinite(logprobs)
     mass = np.exp(logprobs, where=is_kept, out=np.zeros(logprobs.shape, np.float64)).sum(axis=1)

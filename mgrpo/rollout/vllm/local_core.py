@@ -1,7 +1,7 @@
 """vLLM's engine core inside the engine's actor, for engines with one worker on a CPU.
 
-vLLM itself puts it into a process of its own, to which every request and every token travel: on a CPU that process takes cores
-from the learners, and a third of the time of short completions. Imported in the actor's process only.
+vLLM itself puts it into a process of its own, and every request and token travels between the two. On a CPU that takes cores from the
+learners, and a third of the time of short completions. Imported in the actor's process only.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def install() -> None:
 
 
 class LocalCore(EngineCoreClient):
-    """What AsyncLLM asks of an engine core, whose methods all run in one thread, in the order of their calls.
+    """AsyncLLM's client of an engine core that runs in one thread of this process, which does all calls in their order.
 
-    The event loop stays free while the model computes; a step is one of those calls, so that others come between two steps.
+    The event loop stays free while the model computes. A step is one of the calls, so that others come between two steps.
     """
 
     def __init__(self, *, vllm_config: Any, executor_class: Any, log_stats: bool, **others: Any) -> None:
         self.thread = Background("engine core")
         self.core = self.thread.submit(lambda: EngineCore(vllm_config, executor_class, log_stats)).result()
         self.added: deque[EngineCoreRequest] = deque()
-        """What the core has not seen yet: it takes over all of them before it does anything else."""
+        """Requests that the core has not seen yet: it takes over all of them before it does anything else."""
         self.is_called = asyncio.Event()
-        """Since the last step."""
+        """Set by each call since the last step."""
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        """AsyncLLM asks for it; what ends this core ends the actor."""
+        """AsyncLLM reads it. A failure that ends this core ends the actor."""
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Of the next step; waits for something to do."""
+        """The outputs of the next step; waits for something to do."""
         while True:
             self.is_called.clear()
             if (outputs := await self._run(self._step)) is not None:
@@ -102,7 +102,7 @@ class LocalCore(EngineCoreClient):
         return call()
 
     def _step(self) -> EngineCoreOutputs | None:
-        """None: nothing to do, or paused."""
+        """The outputs of a step; None: there is nothing to do, or the scheduler is paused."""
         if not self.core.scheduler.has_requests():
             return None
         outputs, is_executed = self.core.step_fn()

@@ -25,7 +25,7 @@ RAY_ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     "RAY_worker_niceness": "0",
 }
-"""Of Ray's processes, of which it reads some when it is imported."""
+"""The environment of Ray's processes. Ray reads some of these variables when it is imported."""
 OBJECT_STORE_BYTES = 256 << 20
 START_S = 120.0
 
@@ -39,12 +39,12 @@ class RayNode:
         """Start it, and return when it runs.
 
         Args:
-            address: of this machine.
+            address: this machine's.
             head: `HOST:PORT` of the cluster.
-            gpus: ids of those that engines may use.
-            num_cpus: how many Ray may count.
+            gpus: ids of the GPUs that engines may use.
+            num_cpus: the number that Ray may count.
         Raises:
-            RuntimeError: with what Ray printed last.
+            RuntimeError: with Ray's last output.
         """
         self.keeper = ClusterKeeper()
         try:
@@ -54,7 +54,7 @@ class RayNode:
             raise
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Have a thread call `on_failure`, at most once, with what has happened to Ray."""
+        """Have a thread call `on_failure`, at most once, with the reason why Ray cannot go on."""
         self.keeper.watch(on_failure)
 
     def keep_logs(self, folder: Path) -> str:
@@ -63,7 +63,7 @@ class RayNode:
 
     @property
     def processes(self) -> set[int]:
-        """Children of this process whose status is its own to take."""
+        """Children of this process that no other code may wait for."""
         return self.keeper.processes
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def _ray_start(
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", keeper.ray_folder, "--disable-usage-stats",
     ]  # fmt: skip
     environment = {
-        # Of its engines, which rank 0 tells no interface: this node's may have another name.
+        # The engines' interfaces: rank 0 cannot name them, as they may have other names on this node.
         **own_interfaces(address),
         **os.environ,
         **RAY_ENVIRONMENT,
@@ -93,11 +93,11 @@ def _ray_start(
         "RAY_AUTH_TOKEN": token,
         "TMPDIR": keeper.scratch,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        # Where an engine's workers meet; vLLM would guess.
+        # The address where an engine's workers meet; vLLM would guess it.
         "VLLM_HOST_IP": address,
     }
     try:
-        # Its own output, in a file: Ray's daemons inherit it, and a pipe would not end with the command.
+        # Its output goes into a file: Ray's daemons inherit it, and a pipe would not end with the command.
         with open(f"{keeper.folder}/ray_start.txt", "w+b") as printed:
             code = subprocess.run(
                 command,

@@ -1,6 +1,6 @@
-"""What engines print: a file for each in the run's folder, and the last error in these files.
+"""The engines' output: a file for each in the run's folder, and the last error in these files.
 
-Only these and the run itself write into a terminal; vLLM's lines about its start are in the files.
+Engines print nothing to the terminal of the run; vLLM's lines about its start are in the files.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from datetime import datetime
 from pathlib import Path
 
 FOLDER = "engine_logs"
-"""In the run's folder."""
+"""The folder of the files, in the run's folder."""
 START = "mgrpo: engine started: "
 """Begins the line that each start of an engine writes into its file."""
 MOST_BYTES = 4 << 20
-"""Most that is read of one file: its end."""
+"""The size of the end of a file that is read."""
 ERROR = re.compile(r"\b\w*(?:Error|Exception|Interrupt)\b: .+")
 
 
 def print_into(file: Path) -> None:
-    """From here on what this process and its children print goes to the end of `file`.
+    """Append the output of this process and its children to `file` from here on.
 
-    On a machine without the file's folder all stays as it is: the run's folder is not shared with that machine.
+    On a machine without the file's folder nothing changes: the run's folder is not shared with that machine.
     """
     if not file.parent.is_dir():
         return
@@ -38,21 +38,21 @@ def print_into(file: Path) -> None:
 
 
 def last_error(folder: Path) -> str:
-    """A clause with the last error that engines have printed since their last starts, and the place; empty without files."""
+    """A clause with the last error that engines have printed since their last starts, and with the folder; empty without files."""
     files = sorted((file for file in folder.glob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
     if not files:
         return ""
     errors = []
     for file in files:
         text = tail(file).decode(errors="replace").rpartition(START)[2]
-        # That error only says that there was another.
+        # An EngineDeadError only says that there was another error.
         errors += [line for line in ERROR.findall(text) if "EngineDeadError" not in line]
     last = f"; the last error of the engines' logs: {errors[-1][:500]}" if errors else ""
     return f"{last}; what the engines printed is in {folder}"
 
 
 def tail(file: Path) -> bytes:
-    """The end of a regular file; nothing of anything else, such as a link."""
+    """The end of a regular file; empty for anything else, such as a link."""
     try:
         opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,4 +1,4 @@
-"""An `Engine` whose vLLM runs in a Ray actor."""
+"""An `Engine` with vLLM in a Ray actor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
 from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
-from mgrpo.rollout.vllm.caller import Caller
+from mgrpo.rollout.vllm.calls import Caller
 
 T = TypeVar("T")
 
@@ -49,16 +49,16 @@ class RayEngine(Caller):
         """
         Args:
             starting: the result of the actor's `start`.
-            end_process: ends it also where it hangs; Ray only asks it to end.
-            cluster_failure: what has happened to Ray itself, whose end an engine's error would only follow from.
+            end_process: ends the actor's process, also one that hangs; Ray only asks it to end.
+            cluster_failure: the reason why Ray itself has failed, if it has; an engine's error only follows from that.
         """
         self.actor, self.cluster_failure, self.end_process = actor, cluster_failure, end_process
         self.turns = itertools.count()
         self.pending: set[Future[Any]] = set()
         self.refusal: str | None = None
-        """Why the actor must not be called any more."""
+        """The reason why the actor must not be called again."""
         self.lock = threading.Lock()
-        """Held while the actor is called or the engine closed: a call after that would start a Ray cluster of its own."""
+        """Held while the actor is called or the engine closed: a call after the end would start another Ray cluster."""
         self.ready: Future[None] = self._answer(starting)
 
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
@@ -70,14 +70,14 @@ class RayEngine(Caller):
         return self._remote(lambda: self.actor.ping.remote())
 
     def fail(self, reason: str) -> None:
-        """Ray may never answer again: what waits fails, and so does every later call."""
+        """Ray may never answer again: all waiting calls fail, and all later ones."""
         with self.lock:
             self.refusal = self.refusal or reason
         for answer in list(self.pending):
             self._settle(answer, EngineError(reason))
 
     def close(self) -> None:
-        """Kill the actor and its processes; what has not been answered fails, because Ray may never answer it."""
+        """Kill the actor and its processes; calls without an answer fail, because Ray may never answer them."""
         import ray
 
         with self.lock:
@@ -99,7 +99,7 @@ class RayEngine(Caller):
         return refused
 
     def _answer(self, reference: RayReference[T]) -> Future[T]:
-        """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
+        """The result of a call of the actor; Ray's errors become an EngineError with the line that tells the cause."""
         answer: Future[T] = Future()
         self.pending.add(answer)
 

@@ -1,4 +1,4 @@
-"""`python -m mgrpo.rollout.vllm.reaper FOLDER`: ends what a run's private Ray cluster leaves behind, then removes its folder.
+"""`python -m mgrpo.rollout.vllm.reaper FOLDER`: ends all processes that a run's private Ray cluster leaves, then removes its folder.
 
 Rank 0 starts it and holds the other end of its standard input, which closes when rank 0 ends in any way. Ray's daemons
 watch each other but take tens of seconds, and some survive a kill -9. Standard library only.
@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 
 def processes_of(folder: str) -> list[int]:
-    """Processes that were started with the folder's mark, or write into the folder; whoever reads there does not count.
+    """Processes that were started with the folder's mark, or write into the folder; those that only read there do not count.
 
     Ray's agents rename themselves, which overwrites their environment, but they have a log open. Not this process and its
     parent: after a clean end rank 0 may go on, with a log still open.
@@ -36,7 +36,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 def end_engine(pid: int) -> None:
-    """Kill an engine's actor on this machine, if that is what the process still is."""
+    """Kill an engine's actor on this machine, if the process still is one."""
     with contextlib.suppress(OSError):
         if b"EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def _is_writable(fdinfo: str) -> bool:
 
 
 def _environment(process: Path) -> bytes:
-    """As it was when the process was started."""
+    """The environment with which the process was started."""
     try:
         return (process / "environ").read_bytes()
     except OSError:
@@ -64,7 +64,7 @@ def _environment(process: Path) -> bytes:
 
 
 def main() -> None:
-    """Wait for the end of input, then kill what is left."""
+    """Wait for the end of input, then kill the processes that are left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = sys.argv[1]
     sys.stdin.buffer.read()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from mgrpo.config import Config
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
-from mgrpo.rollout.collect import EVALUATION, seed_of
 from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.requests import EVALUATION, seed_of
 from mgrpo.run.records import Evaluation
 from mgrpo.types import Prompt, RewardContext, RolloutGroup
 
 
 class Evaluator:
-    """Samples and scores the held-out prompts. For one thread at a time, shared with the producer's."""
+    """Samples and scores the held-out prompts, through the producer's dispatcher. For one thread at a time."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Evaluator:
     def evaluate(self, done: int) -> Evaluation:
         """The evaluation after `done` training steps.
 
-        Where engines are drained before they take over weights, it has them to itself and uses a fixed random stream; they
-        are then reseeded for the next step. Otherwise it runs beside the training's groups, and every prompt has its seed.
+        Where engines are drained before they take over weights, the evaluation has them to itself and uses a fixed random stream; they
+        are then reseeded for the next step. Otherwise it runs beside the groups to train on, and every prompt has its seed.
         """
         start = time.perf_counter()
         rollout, dispatcher = self.config.rollout, self.dispatcher

@@ -1,4 +1,4 @@
-"""Sampled groups to scores, in a thread of their own, and which of them are worth training on."""
+"""Scores of sampled groups, in a thread of their own, and the choice of groups that are worth training on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mgrpo.run.produce.groups import Unscored
 from mgrpo.types import ScoredBatch, ScoredGroup
 
 Post = Callable[[Callable[[], object]], None]
-"""Does something soon in the caller's thread."""
+"""Does some work soon, in the caller's thread."""
 Done = Callable[[Sequence[int], Sequence[ScoredGroup], Sequence[bool]], None]
-"""Takes the numbers of groups, their scores, and whether each has something to learn from."""
+"""Is given the numbers of groups, their scores, and whether each has something to learn from."""
 
 
 class Scoring:
-    """Gives the rewarder what there is whenever it has nothing to do. For the caller's thread."""
+    """Gives the rewarder the groups that wait whenever it is idle. Methods are called in the caller's thread."""
 
     def __init__(self, algorithm: Algorithm, rewarder: Rewarder, *, post: Post, done: Done) -> None:
         self.algorithm, self.rewarder, self.post, self.done = algorithm, rewarder, post, done
@@ -31,13 +31,13 @@ class Scoring:
         self.thread = Background("scoring")
 
     def add(self, part: Unscored) -> None:
-        """Score these groups; reward functions see them by themselves."""
+        """Score these groups; reward functions see them without others."""
         self.waiting.append(part)
-        # What is added before that is scored together.
+        # Groups that are added before `_next` runs are scored together.
         self.post(self._next)
 
     def take_metrics(self) -> dict[str, float]:
-        """What judges have cost so far, and what reward functions have logged since the last time."""
+        """The cost of judges so far, and the values that reward functions have logged since the last call."""
         logged, self.logged = self.logged, {}
         return self.rewarder.metrics() | logged_metrics(logged)
 
@@ -61,7 +61,7 @@ class Scoring:
         self.done(numbers, batch.groups, self._keep(batch.groups))
 
     def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
-        """Which groups have something to learn from."""
+        """For each group, whether it has something to learn from."""
         from mgrpo.algo import has_spread
 
         algorithm = self.algorithm
@@ -69,7 +69,7 @@ class Scoring:
             return [True] * len(groups)
         if algorithm.advantage_normalization_type != "gdpo":
             return has_spread(np.stack([group.rewards for group in groups])).tolist()
-        # Functions that differ may add up to the same reward; each has an advantage of its own.
+        # Scores that differ may add up to equal rewards; each function has an advantage of its own.
         by_function = [
             np.array([[score.parts[name] for score in group.scores] for group in groups])
             for name in self.rewarder.weights

@@ -12,7 +12,7 @@ from typing import Any
 
 from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
-from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.requests import seed_of
 from mgrpo.rollout.stream import Stream
 from mgrpo.run.produce.replay import ReplayBuffer
 from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
@@ -29,20 +29,21 @@ class Cohort:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """A group that is out."""
+    """A group that is out: admitted, and not taken by a step."""
 
     prompt: Prompt | None
-    """None: so few prompts are left that the step is short."""
+    """None: too few prompts are left for a whole step, and this place stays empty."""
     cohort: Cohort
     sampled: RolloutGroup | None = None
     scored: ScoredGroup | None = None
     is_kept: bool = False
+    """Whether it has something to learn from."""
     excludes: int | None = None
-    """The row that it has shown to be solved for good."""
+    """The row that this group has shown to be solved for good."""
 
     @property
     def awaits_score(self) -> bool:
-        """Or has one, or will never have one."""
+        """Whether it will have a score and has none yet."""
         return self.prompt is not None and self.scored is None
 
 
@@ -70,9 +71,8 @@ class Groups:
         """
         Args:
             prompt: the training prompt of an id that the sampler gives.
-            scale: what rewards are measured in, if they have a scale.
-            scores_cohorts: whether groups are scored together with those that were admitted with them, where steps take groups
-                in order.
+            scale: the scale of the rewards, if they have one.
+            scores_cohorts: whether groups that were admitted together are scored together, where steps take groups in order.
         """
         self.config, self.sampler, self.prompt, self.scale = config, sampler, prompt, scale
         rollout, algorithm = config.rollout, config.algorithm
@@ -86,18 +86,18 @@ class Groups:
         )
         self.scores_cohorts = scores_cohorts and self.stream.is_ordered
         self.most_returned = (algorithm.active_sampling_max_rounds - 1) * wanted if algorithm.active_sampling else 0
-        """Groups that may give their place back in a step."""
+        """Groups of a step that may give their place back."""
         self.out: dict[int, Group] = {}
         self.returned: dict[int, Group] = {}
-        """Those that gave their place back and that no step has reported."""
+        """Groups that gave their place back and that no step has reported."""
         self.chosen: dict[int, Group] = {}
-        """What `choose` gave last, by number."""
+        """The last result of `choose`, by number."""
         self.left_over: list[PromptId] = []
         """Prompts that a resumed run has to sample again, before new ones."""
         self.num_admitted = self.num_cohorts = 0
-        """Since the last step was taken."""
+        """Groups and cohorts that were admitted since the last step was taken."""
         self.num_reported = 0
-        """Of those admitted, when `choose` found a step."""
+        """`num_admitted` when `choose` found a step."""
         self.buffer = ReplayBuffer(
             algorithm.replay_buffer_size, bound=rollout.max_staleness, seed=config.experiment.seed
         )
@@ -105,7 +105,7 @@ class Groups:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines sample only while learners wait; then the time that anything takes has no influence."""
+        """Whether engines sample only while learners wait; then no duration has an influence on the result."""
         return self.stream.is_ordered and not self.stream.ahead
 
     @property
@@ -115,11 +115,11 @@ class Groups:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that is out has to be sampled or scored."""
+        """Whether every group that is out has been sampled and scored."""
         return self.stream.finished.issuperset(self.out)
 
     def admit(self) -> list[int]:
-        """Begin with as many groups as there is room for, a step's worth at a time; those that have a prompt."""
+        """Admit as many groups as there is room for, a step's number at a time; the numbers of those that have a prompt."""
         admitted: list[int] = []
         while (room := self.stream.room) > 0:
             count = min(room, self.stream.group_count)
@@ -136,7 +136,7 @@ class Groups:
         return admitted
 
     def _context(self, first: int, step: int) -> RewardContext:
-        """For the groups that were admitted with group `first`, after `step` steps."""
+        """The context of the groups that were admitted with group `first`, after `step` steps."""
         words = (step + 1, self.num_cohorts) if self.takes_turns else ("group", first)
         return RewardContext(
             step=step,
@@ -145,7 +145,7 @@ class Groups:
         )
 
     def sampled(self, number: int, sampled: RolloutGroup) -> Unscored | None:
-        """A group has been sampled; what can be scored now."""
+        """A group has been sampled. The groups that can be scored now."""
         group = self.out[number]
         group.sampled = sampled
         numbers = group.cohort.numbers if self.scores_cohorts else (number,)
@@ -156,7 +156,7 @@ class Groups:
         return Unscored(numbers=list(part), groups=groups, context=group.cohort.context)
 
     def scored(self, number: int, scored: ScoredGroup, is_kept: bool) -> None:
-        """A group has its score. Without something to learn from it gives its place back, if others may replace it."""
+        """A group has its score. If it has nothing to learn from, it gives its place back while others may replace it."""
         group = self.out[number]
         group.scored, group.is_kept = scored, is_kept
         if is_kept or len(self.returned) >= self.most_returned:
@@ -167,7 +167,7 @@ class Groups:
         self._exclude(group)
 
     def _exclude(self, group: Group) -> None:
-        """Do not sample again what this group has shown to be solved for good."""
+        """Do not sample a prompt again that this group has shown to be solved for good."""
         from mgrpo.algo import solved_for_good
 
         pass_rate = self.config.algorithm.no_resampling_pass_rate
@@ -179,7 +179,7 @@ class Groups:
             group.excludes = row if self.sampler.num_excluded > before else None
 
     def choose(self) -> list[Group] | None:
-        """What the next step takes, with the groups whose places others have taken, in order; None: it has to wait."""
+        """The groups of the next step, and those that gave their places back, in order; None while it has to wait."""
         numbers = self.stream.choose()
         if numbers is None:
             return None
@@ -193,7 +193,7 @@ class Groups:
         return [group for _, group in sorted(self.chosen.items())]
 
     def take(self) -> list[Group]:
-        """The step has been given what `choose` gave, which is returned."""
+        """The step has been given the groups of `choose`, which are returned."""
         chosen = [group for _, group in sorted(self.chosen.items())]
         taken = self.out.keys() & self.chosen
         kept = [
@@ -211,9 +211,10 @@ class Groups:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts".
+        """The groups that were sampled and not trained on, the prompts to sample again, and the place in the data: JSON, and arrays under
+        "rollouts".
 
-        Where sampling and training take turns, the state before the step that is under way, which is sampled again as a whole.
+        Where sampling and training take turns, it is the state before the step that is under way, which is sampled again as a whole.
         """
         # The buffer changes only when a step is taken, as `before` does.
         return self.buffer.add_to(self.before if self.takes_turns else self._state())
@@ -247,9 +248,9 @@ class Groups:
         }
 
     def _lasts(self, number: int) -> bool:
-        """Whether a resumed run is given what was sampled.
+        """Whether a resumed run gets the group as it was sampled, and does not sample it again.
 
-        Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, which repeats it.
+        Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, with the same result.
         """
         is_repeatable = self.stream.is_ordered and not self.config.rollout.inflight_updates
         has_just_begun = self.stream.born[number] == self.stream.steps
@@ -257,10 +258,10 @@ class Groups:
         return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
-        """Continue where `state_dict` was taken, with engines that have the weights of its last step; what is to be scored.
+        """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score.
 
-        Groups that the settings of this run do not allow, because they would be too old or have another size, or because only one
-        of the two runs cuts what is sampled from, are sampled again.
+        Groups that the settings of this run do not allow are sampled again: those that would be too old or have another size, and all
+        of them where only one of the two runs cuts the tokens to sample from (`top_k`).
         """
         self.sampler.load_state_dict(state["sampler"])
         # States of earlier versions end where a step does.
@@ -269,7 +270,7 @@ class Groups:
         kept = [record for place, record in enumerate(records) if self._allows(record, state["rollouts"], place)]
         again = [tuple(record["prompt"]) for record in records if record["prompt"] and record not in kept]
         self.left_over = again + [tuple(prompt_id) for prompt_id in state.get("left_over", ())]
-        # Those that are sampled again get their numbers again, if they are the last ones.
+        # Groups that are sampled again get their old numbers, if they are the last ones.
         self.stream.next_number = 1 + max((record["number"] for record in kept), default=-1) if records else 0
         if not records:
             self.stream.next_number = max(0, state.get("next_number", 0) - len(self.left_over))
@@ -285,7 +286,7 @@ class Groups:
         return list(unscored.values())
 
     def _allows(self, record: Mapping[str, Any], arrays: Mapping[str, Any], place: int) -> bool:
-        """Whether a saved group, the so manieth by age, may be trained on in this run."""
+        """Whether this run may train on a saved group; `place` is its index among the saved ones, from the oldest on."""
         own, sampled = self.stream, record["sampled"]
         is_in_time = record["born"] + own.bound >= own.steps + place // own.group_count
         return not self.takes_turns and is_in_time and (sampled is None or fits(sampled, arrays, self.config.rollout))

@@ -1,7 +1,37 @@
 """From the next prompts to scored groups: data, engines and rewards of the training steps. No torch, no other ranks.
 
-A group goes from the sampler to an engine, to the rewards, and to a step, or gives its place back; `rollout.stream` says when
-it may begin and which step takes it. All of it happens in the dispatcher's thread, beside the training.
+The way of a step's groups through the threads of rank 0:
+
+    main            rank-0            rollout                                   engines           scoring
+    Source.next --> take -----------> Groups.admit, from the sampler
+      waits           waits           Loads.give ----------------- submit ----> sample
+                                      Groups.sampled <------------ poll ------
+                                      Scoring.add --------------------------------------------> Rewarder.score
+                                      Groups.scored <------------------------------------------
+      index, slices <-- make_batch <- Groups.choose
+    hand_over ----------------------> Groups.take: room for new groups
+
+- `rollout` is `Dispatcher.thread`. It owns the groups, the sampler, the replay buffer and the loads of the engines, so none of them needs a
+  lock. It never waits: every answer of an engine, of the rewarder or of an environment is posted to it.
+- `rank-0` is the thread of `Lead.work`. It waits for the step that is asked for, at most `rollout_timeout` seconds (`Dispatcher.wait`), and
+  packs it. Evaluations, with their scoring, run in it as well.
+- `main` waits for `rank-0` and sends heartbeats to the other ranks, which wait for rank 0. While it trains, `rollout` goes on.
+- With tools, an event loop in the thread `environments` lies between `rollout` and the groups: it is given whole groups, and sends
+  back a request for each turn.
+
+The queues, and the limit of each:
+
+- Groups that are out, from their admission until a step takes them: those of `async_steps + 1` steps, and the extra groups of active
+  sampling (`rollout.stream`). The queues below hold no more training groups than these: when learners are slow, sampling stops here.
+- `Dispatcher.waiting`: requests for which no engine has room. Evaluations come first, then turns of groups that have begun.
+- The requests of an engine: `samples_per_engine`, or all at once where a run must repeat.
+- `Scoring.waiting`: sampled groups. The rewarder is called for them one by one; slow rewards delay steps, and sampling only by
+  the first limit.
+
+Engines pause for a weight sync: `pause` begins it after a step's training, or `hand_over` where sampling and training take turns; `begin`
+or the next `take` ends it. Groups that have begun are sampled to their end first, or go on after it (`inflight_updates`).
+
+A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run.
 """
 
 from __future__ import annotations
@@ -81,7 +111,7 @@ class Producer:
         self.dispatcher.wait(self.thread.submit(self._pause).result())
 
     def abort(self) -> None:
-        """End sampling for good; what is waited for fails with an EngineError."""
+        """End sampling for good; the step that is waited for fails with an EngineError."""
         self.dispatcher.fleet.abort()
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +134,7 @@ class Producer:
             return
         self.is_running, self.dispatcher.holds_training = True, False
         self.groups.stream.update()
-        # What no engine has been given begins with the new weights.
+        # Groups that no engine has been given begin with the new weights.
         self.groups.stream.replay(self.dispatcher.numbers_that_wait())
         self._admit()
         self._resume()
@@ -154,13 +184,13 @@ class Producer:
         self._advance()
 
     def _refill(self) -> None:
-        """Others in the place of groups that gave theirs back."""
+        """Admit others in the place of groups that gave theirs back."""
         if not self.is_running or not self.groups.has_room:
             return
         if not self.groups.takes_turns:
             self._admit()
         elif self.groups.is_complete:
-            # What the engines sample together depends on nothing but the order of the prompts.
+            # A batch of the engines depends on nothing but the order of the prompts.
             self.dispatcher.pause()
             self._admit()
             self._resume()
@@ -196,7 +226,7 @@ class Producer:
         self.dispatcher.loads.learn(group.sampled for group in self.groups.take() if group.sampled)
         self.busy.reset()
         if self.groups.takes_turns:
-            # What the engines hold of the old weights is dropped while the learners train.
+            # The engines drop their caches of the old weights while the learners train.
             self._pause()
             if prepare:
                 self.groups.stream.update()

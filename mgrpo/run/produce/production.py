@@ -1,4 +1,4 @@
-"""What rank 0 needs to produce batches: first the processes that take long to start, then data, producer and evaluator."""
+"""Rank 0's half of a run that samples: first the processes that take long to start, then data, producer and evaluator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What is started before Megatron is imported."""
+    """The parts that are started before Megatron is imported."""
 
     inputs: Inputs
     fleet: Fleet
@@ -47,7 +47,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Production:
-    """Rank 0's sampling half, ready to work."""
+    """Rank 0's half that samples, ready to work."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class Production:
     data: Sequence[Mapping[str, Any]]
     """`Mixture.content` of the training data."""
     remarks: Sequence[str]
-    """What the user should know."""
+    """Sentences for the user about the run."""
 
     def save_tokenizer(self, folder: Path) -> None:
         """Add to an exported model the tokenizer and chat template that it was trained with, if they differ from the source model's."""
@@ -98,7 +98,7 @@ def started(
 
 @contextmanager
 def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]:
-    """What plays against environments; their processes end with the context."""
+    """The interaction with environments, None without tools; their processes end with the context."""
     prompts, toolset = inputs.prompts, inputs.toolset
     if prompts is None or prompts.language is None or toolset is None:
         yield None
@@ -126,7 +126,7 @@ def prepare(config: Config, parts: Started) -> Production:
         parts.fleet,
         with_stop_strings(config, prompts.language).rollout,
         run_seed=config.experiment.seed,
-        # Turns are read, and whole completions decoded, by the language of the interaction.
+        # The language of an interaction reads turns and decodes whole completions.
         decode=partial(decode, tokenizer) if parts.interaction is None else _undecoded,
         stop_token_ids=stop_ids,
         samples_per_engine=_samples_per_engine(config),
@@ -172,7 +172,7 @@ def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
 
 
 def _samples_per_engine(config: Config) -> int | None:
-    """A little more than an engine samples at a time, so that the rest may go to whichever engine is first.
+    """A little more than an engine samples at a time, so that the rest may go to the engine that is ready first.
 
     None where a run must repeat: then engines are given whole batches.
     """

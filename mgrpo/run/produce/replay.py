@@ -1,8 +1,9 @@
 """Groups of earlier steps that take the place of groups without a signal: TRL's `grpo_with_replay_buffer`.
 
-Kept are the groups whose rewards differ most, sum |A| * std, which is the sum of |reward - mean|. A step draws from them without
-replacement, with chances in proportion to that (Efraimidis and Spirakis 2006). A group that was drawn stays. Its tokens keep
-the log-probabilities and versions of the policy that sampled them; advantages are computed anew within the group. Pure.
+The buffer keeps the groups whose rewards differ most: the largest sum |A| * std, which is the sum of |reward - mean|. A step draws
+from them without replacement, with chances in proportion to that sum (Efraimidis and Spirakis 2006). A group that was drawn stays.
+Its tokens keep the log-probabilities and versions of the policy that sampled them; advantages are computed anew within the group.
+Pure.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from mgrpo.config.schema import Rollout
-from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.requests import seed_of
 from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, ScoredGroup
 
 PREFIX = "replay_"
-"""Of the names of the arrays in a saved state."""
+"""Begins the names of the arrays in a saved state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,17 @@ class ReplayBuffer:
         Args:
             size: groups that are kept at most; 0: nothing is kept or replayed.
             bound: greatest age in steps at which a group is replayed; None: any.
-            seed: of the run.
+            seed: the run's.
         """
         self.size, self.bound, self.seed = size, bound, seed
         self.stored: list[StoredGroup] = []
         self.drawn: list[StoredGroup] = []
-        """What the next step trains on as well."""
+        """Stored groups that the next step also trains on."""
         self.steps = 0
-        """Steps before it."""
+        """Steps before the next one."""
 
     def draw(self, count: int, *, steps: int) -> None:
-        """At most `count` groups for the step after `steps` steps, oldest first; the same ones whenever it is asked."""
+        """Draw at most `count` groups for the step after `steps` steps, oldest first; again the same ones for the same step."""
         fit = [group for group in self.stored if self._fits(group, steps)]
         priorities = np.array([group.priority for group in fit], np.float64)
         chances = np.maximum(priorities, np.finfo(np.float64).tiny)
@@ -65,7 +66,7 @@ class ReplayBuffer:
         self.drawn, self.steps = [fit[place] for place in sorted(first)], steps
 
     def add(self, groups: Iterable[tuple[ScoredGroup, int]], *, steps: int) -> None:
-        """After `steps` steps: keep those of the highest priority that may still be replayed; of equal ones the newest.
+        """After `steps` steps: keep the groups of the highest priority that may still be replayed; among equals the newest.
 
         Args:
             groups: with the births of `StoredGroup`.
@@ -79,7 +80,7 @@ class ReplayBuffer:
         return self.bound is None or steps - group.born <= self.bound
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that `draw` was for; empty for a buffer of size 0."""
+        """Metrics of the step that `draw` was for; empty for a buffer of size 0."""
         if not self.size:
             return {}
         ages = [self.steps - group.born for group in self.drawn]
@@ -91,7 +92,7 @@ class ReplayBuffer:
         }
 
     def add_to(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a run, in JSON and arrays under "rollouts", with this one's."""
+        """The state of a run with the buffer's: JSON, and arrays under "rollouts"."""
         sampled, arrays = packed({place: group.scored.group for place, group in enumerate(self.stored)})
         records = [
             {
@@ -106,7 +107,7 @@ class ReplayBuffer:
         return {**state, "replay": records, "rollouts": {**state["rollouts"], **arrays}}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt: Callable[[PromptId], Prompt], rollout: Rollout) -> None:
-        """Continue where `add_to` was asked, without groups that these settings do not allow."""
+        """Continue where `add_to` was called, without groups that these settings do not allow."""
         saved = state.get("rollouts", {}).items()
         arrays = {name.removeprefix(PREFIX): array for name, array in saved if name.startswith(PREFIX)}
         groups = []

@@ -82,13 +82,13 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
 
 
 def fits(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray], rollout: Rollout) -> bool:
-    """Whether a run with these settings may train on the group: it has another size, or its logprobs another meaning, if not."""
+    """Whether a run with these settings may train on the group: it has their size, and its logprobs have their meaning."""
     has_size = len(record["finish_reasons"]) == rollout.num_samples_per_prompt_rollout
     return has_size and ("kept_sizes" in arrays) == rollout.is_cut
 
 
 def plain_scores(scored: ScoredGroup) -> list[list[Any]]:
-    """The scores of a group in JSON; what reward functions have recorded may be anything."""
+    """The scores of a group in JSON. The records of reward functions may be of any type; others than JSON's become strings."""
     return [
         [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))] for score in scored.scores
     ]

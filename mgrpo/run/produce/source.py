@@ -1,4 +1,4 @@
-"""Where a rank's batches come from: on rank 0 from the producer, on the others from rank 0."""
+"""The source of a rank's batches: on rank 0 the producer, on the others rank 0."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Source:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
 
         Args:
-            policy_version: of the weights that the engines have.
+            policy_version: the version of the engines' weights.
         Raises:
             Stopped: rank 0 was asked to end.
         """
@@ -82,7 +82,7 @@ class Source:
         return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts"."""
+        """See `Groups.state_dict`; also the datasets."""
         return {**self.producer.state_dict(), "data": self.production.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

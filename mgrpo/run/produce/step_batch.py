@@ -1,4 +1,4 @@
-"""A step's batch: from scored groups to what each data-parallel rank trains on."""
+"""A step's batch: from scored groups to the packs of each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgrpo.run.records import Batch, Rollouts
 
 
 def turn_credit(config: Config) -> TurnCredit | None:
-    """How the turns of a completion get advantages of their own; None: they share one."""
+    """The rule by which the turns of a completion get advantages of their own; None: they share one."""
     tools = config.tools
     if not tools.is_on or tools.turn_credit == "trajectory":
         return None
@@ -37,7 +37,7 @@ def make_batch(
     Args:
         hidden: width of the model, for the cost of a document.
         reward_weights: by reward function; empty where verifiers decide.
-        policy_version: of the weights that train; with the run's seed it also orders the mini-batches.
+        policy_version: the version of the weights that train; with the run's seed it also orders the mini-batches.
     """
     algorithm, parallel = config.algorithm, config.parallel
     samples = train_samples(

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.requests import prompt_seeds
+from mgrpo.rollout.requests import EVALUATION, prompt_seeds
 from mgrpo.rollout.roster import Roster
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt

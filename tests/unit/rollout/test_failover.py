@@ -399,12 +399,16 @@ def test_after_the_end_no_engine_is_missed() -> None:
 def test_a_wiring_that_was_forgotten_is_found_at_the_first_group() -> None:
     """The groups of an engine that fails would be waited for, without a limit."""
     fleet = Fleet(Roster([ScriptedEngine()], from_values({}).engine), seed=1)
-    with pytest.raises(AssertionError, match="nobody would learn that an engine has lost its groups"):
+    with pytest.raises(
+        AssertionError, match="`listen` first: whoever gives engines groups must learn that one is lost"
+    ):
         fleet.roster.open  # noqa: B018
     rollout = from_values({}).rollout
     own = Dispatcher(fleet, rollout, run_seed=1, decode=lambda tokens: [], stop_token_ids=())
     assert list(fleet.roster.open) == [0]
-    with pytest.raises(AssertionError, match="nobody would learn that the group begins again or never comes"):
+    with pytest.raises(
+        AssertionError, match="`listen` first: whoever trains must learn that a group begins again or never comes"
+    ):
         own.for_training(0, prompt(), print)
 
 

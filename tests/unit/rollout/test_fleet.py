@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from mgrpo.config.schema import Engine as EngineSettings
-from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.requests import EVALUATION, sampler_seed
 from mgrpo.rollout.roster import Roster
 from tests.scripted_engine import ScriptedEngine
 

@@ -13,9 +13,9 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.rollout.engine import EngineError, Sampling
-from mgrpo.rollout.vllm import server_calls
-from mgrpo.rollout.vllm.http_engine import HttpEngine
-from mgrpo.rollout.vllm.server_calls import ServerError
+from mgrpo.rollout.vllm.server import server_calls
+from mgrpo.rollout.vllm.server.http_engine import HttpEngine
+from mgrpo.rollout.vllm.server.server_calls import ServerError
 from tests.sampling import prompt_batch
 from tests.unit.rollout.test_server_facts import CONFIG, INFO
 

@@ -12,13 +12,12 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.rollout.collect import to_groups
-from mgrpo.rollout.requests import evaluation_sampling, training_sampling
+from mgrpo.rollout.requests import evaluation_sampling, to_groups, training_sampling
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.actor import _group
 from mgrpo.rollout.vllm.calls import flattened, joined, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import TIES, kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.server_calls import ServerChoice
+from mgrpo.rollout.vllm.server.server_calls import ServerChoice
 from tests.builders import kept_tokens as sets
 from tests.builders import prompt, sets_of
 

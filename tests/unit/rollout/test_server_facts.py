@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.vllm import server_facts
-from mgrpo.rollout.vllm.server_facts import address_problems, config_problems, meeting_host
+from mgrpo.rollout.vllm.server import server_facts
+from mgrpo.rollout.vllm.server.server_facts import address_problems, config_problems, meeting_host
 
 INFO: dict[str, Any] = {
     "vllm_config": {

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.requests import EVALUATION, sampler_seed
 from mgrpo.types import Score, ScoredGroup
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import collect, evaluator, producer

@@ -159,7 +159,7 @@ def test_what_is_made_ready_is_an_evaluation_and_ends_with_its_context(
 
     @contextmanager
     def started(config: Config, inputs: Any, *, num_local_learners: int, on_failure: None) -> Iterator[SimpleNamespace]:
-        assert num_local_learners == 0 and inputs.prompts.language is not None
+        assert num_local_learners == 0 and on_failure is None and inputs.prompts.language is not None
         events.append("started")
         yield SimpleNamespace(config=config, inputs=inputs)
         events.append("ended")

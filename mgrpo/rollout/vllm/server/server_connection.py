@@ -13,12 +13,12 @@ import aiohttp
 from mgrpo.rollout.engine import EngineError
 
 TOKEN = "MGRPO_VLLM_SERVER_TOKEN"
-"""Variable with the token that every request carries: vLLM's --api-key, or that of a proxy in front of it."""
+"""The variable with the token of every request: vLLM's --api-key, or that of a proxy in front of it."""
 KEEP_ALIVE_S = 2.0
-"""How long an idle connection is used again. vLLM closes it after 5 s, and a request that crosses that would be lost."""
+"""Seconds for which an idle connection is used again. vLLM closes it after 5 s, and a request at that moment would be lost."""
 CONNECT_S = 30.0
 SILENCE_S = 60
-"""Of a connection that waits for an answer, before the system asks whether the other end is still there."""
+"""Seconds of waiting for an answer before the system checks that the other end is still there."""
 
 
 class ServerRefusal(EngineError):
@@ -41,16 +41,16 @@ class ServerConnection:
         )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """The answer, from JSON; None where it is empty. Raises what `post` does."""
+        """The answer, from JSON; None where it is empty. Raises the errors of `post`."""
         body = await self._ask("GET", path, timeout_s=timeout_s)
         return json.loads(body) if body else None
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """What the server answers.
+        """The server's answer.
 
         Raises:
-            Refusal: an error.
-            EngineError: nothing.
+            ServerRefusal: the answer is an error.
+            EngineError: there is no answer.
         """
         return await self._ask("POST", path, json=body or {})
 
@@ -73,12 +73,12 @@ class ServerConnection:
         return body
 
     async def close(self) -> None:
-        """Close the connections; the server aborts what it was asked for over them."""
+        """Close the connections; the server aborts all requests that came over them."""
         await self._session.close()
 
 
 def _socket(address: Any) -> socket.socket:
-    """One that notices when the other end has gone without a word, or a router in between has forgotten it."""
+    """A socket that notices when the other end has gone silently, or a router in between has forgotten the connection."""
     family, kind, protocol = address[:3]
     made = socket.socket(family=family, type=kind, proto=protocol)
     made.setblocking(False)
@@ -89,7 +89,7 @@ def _socket(address: Any) -> socket.socket:
 
 
 def _message(body: bytes) -> str:
-    """The server's own words about an error, without vLLM's about the way that they came."""
+    """The server's own text of an error, without the words that vLLM puts around it."""
     text = body[: 1 << 16].decode(errors="replace").strip()
     try:
         found = json.loads(text)

@@ -1,4 +1,4 @@
-"""An `Engine` that is a vLLM server which somebody else has started, and which goes on when the run ends."""
+"""An `Engine` that is a vLLM server, which others have started and which goes on when the run ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
-from mgrpo.rollout.vllm.caller import Caller
-from mgrpo.rollout.vllm.server_calls import LEAVE_S, ServerCalls
+from mgrpo.rollout.vllm.calls import Caller
+from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
 
 T = TypeVar("T")
 
@@ -21,20 +21,19 @@ T = TypeVar("T")
 class HttpEngine(Caller):
     """The caller's end of one server; its calls run in a thread of their own.
 
-    An engine whose server has died fails every call. The server may come back: another HttpEngine waits for it, and then
-    needs weights.
+    When the server has died, every call fails. The server may come back: another HttpEngine waits for it, and then needs weights.
     """
 
     def __init__(self, url: str, config: Config, *, before: HttpEngine | None = None) -> None:
         """
         Args:
-            url: of the server, without a path: `http://HOST:PORT`.
-            before: the run's engine on this server that has failed.
+            url: the server's, without a path: `http://HOST:PORT`.
+            before: the run's earlier engine on this server, which has failed.
         """
         self.url = url
         self.turns = itertools.count()
         self.refusal: str | None = None
-        """Why the server must not be called any more."""
+        """The reason why the server must not be called again."""
         self.lock = threading.Lock()
         """Held while a call begins or the engine is closed."""
         self.loop = asyncio.new_event_loop()
@@ -48,7 +47,7 @@ class HttpEngine(Caller):
         return self._begin(self.calls.poll(gather_s))
 
     def sleep(self) -> Future[None]:
-        """Nothing that a server can be asked: its devices are its own."""
+        """Not supported: a server's devices are its own."""
         raise NotImplementedError("servers share no device with learners")
 
     def ping(self) -> Future[None]:
@@ -56,7 +55,7 @@ class HttpEngine(Caller):
         return self._begin(self.calls.ping())
 
     def close(self) -> None:
-        """Give the server back, see `ServerCalls.leave`; what has not been answered fails."""
+        """Give the server back, see `ServerCalls.leave`; calls without an answer fail."""
         with self.lock:
             if self.refusal is not None:
                 return

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from mgrpo.rollout.collect import sampler_seed, to_arrays, to_groups
+from mgrpo.rollout.requests import sampler_seed, to_arrays, to_groups
 from tests.builders import prompt
 
 PROMPTS = [prompt(range(i + 1), id=(0, i)) for i in range(5)]

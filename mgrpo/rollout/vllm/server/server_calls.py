@@ -1,6 +1,7 @@
 """The calls of an engine that is a vLLM server, over its HTTP endpoints.
 
-What a server has queued and when it pauses is known here only: it answers a prompt once, when all its completions have ended.
+A server answers a prompt once, when all its completions have ended. Only this side knows which prompts it has queued, and when it
+pauses.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens, num_logprobs
-from mgrpo.rollout.vllm.server_connection import TOKEN, ServerConnection, ServerRefusal
-from mgrpo.rollout.vllm.server_facts import config_problems
+from mgrpo.rollout.vllm.server.server_connection import TOKEN, ServerConnection, ServerRefusal
+from mgrpo.rollout.vllm.server.server_facts import config_problems
 from mgrpo.types import KeptTokens
 
 REQUESTS = 512
-"""Prompts that a server is given at once, each over a connection of its own: several times what it samples at once."""
+"""Prompts that a server is given at once, each over a connection of its own: several times as many as it samples at once."""
 RETRY_S = 1.0
 RETURN_S = 5.0
-"""How long a server that has failed is left alone."""
+"""Seconds before a server that has failed is asked again."""
 ABORT_EVERY_S = 0.05
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 LEAVE_S = 10.0
 LEAST_LOGPROB = -9999.0
-"""What the server writes for a log-probability that is not finite."""
+"""The server's number for a log-probability that is not finite."""
 
 
 class ServerError(EngineError):
@@ -58,7 +59,7 @@ class ServerCalls(EngineCalls):
         self.url = url
         self.connection = ServerConnection(url)
         self.name = f"mgrpo-{secrets.token_hex(8)}"
-        """Of the run's requests and cached prompts; an earlier run has had the same numbers."""
+        """Begins the names of the run's requests and cached prompts; an earlier run has had the same numbers."""
         self.room = asyncio.Semaphore(REQUESTS)
         self.aborted: set[str] = set()
         self.has_joined = False
@@ -72,7 +73,7 @@ class ServerCalls(EngineCalls):
         """Wait for the server, and make sure that it can serve the run; then pause it.
 
         Args:
-            before: those of this run's engine on the server, which has failed: it may still take the server for its own.
+            before: the calls of this run's earlier engine on the server, which has failed: the server may still be joined to it.
 
         Raises:
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
@@ -93,7 +94,7 @@ class ServerCalls(EngineCalls):
             problems = [str(err)]
         if problems:
             raise ServerError([f"vllm_server_base_url={self.url}: {problem}" for problem in problems])
-        # A run has left it so whose last update failed, or that was killed: see `leave`.
+        # An earlier run has left it paused, because its last update failed or it was killed: see `leave`.
         self.is_stale = bool((await self.connection.get("/is_paused"))["is_paused"])
         self.watching = asyncio.create_task(self._watch())
         await self.pause("recompute")
@@ -105,7 +106,7 @@ class ServerCalls(EngineCalls):
                 await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
                 return
             except ServerRefusal as err:
-                # 503: its engine has died; the others come from a proxy while it starts.
+                # 503: its engine has died; a proxy answers with the others while it starts.
                 if err.status not in (502, 503, 504):
                     raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
                 reason = "its engine has died; restart it" if err.status == 503 else f"{_answer(err)}; start it"
@@ -129,7 +130,7 @@ class ServerCalls(EngineCalls):
             raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
 
     async def _generate_problems(self) -> list[str]:
-        """Whether it takes and gives tokens; a request without any is refused for that alone."""
+        """A sentence unless the server takes and gives tokens; it refuses a request without tokens only for that reason."""
         try:
             await self.connection.post("/inference/v1/generate")
         except ServerRefusal as err:
@@ -141,7 +142,7 @@ class ServerCalls(EngineCalls):
         return ["the server answers a prompt without tokens; it is not a vLLM server that this version of mgrpo knows"]
 
     async def _plugin_problems(self, config: Config) -> list[str]:
-        """Whether the plugin is there, serves no other run, and has the run's model."""
+        """A sentence unless the plugin is there, serves no other run, and has the run's model."""
         shape = asdict(shape_of(read_hf_config(config.model_path)))
         try:
             await self._init({"model": shape, **self.place}, is_trial=True)
@@ -154,13 +155,13 @@ class ServerCalls(EngineCalls):
         await self.connection.post("/init_weight_transfer_engine", {"init_info": info})
 
     async def ping(self) -> None:
-        """Return when the server says that its engine is well."""
+        """Return when the server has answered that its engine is healthy."""
         if self.dead is not None:
             raise self.dead
         await self.connection.get("/health", timeout_s=self.health_timeout_s)
 
     async def _watch(self) -> None:
-        """Notice when the server does not answer any more."""
+        """Notice when the server no longer answers."""
         while self.dead is None:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
@@ -179,7 +180,7 @@ class ServerCalls(EngineCalls):
 
         After an update that has failed it stays paused, because its weights are of no version.
         """
-        # An answer that is missing keeps nobody waiting: the next run finds that this one has gone.
+        # Do not wait for an answer that is missing: the next run finds that this one has gone.
         with contextlib.suppress(EngineError, asyncio.TimeoutError):
             await asyncio.wait_for(self._give_back(), LEAVE_S)
         await self.connection.close()
@@ -215,9 +216,9 @@ class ServerCalls(EngineCalls):
 
     async def _abort(self, requests: Sequence[str]) -> None:
         self.aborted.update(requests)
-        # Again and again: the server does not know those that are still on their way to it.
+        # Repeated, because the server does not know requests that are still on their way to it.
         while left := self.aborted.intersection(self.requests.values()):
-            # It puts its own word before the names that it is given.
+            # The server puts its own prefix before the names that it is given.
             names = [f"generate-tokens-{request}" for request in left]
             await self.connection.post("/abort_requests", {"request_ids": names})
             await asyncio.sleep(ABORT_EVERY_S)
@@ -252,20 +253,20 @@ class ServerCalls(EngineCalls):
 
 
 class Candidate(msgspec.Struct):
-    """The rest of what the server says of a token is skipped."""
+    """A token in a server's answer; other fields are skipped."""
 
     token_id: int
     logprob: float
 
 
 class SampledToken(Candidate):
-    """With the likeliest ones at its position, the sampled one among them."""
+    """A sampled token, with the likeliest ones at its position, the sampled one among them."""
 
     top_logprobs: list[Candidate] = []
 
 
 class Logprobs(msgspec.Struct):
-    """Of one completion."""
+    """The log-probabilities of one completion."""
 
     content: list[SampledToken] | None = None
 
@@ -295,7 +296,7 @@ class ServerChoice(msgspec.Struct):
         return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in content]
 
     def kept(self, *, has_masks: bool = False) -> KeptTokens:
-        """What each token was sampled from, as masks or log-probabilities say."""
+        """The sets that the tokens were sampled from, from masks or log-probabilities."""
         if has_masks:
             return masked_tokens(self.token_ids, self.sampling_mask)
         content = (self.logprobs and self.logprobs.content) or []
@@ -310,7 +311,7 @@ class ServerChoice(msgspec.Struct):
 
 
 class ServerAnswer(msgspec.Struct):
-    """To one prompt."""
+    """The answer to one prompt."""
 
     choices: list[ServerChoice]
 
@@ -319,7 +320,7 @@ DECODER = msgspec.json.Decoder(ServerAnswer)
 
 
 def _answer(err: ServerRefusal) -> str:
-    """What to do about an answer that a vLLM server would not give."""
+    """A clause about an answer that a vLLM server would not give, with the remedy."""
     if err.status in (401, 403):
         return f"the server refuses the request ({err}); set {TOKEN} in the environment to its token"
     return f"what answers there is not a vLLM server, or a proxy lets too little through ({err})"

@@ -1,4 +1,4 @@
-"""What a server must be to serve a run: how it was started, and where it is."""
+"""The demands on a server that serves a run: the arguments that it was started with, and its address."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def config_problems(info: Mapping[str, Any], config: Config) -> list[str]:
-    """What a server was started with and the run cannot use, one sentence each.
+    """Sentences about the server's arguments that the run cannot use.
 
     Args:
-        info: of `/server_info?config_format=json`.
+        info: the answer to `/server_info?config_format=json`.
     """
     try:
         return list(_differences(info["vllm_config"], config))
@@ -97,7 +97,7 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Of logits, keys and values."""
+    """Sentences about the precision of logits, keys and values."""
     overrides, dtype = found["model_config"]["hf_overrides"], config.model.model_dtype
     head = overrides.get("head_dtype") if isinstance(overrides, dict) else None
     if head in (None, "model"):
@@ -123,7 +123,7 @@ def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def address_problems(config: Config) -> list[str]:
-    """What is wrong with the servers' addresses, one sentence each; nothing is sent to them."""
+    """Sentences about mistakes in the servers' addresses; nothing is sent to them."""
     return [
         f"vllm_server_base_url={url}: {problem}"
         for url in config.engine.vllm_server_base_url
@@ -166,7 +166,7 @@ def meeting_host(config: Config) -> str | None:
     """This machine's address on the way to the servers; None where all of them are on it.
 
     Raises:
-        OSError: there is no way.
+        OSError: the servers cannot be reached from here.
     """
     elsewhere = host_elsewhere(config)
     return None if elsewhere is None else own_address(elsewhere)

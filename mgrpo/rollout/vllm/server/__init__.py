@@ -1,0 +1,1 @@
+"""Engines that are vLLM servers which others have started, over HTTP."""
