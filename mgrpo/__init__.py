@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mgrpo.config.peers.grpo_config import GRPOConfig
+    from mgrpo.run.commands.evaluate import evaluate
     from mgrpo.run.start.launch import train
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "train"]
+__all__ = ["GRPOConfig", "evaluate", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from mgrpo.run.start.launch import train
 
         return train
+    if name == "evaluate":
+        from mgrpo.run.commands.evaluate import evaluate
+
+        return evaluate
     if name == "GRPOConfig":
         from mgrpo.config.peers.grpo_config import GRPOConfig
 

@@ -62,7 +62,7 @@ PACKAGES = (
     ("wandb", ("wandb",), False),
     ("trackio", ("trackio",), False),
 )
-"""What a run uses: its name, the distributions that provide it, and whether it is required."""
+"""Packages that a run uses: the name, the distributions that provide it, and whether it is required."""
 SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 300.0
@@ -216,7 +216,7 @@ SHORT_COMMANDS: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
         'Prints a shell function that completes commands and settings: eval "$(mgrpo completion)"',
     ),
 }
-"""Commands without arguments: the lines that they print, and what they are."""
+"""Commands without arguments: a function that gives the lines to print, and the meaning for --help."""
 
 
 def _has(distribution: str) -> bool:
@@ -228,7 +228,7 @@ def _has(distribution: str) -> bool:
 
 
 def _extension() -> tuple[str, bool]:
-    """What the ops report about their build, and whether they are compiled."""
+    """The ops' report of their build, and whether they are compiled."""
     try:
         info = importlib.import_module("mgrpo.ops").build_info()
     except ImportError as err:

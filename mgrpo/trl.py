@@ -44,9 +44,9 @@ WITHOUT_EFFECT = (
     "inference_mode",
     "runtime_config",
 )
-"""Fields of it that say nothing about what is trained."""
+"""Fields of LoraConfig that do not change what is trained."""
 PEFT_TARGETS = ("q_proj", "v_proj")
-"""What peft adapts in the models of this project where target_modules is None."""
+"""The modules that peft adapts in the models of this project where target_modules is None."""
 
 
 class GRPOConfig(SimpleNamespace):
@@ -131,7 +131,7 @@ class GRPOTrainer:
             "environment_factory": environment_factory,
         }
         self.result: TrainResult | None = None
-        """Of `train`."""
+        """The result of `train`."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainResult | None:
         """Train, as `mgrpo.train` does.

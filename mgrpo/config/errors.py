@@ -1,8 +1,10 @@
-"""The error for a configuration that cannot run."""
+"""The error for a configuration that cannot run, and a command's parser that raises it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 
 class ConfigError(ValueError):
@@ -14,3 +16,11 @@ class ConfigError(ValueError):
         super().__init__(
             "\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in self.problems)])
         )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command `mgrpo NAME`: a wrong argument is a ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it."""
+        raise ConfigError([f"{message}; see {' '.join(self.prog.split()[:2])} --help"])

@@ -1,6 +1,6 @@
-"""Where other machines reach this one, by its routes: what names resolve to may be a machine's own business.
+"""The address at which other machines reach this one, by its routes: its name may resolve to something else on each machine.
 
-Debian and many images of clouds map a machine's name to 127.0.1.1 on the machine itself, where nobody else can reach it.
+Debian and many images of clouds map a machine's name to 127.0.1.1 on the machine itself, where no other machine can reach it.
 """
 
 from __future__ import annotations

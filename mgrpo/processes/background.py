@@ -1,4 +1,4 @@
-"""Work in a thread that never keeps its process alive, and words about what is waited for."""
+"""Work in a thread that never keeps its process alive, and lines about a wait that takes long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """One thread that runs what it is given, in order.
+    """One thread that runs the tasks it is given, in order.
 
     A `ThreadPoolExecutor` would be joined at the end of the process, which then waits for a call that hangs.
     """
@@ -32,7 +32,7 @@ class Background:
         return done
 
     def close(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread after the tasks that it was given."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -49,7 +49,7 @@ class Background:
 
 @contextmanager
 def announced(what: str, limit: str, *, first_s: float | None = None) -> Iterator[None]:
-    """Say what is waited for as soon as the block has run for a minute, then after two, four, eight minutes ...
+    """Print what the block waits for when it has run for a minute, then after two, four, eight minutes ...
 
     Args:
         what: as in "waiting for `what` since 60 s".

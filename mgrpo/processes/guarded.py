@@ -17,7 +17,7 @@ from mgrpo.processes.lifetime import adopt_orphans, die_with_parent, kill_descen
 def go_on_guarded() -> None:
     """Go on in a child; this process stays its guard, and ends as the child ends, after all descendants.
 
-    To be called before there are threads. The guard keeps the standard pipes open: when they end, everything has ended.
+    Call it before there are threads. The guard keeps the standard pipes open: when they end, everything has ended.
     """
     signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -48,7 +48,7 @@ def _guard(child: int, signals: set[signal.Signals]) -> NoReturn:
 
 
 def _end_descendants() -> None:
-    """All of them are gone when this returns: killed, adopted and reaped."""
+    """Kill, adopt and reap all of them; none is left when this returns."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_descendants(os.getpid())

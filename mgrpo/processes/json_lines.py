@@ -74,7 +74,7 @@ class Child:
 
     @property
     def how_it_ended(self) -> str:
-        """How the process ended, or what it did wrong, as the end of a sentence about it."""
+        """The end of a sentence about the process: how it ended, or what it did wrong."""
         if self._fault:
             return self._fault
         try:
@@ -139,7 +139,7 @@ class Child:
         self._stdout.close()
 
     def events(self) -> dict[int, int]:
-        """What to wait for on each of its pipes, as `select.poll` takes it; then `pump`."""
+        """The events to wait for on each of its pipes, as `select.poll` takes them; then call `pump`."""
         if self.is_over:
             return {}
         reading = {self._stdout.fileno(): select.POLLIN}

@@ -50,7 +50,7 @@ def start_program(
     """Start `python -m module`, a program of this package, with unbuffered pipes to its standard input and output.
 
     Args:
-        environment: what the program may see; `settings` override it, and OpenMP gets one thread.
+        environment: the variables that the program may see; `settings` override them, and OpenMP gets one thread.
         folders: further folders in which it finds modules.
         python: the interpreter, with packages of its own; None: this one.
     """
@@ -74,7 +74,7 @@ def start_program(
 
 
 def ending(exit_code: int) -> str:
-    """How a process ended, as the end of a sentence about it."""
+    """The words with which a sentence about the end of a process ends."""
     return f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 

@@ -23,10 +23,10 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect(name: str, *, timeout_s: float) -> socket.socket:
-    """A connection with whoever listens under that name.
+    """A connection with the process that listens under that name.
 
     Raises:
-        ConnectionRefusedError: nobody on this machine does.
+        ConnectionRefusedError: no process on this machine does.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)

@@ -1,4 +1,4 @@
-"""Time that adds up while something goes on."""
+"""A stopwatch: the time for which something has gone on, in several stretches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class Stopwatch:
-    """Stands still at first."""
+    """Adds up the time for which it runs. It stands still at first."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._since: float | None = None
 
     def run(self, runs: bool = True) -> None:
-        """Go on, or stop."""
+        """Run from now on, or stop."""
         now = time.perf_counter()
         if self._since is not None:
             self._seconds += now - self._since
@@ -21,7 +21,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """For which it has run since it was reset."""
+        """The seconds for which it has run since it was reset."""
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def reset(self) -> None:

@@ -1,11 +1,11 @@
-"""What a program that meets untrusted text may see of the environment variables. Standard library only."""
+"""The environment variables that a program which meets untrusted text may see. Standard library only."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# A list of what it may not see would miss the next service's key.
+# A list of forbidden names would miss the next service's key.
 _VISIBLE = re.compile(
     r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*"
     r"|(?:OMP|MKL|OPENBLAS)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"

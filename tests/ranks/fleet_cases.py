@@ -136,7 +136,7 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
         fleet.roster._start = lambda number: ReceivingEngine(policy.shape)
         for number in (0, 1):
             fleet.roster.lost(number, fleet.engines[number], "killed")
-    lead.run(lambda: wait_for(1, "open"), may_stop=True)
+    lead.run(lambda: wait_for(1, "open"), may_stop=True, rejoining=weights)
     note()
     lead.close()
     return {"found": found, "weights": digests(fleet) if fleet else None}

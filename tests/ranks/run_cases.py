@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ def follow_the_lead() -> list[Any]:
     got: list[Any] = [
         lead.run(lambda: 7),
         lead.call(lambda: 8),
-        lead.share(lambda: {"a": np.arange(3)})["a"].tolist(),
+        lead.share(lambda: [0, "a", None, {"b": 1.5}]),
     ]
     try:
         lead.run(lambda: 1 // 0)
@@ -143,6 +142,7 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
     from mgrpo.config import from_values
     from mgrpo.config.derived import layout_of
     from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.run.inputs.continuing import Continued
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.report.reporter import SilentReporter
     from mgrpo.run.train.learner import Learner
@@ -169,7 +169,7 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
         has_held_out=False,
     )
     if checkpoint:
-        trainer.load_state_dict(checkpoint.state)
+        trainer.load_state_dict(Continued.of(checkpoint).state, {})
         checkpoint.close()
     return trainer
 

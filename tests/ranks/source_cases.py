@@ -28,9 +28,10 @@ def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource
     from mgrpo.run.produce.source import SilentSource, Source
 
     if dist.get_rank() != 0:
-        return SilentSource(lead, own, layout=Layout(world_size=dist.get_world_size()))
+        return SilentSource(lead, own, layout=Layout(world_size=dist.get_world_size()), rejoining=None)
     production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), data=[], remarks=[])
-    return Source(production, lead, own, layout=Layout(world_size=dist.get_world_size()), hidden=64)
+    layout = Layout(world_size=dist.get_world_size())
+    return Source(production, lead, own, layout=layout, hidden=64, rejoining=None)
 
 
 def draw(settings: dict[str, Any], steps: int, solves: bool = False) -> list[tuple[Any, int]]:

@@ -11,8 +11,20 @@ from tests.tiny_models import save_tiny
 def test_results_failures_and_the_end_reach_every_rank(run_ranks):
     """A rank that misses one waits for a minute, and the run ends with a time-out instead of its reason."""
     rank_0, other = run_ranks(2, run_cases.follow_the_lead)
-    assert rank_0 == [7, 8, [0, 1, 2], "ZeroDivisionError: integer division or modulo by zero", "stopped"]
-    assert other == [None, None, [0, 1, 2], "RuntimeError: rank 0: integer division or modulo by zero", "stopped"]
+    assert rank_0 == [
+        7,
+        8,
+        [0, "a", None, {"b": 1.5}],
+        "ZeroDivisionError: integer division or modulo by zero",
+        "stopped",
+    ]
+    assert other == [
+        None,
+        None,
+        [0, "a", None, {"b": 1.5}],
+        "RuntimeError: rank 0: integer division or modulo by zero",
+        "stopped",
+    ]
 
 
 @pytest.fixture(scope="module")

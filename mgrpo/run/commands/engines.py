@@ -1,79 +1,26 @@
-"""`mgrpo engines list|add|remove`: the engines of a run that is going on.
-
-Rank 0 answers on a Unix socket, whose name is in the run's folder: only processes of the same user on the same machine can ask.
-"""
+"""`mgrpo engines list|add|remove`: the engines of a run that is going on, asked through `run.ranks.engine_requests`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mgrpo.config import ConfigError
+from mgrpo.config.errors import CommandParser
 from mgrpo.processes import local_socket
-from mgrpo.rollout.engine import EngineError
-from mgrpo.rollout.roster import Roster
+from mgrpo.run.ranks.engine_requests import NAME
 
-NAME = "engines.json"
-"""In the run's folder, while the run goes on."""
 ANSWER_S = 90.0
 """An engine that is added may wait for room for a minute."""
-QUESTION_S = 5.0
-
-
-@contextmanager
-def controllable(roster: Roster, output_dir: str | Path) -> Iterator[None]:
-    """Within, `mgrpo engines` commands about the run in this folder are done."""
-    file = Path(output_dir) / NAME
-    listener, name = local_socket.listen(backlog=4)
-    with contextlib.closing(listener):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"socket": name, "host": socket.gethostname(), "pid": os.getpid()}))
-        threading.Thread(target=_serve, args=(listener, roster), name="engines-command", daemon=True).start()
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
-
-
-def _serve(listener: socket.socket, roster: Roster) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return  # It is closed.
-        with connection, contextlib.suppress(OSError, ValueError):
-            if local_socket.is_own(connection):
-                connection.settimeout(QUESTION_S)
-                with connection.makefile("rw") as lines:
-                    lines.write(json.dumps(_answer(roster, json.loads(lines.readline()))) + "\n")
-
-
-def _answer(roster: Roster, question: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        match question:
-            case {"command": "add"}:
-                return {"engine": roster.add()}
-            case {"command": "remove", "engine": int(number)}:
-                roster.remove(number)
-                return {"engine": number}
-            case {"command": "list"}:
-                return {"engines": roster.describe()}
-    except EngineError as err:
-        return {"error": str(err)}
-    return {"error": "the run does not know this command; is it of another version of mgrpo?"}
 
 
 def ask(output_dir: Path, question: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run in this folder answers.
+    """The answer of the run in this folder.
 
     Raises:
         ConfigError: no run is going on there, it runs elsewhere, or it has refused.
@@ -103,11 +50,6 @@ def ask(output_dir: Path, question: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{message}; see mgrpo engines --help"])
-
-
 def engines_command(argv: Sequence[str]) -> int:
     """List a run's engines, add one, or remove one."""
     try:
@@ -130,10 +72,10 @@ def engines_command(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    made = _Parser(
+    made = CommandParser(
         prog="mgrpo engines", description="The engines of a run that is going on, asked on rank 0's machine."
     )
-    commands = made.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = made.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     for name, meaning in (
         ("list", "the state of each engine"),
         ("add", "start one more, which samples after a weight sync"),

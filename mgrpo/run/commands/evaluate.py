@@ -6,7 +6,6 @@ the prompts and random streams included, so that the numbers of an export are th
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import signal
 import sys
@@ -17,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError, parse
-from mgrpo.config.fields import flat
-from mgrpo.config.loss import LossConfig
-from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
-from mgrpo.config.tracking import Tracking
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.rollout.start import machine_problems
+from mgrpo.run.inputs.continuing import look_for_state
+from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
 from mgrpo.run.inputs.reading import as_functions
-from mgrpo.run.inputs.snapshots import located
+from mgrpo.run.inputs.snapshots import located, names_some
 from mgrpo.run.report.result import EvaluationResult
 from mgrpo.run.start.check import file_problems, with_prompts
 
@@ -72,7 +69,7 @@ def evaluate(
 
         evaluator = production.evaluator
         with closing(Reporter(config, scale=evaluator.rewarder.scale)) as reporter:
-            step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
+            step = re.fullmatch(r"step_([0-9]{1,18})", model_name(config))
             metrics = reporter.evaluation(
                 evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
             )
@@ -81,12 +78,13 @@ def evaluate(
 
 @contextmanager
 def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Config, Production]]:
-    """Engines, environments and verifiers for the held-out prompts of `config`, and what it became for that.
+    """Engines, environments and verifiers for the held-out prompts of `config`, and the configuration that they have.
 
     Raises:
         ConfigError: see `evaluate`.
     """
-    config = located(config)
+    continued, _ = look_for_state(config) if names_some(config) else (None, "")
+    config = located(config, continued)
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
@@ -112,45 +110,6 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
         signal.signal(signal.SIGTERM, before)
 
 
-def for_evaluation(config: Config) -> Config:
-    """`config` without training-only settings, so that their rules do not apply, and with its own output folder."""
-    rollout = config.rollout
-    longest = config.data.max_prompt_token_length + rollout.response_length
-    changed = dataclasses.replace(
-        config,
-        experiment=dataclasses.replace(
-            config.experiment,
-            total_episodes=config.batch_size,
-            num_train_epochs=None,
-            output_dir=str(Path(config.experiment.output_dir) / "eval" / _name(config)),
-        ),
-        data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
-        rollout=dataclasses.replace(
-            rollout, async_steps=0, max_staleness=None, inflight_updates=False, save_traces=False
-        ),
-        loss=LossConfig(),
-        algorithm=Algorithm(
-            overlong_cache_length=config.algorithm.overlong_cache_length,
-            reward_weights=config.algorithm.reward_weights,
-        ),
-        optimizer=Optimizer(),
-        parallel=Parallel(pack_length=longest),
-        checkpoint=Checkpoint(resume="never"),
-        tracking=Tracking(report_to=("tensorboard",) if config.tracking.asks_for("tensorboard") else ("none",)),
-        engine=config.engine if config.engine.vllm_mode != "server" else _own_engine(config.engine),
-    )
-    values = flat(changed)
-    sources = {name: source for name, source in config.provenance.sources.items() if values[name] == flat(config)[name]}
-    return dataclasses.replace(changed, provenance=dataclasses.replace(config.provenance, sources=sources, expected={}))
-
-
-def _own_engine(settings: Engine) -> Engine:
-    """A server may have the weights of any run."""
-    return dataclasses.replace(
-        settings, vllm_mode="ray", vllm_num_engines=1, vllm_server_base_url=(), vllm_server_timeout=240.0
-    )
-
-
 def summary(metrics: Mapping[str, float]) -> Table:
     """The metrics as a table for a terminal, accuracy first."""
     from rich.table import Table
@@ -162,10 +121,6 @@ def summary(metrics: Mapping[str, float]) -> Table:
     for name in [*first, *(name for name in metrics if name not in first)]:
         table.add_row(name.removeprefix("eval/"), f"{metrics[name]:.4g}")
     return table
-
-
-def _name(config: Config) -> str:
-    return Path(config.model.model_name_or_path or "model").absolute().name
 
 
 def _check(config: Config, functions: list[str | Callable]) -> Inputs:
@@ -215,7 +170,7 @@ def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _unloadable(model: str | None) -> list[str]:
-    """Whether the folder is one of ours that an engine cannot load by itself."""
+    """A sentence about a folder of this project's that an engine cannot load by itself."""
     kinds = dict.fromkeys((TORCH_DIST_INDEX, TRACKER), "a checkpoint of Megatron-core")
     kinds |= {MEGATRON: "a Megatron folder", MANIFEST: "a training state"}
     for mark, kind in kinds.items():

@@ -81,7 +81,7 @@ def show(evaluation: Evaluation, tokenizer: Any) -> None:
 
 
 def show_completion(console: Console, prompt: Prompt, completion: Completion, score: Score, tokenizer: Any) -> None:
-    """One completion, token by token, and what was made of it."""
+    """Print one completion, token by token, and its rewards."""
     from rich.markup import escape
     from rich.text import Text
 

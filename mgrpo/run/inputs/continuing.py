@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mgrpo.checkpoint.folder import latest, split_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
@@ -24,53 +25,98 @@ PLACES = ("output_dir", "dataset_local_cache_dir")
 AFRESH = "or start afresh with --resume never"
 
 
-def state_path(config: Config) -> str | None:
-    """The state that the run asks for; None: it starts afresh."""
-    choice = config.checkpoint.resume
-    if choice == "never":
-        return None
-    return latest(state_root(config)) if choice in ("auto", "intact") else choice
+class _Saved(Protocol):
+    """A state on storage, open or only described."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def state(self) -> Mapping[str, Any]: ...
 
 
-def find_state(config: Config) -> tuple[Stored | None, list[str]]:
-    """The state to continue, as far as its manifest and the sizes of its files tell, and what was passed over for it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """The training state that a run continues: found once, at its start, and handed to everything that goes on from it."""
+
+    path: str
+    """Its path or URL."""
+    step: int
+    state: Mapping[str, Any]
+    """The trainer's own state in its present form, see `Trainer.state_dict`."""
+    passed_over: tuple[str, ...] = ()
+    """Newer states that are damaged (resume=intact), one sentence each."""
+
+    @classmethod
+    def of(cls, saved: _Saved, passed_over: Sequence[str] = ()) -> Continued:
+        """The record of a state on storage."""
+        return cls(
+            path=str(saved.path), step=saved.step, state=present_form(saved.state), passed_over=tuple(passed_over)
+        )
+
+
+def present_form(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A trainer's state with the keys "source" and "reporter", which earlier versions have merged into one, "head"."""
+    if "head" not in state:
+        return state
+    source = dict(state["head"])
+    reporter = {name: source.pop(name) for name in ("num_lines", "best", "run_id") if name in source}
+    others = {name: value for name, value in state.items() if name != "head"}
+    return {**others, "source": source, "reporter": reporter}
+
+
+def find_state(config: Config) -> Continued | None:
+    """The state to continue, as far as its manifest and the sizes of its files tell; None: the run starts afresh.
 
     Raises:
         ValueError: it does not exist, is damaged or of another version; with resume=intact only if none is left.
     """
-    path = state_path(config)
+    choice = config.checkpoint.resume
+    if choice == "never":
+        return None
+    path = latest(state_root(config)) if choice in ("auto", "intact") else choice
     passed_over: list[str] = []
     while path:
         try:
             stored = Stored(*split_path(path))
             stored.check_sizes()
-            stored.state  # noqa: B018  checked when it is read
-            return stored, passed_over
+            return Continued.of(stored, passed_over)
         except DamagedCheckpoint as err:
-            if config.checkpoint.resume != "intact" or err.previous is None:
+            if choice != "intact" or err.previous is None:
                 raise
             passed_over.append(f"{err.reason}; it is passed over (resume=intact)")
             path = err.previous
-    return None, []
+    return None
+
+
+def look_for_state(config: Config) -> tuple[Continued | None, str]:
+    """The state of `find_state`, or a sentence that says what is wrong with it."""
+    try:
+        return find_state(config), ""
+    except (ValueError, OSError) as err:
+        return None, str(err)
+    except Exception as err:  # every driver of remote storage raises its own errors
+        return None, f"resume={config.checkpoint.resume}: no state can be looked for: {err!r}"
 
 
 def resume_problems(
     config: Config,
-    stored: Stored,
+    continued: Continued,
     *,
     shape: ModelShape | None,
     data: Sequence[Mapping[str, Any]] | None,
     base: str | None = None,
 ) -> Iterator[str]:
-    """Why the state at `stored` cannot be continued, one sentence each.
+    """The reasons why this configuration cannot continue the state, one sentence each.
 
     Args:
-        shape: of the configuration's model; None when that could not be read.
-        data: `Mixture.content` of the training data; the same.
+        shape: the shape of the configuration's model; None when it could not be read.
+        data: `Mixture.content` of the training data; None when they could not be read.
         base: `fingerprint` of the model's weights, which a run with adapters leaves as they are; None: not compared.
     """
-    state, path = stored.state, stored.path
-    order = state["head"]["sampler"]
+    state, path = continued.state, continued.path
+    order = state["source"]["sampler"]
     if order["seed"] != config.experiment.seed:
         yield (
             f"seed={config.experiment.seed}, but {path} was saved with seed={order['seed']}, from which the order of the data "
@@ -84,22 +130,26 @@ def resume_problems(
             f"{path} is of another model than {config.model.model_name_or_path}; it was saved from "
             f"{state['model_name_or_path']}: name that one, {AFRESH}"
         )
-    yield from _adapter_problems(config, stored, shape=shape, base=base)
-    if data is not None and "data" in state["head"]:
-        yield from _data_problems(path, state["head"]["data"], data)
+    yield from _adapter_problems(config, continued, shape=shape, base=base)
+    if data is not None and "data" in state["source"]:
+        yield from _data_problems(path, state["source"]["data"], data)
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(config.parallel, name):
             yield f"{name}=true cannot continue a training state yet, here {path}; turn it off, {AFRESH}"
-    if config.has_length and stored.step > config.num_training_steps and config.checkpoint.resume in ("auto", "intact"):
+    if (
+        config.has_length
+        and continued.step > config.num_training_steps
+        and config.checkpoint.resume in ("auto", "intact")
+    ):
         yield (
-            f"{path} is step {stored.step}, but the run has {config.num_training_steps} training steps; raise "
+            f"{path} is step {continued.step}, but the run has {config.num_training_steps} training steps; raise "
             f"total_episodes, {AFRESH}"
         )
 
 
-def saved_adapters(stored: Stored) -> dict[str, Any] | None:
-    """What the state says of its adapters and their model; None where all weights were trained."""
-    return stored.state.get("learner", {}).get("adapters")
+def saved_adapters(continued: Continued) -> dict[str, Any] | None:
+    """The state's record of its adapters and of their model; None where all weights were trained."""
+    return continued.state.get("learner", {}).get("adapters")
 
 
 def adapter_record(lora: LoraShape, shape: ModelShape) -> dict[str, Any]:
@@ -112,9 +162,11 @@ def adapter_record(lora: LoraShape, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _adapter_problems(config: Config, stored: Stored, *, shape: ModelShape | None, base: str | None) -> Iterator[str]:
+def _adapter_problems(
+    config: Config, continued: Continued, *, shape: ModelShape | None, base: str | None
+) -> Iterator[str]:
     """Whether the state holds the adapters that the run is to train, of the same model."""
-    saved, lora, path = saved_adapters(stored), config.adapter.lora, stored.path
+    saved, lora, path = saved_adapters(continued), config.adapter.lora, continued.path
     if saved is None and lora is None:
         return
     if saved is None:
@@ -129,13 +181,13 @@ def _adapter_problems(config: Config, stored: Stored, *, shape: ModelShape | Non
         if base is not None and base != saved["base"]:
             yield (
                 f"{path} holds adapters of other weights than those in model_name_or_path={config.model.model_name_or_path}; it was saved from "
-                f"{stored.state['model_name_or_path']}: name that one as it was, {AFRESH}"
+                f"{continued.state['model_name_or_path']}: name that one as it was, {AFRESH}"
             )
 
 
-def changes(config: Config, stored: Stored) -> Iterator[str]:
+def changes(config: Config, continued: Continued) -> Iterator[str]:
     """One sentence about the settings that differ from those with which the state was saved."""
-    before = stored.state.get("config", {})
+    before = continued.state.get("config", {})
     now = json.loads(json.dumps(flat(config)))
     changed = [
         f"{name} {_shown(before[name])} -> {_shown(value)}"
@@ -146,7 +198,7 @@ def changes(config: Config, stored: Stored) -> Iterator[str]:
         and name not in PLACES
     ]
     if changed:
-        yield f"{stored.path} was saved with other settings: {', '.join(changed)}"
+        yield f"{continued.path} was saved with other settings: {', '.join(changed)}"
 
 
 def _data_problems(path: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The folders that a run writes to, before it starts: that they can be written to, that no other run does, and room."""
+"""The folders of a run before it starts: whether they can be written to, are in use by another run, and have room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
     """Everything that is wrong with the folders.
 
     Args:
-        shape: of the model; None when that could not be read.
+        shape: the model's; None when it could not be read.
     """
     folder, root = config.experiment.output_dir, state_root(config)
     if not folder or os.path.isfile(folder):

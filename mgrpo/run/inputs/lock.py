@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, such that no other one is ever taken for it."""
+    """A process, described so that no other one can be taken for it."""
 
     host: str
     kernel: str
@@ -97,7 +97,7 @@ def locked(folders: Iterable[str | Path]) -> Iterator[Callable[[], None]]:
 
 
 def in_use(folder: str | Path) -> str | None:
-    """Who writes to a folder now; None if nobody does. Waits up to `ABANDONED_S` for another machine's sign of life."""
+    """The owner of a folder in words; None if no run writes there. Waits up to `ABANDONED_S` for another machine's sign of life."""
     try:
         handle = os.open(Path(folder) / NAME, os.O_RDONLY)
     except OSError:
@@ -148,7 +148,7 @@ def _other_owner(handle: int, folder: Path, kind: int) -> str | None:
 
 def _is_held(handle: int, kind: int) -> bool | None:
     """Whether another process has the flock; None where the file system has none. Else this one has it afterwards."""
-    # Somebody who only looks holds it for a moment.
+    # A process that only looks holds it for a moment.
     deadline = time.monotonic() + 0.3
     while True:
         try:
@@ -219,7 +219,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _kernel() -> str:
-    """What tells apart machines, their boots, and containers that count their processes separately."""
+    """An id that differs between machines, their boots, and containers that count their processes separately."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

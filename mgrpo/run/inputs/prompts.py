@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from mgrpo.types import Prompt
 
 QUICK_ROWS = 20_000
-"""As many are tokenized in seconds."""
+"""Rows that are tokenized within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What the rows become, and what turns them and the completions into text."""
+    """The rows as tokens, and the tokenizer and language that turn them and the completions into text."""
 
     tokenizer: Any
     stop_ids: list[int]
     """Tokens that end a completion."""
     train: PromptSet | None
-    """None where a model is only evaluated."""
+    """The training rows; None where a model is only evaluated."""
     held_out: PromptSet | None
     language: TemplateLanguage | None = None
-    """How turns are read and answered, in a run with tools."""
+    """Reads and answers turns, in a run with tools."""
 
     def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
-        """A prompt with what its environment begins with in its last user message."""
+        """A prompt in which the opening words of its environment stand in its last user message."""
         own = self.train if is_training else self.held_out
         assert own is not None, "the prompt is one of these"
         return own.with_opening(prompt, text, self.tokenizer)
 
     def asked(self, prompt: Prompt, *, is_training: bool) -> object:
-        """What its row asks the model: text, or messages."""
+        """The question of its row: text, or messages."""
         own = self.train if is_training else self.held_out
         assert own is not None, "the prompt is one of these"
         return own.asked(prompt)
@@ -105,7 +105,7 @@ def make_prompts(
 
 
 def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
-    """About a prompt that the model has no embedding for."""
+    """A sentence about a prompt with a token for which the model has no embedding."""
     found = prompts.beyond(vocab)
     if found is not None:
         origin, token, text = found

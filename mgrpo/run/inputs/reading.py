@@ -1,4 +1,4 @@
-"""What a user brings to a run: data, verifiers, templates, reward functions; and every problem with them."""
+"""A user's data, verifiers, templates and reward functions, read for a run; and every problem with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Inputs:
     toolset: Toolset | None = None
     """None: every completion is one turn."""
     prompts: Prompts | None = None
-    """What the rows become, once that is known."""
+    """The rows as tokens, once they have been made."""
 
     def notes(self, config: Config) -> list[str]:
         """Notes of the verifiers, printed at start-up."""
@@ -46,7 +46,7 @@ class Inputs:
         return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
-        """Names of the verifiers that the rows ask for, in lower case."""
+        """The names of the verifiers that the rows ask for, in lower case."""
         return sorted(_asked(self.train, self.held_out, config))
 
 
@@ -65,7 +65,7 @@ def read_inputs(
     """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
 
     Args:
-        functions: what the caller brings in place of the configuration's `reward_funcs`.
+        functions: the caller's reward functions, in place of the configuration's `reward_funcs`.
         dataset, eval_dataset: training rows and held-out rows that the caller brings.
     """
     reward, problems = config.reward, []
@@ -109,7 +109,7 @@ def read_inputs(
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    """About folders that cannot be written to. They are made if they are not there."""
+    """A sentence about each folder that cannot be written to. Missing ones are made."""
     traces = config.rollout.rollouts_save_path if config.rollout.save_traces else None
     for setting, folder in (
         ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
@@ -138,7 +138,7 @@ def _holds_prepared_data(folder: str) -> bool:
 def _function_problems(
     functions: Sequence[str | Callable], train: Mixture, held_out: Mixture, *, has_environments: bool
 ) -> list[str]:
-    """Whether the data have what the functions ask for."""
+    """The columns that the functions ask for and the data lack."""
     from mgrpo.rewards.function_catalog import load_functions
     from mgrpo.rewards.reward_functions import missing_arguments
 
@@ -151,7 +151,7 @@ def _function_problems(
 
 
 def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
-    """Verifiers by name, remapped, with the place where each is named first."""
+    """The verifiers that rows ask for, after `remap_verifier`: each with the place where it is named first."""
     return _replaced(train.verifiers | held_out.verifiers, config)
 
 
@@ -164,7 +164,7 @@ def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
 
 
 def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:
-    """About weights and a replacement of verifiers that no row asks for.
+    """Sentences about weights and a replacement of verifiers that no row asks for.
 
     Without training rows they may be meant for those that the model was trained on.
     """

@@ -1,4 +1,4 @@
-"""What a configuration names on the Hub, brought to this machine before anything is started.
+"""Models, tokenizers and adapters that a configuration names on the Hub, brought to this machine before anything is started.
 
 Every rank asks: the first on a machine downloads, the others wait for it. A run that continues takes the commits that it began
 with, whatever the Hub has by then.
@@ -15,16 +15,24 @@ from mgrpo.config import Config
 from mgrpo.config.fields import flat
 from mgrpo.models.family import is_on_hub
 from mgrpo.models.hub import HubError, HubSnapshot, Part, fetch
-from mgrpo.run.inputs.continuing import find_state
+from mgrpo.run.inputs.continuing import Continued
 
 
-def located(config: Config) -> Config:
-    """`config`, which knows the folders of the models that it names; names that lead to none are among its problems."""
+def names_some(config: Config) -> bool:
+    """Whether the configuration names anything on the Hub."""
+    return any(_named(config))
+
+
+def located(config: Config, continued: Continued | None) -> Config:
+    """`config`, which knows the folders of the models that it names; names that lead to none are among its problems.
+
+    Args:
+        continued: the state that the run continues, whose commits count.
+    """
     found: dict[str, HubSnapshot] = {}
     problems: list[str] = []
-    named = list(_named(config))
-    commits = _commits(config) if named else {}
-    for setting, name, revision, part in named:
+    commits = _commits(config, continued) if continued else {}
+    for setting, name, revision, part in _named(config):
         try:
             found[setting] = fetch(name, revision=commits.get(setting) or revision, part=part)
         except HubError as err:
@@ -36,7 +44,7 @@ def located(config: Config) -> Config:
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Where the model comes from, its name on the Hub or its folder; and the commit of each setting that names something there."""
+    """The origin of the model, a name on the Hub or a folder; and the commit of each setting that names something on the Hub."""
     snapshots = config.provenance.snapshots
     model = snapshots.get("model_name_or_path")
     return {
@@ -46,7 +54,7 @@ def origin(config: Config) -> dict[str, Any]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
-    """Each setting that holds a name: the name, its revision, and what is needed of it. A folder of that name comes first."""
+    """Each setting that holds a name: the name, its revision, and the part that is needed. A folder of that name comes first."""
     model, tokenizer, hub = config.model.model_name_or_path, config.data.tokenizer_name_or_path, config.hub
     adapter = config.adapter.lora_adapter_path
     if _is_name(model):
@@ -63,18 +71,12 @@ def _is_name(value: str | None) -> TypeGuard[str]:
     return value is not None and is_on_hub(value)
 
 
-def _commits(config: Config) -> Mapping[str, str]:
-    """Those that the state was saved with which the run continues, where it names the same."""
-    try:
-        stored, _ = find_state(config)
-    except (ValueError, OSError):  # which the check of the state reports
-        return {}
-    if stored is None:
-        return {}
-    before, now = stored.state.get("config", {}), flat(config)
+def _commits(config: Config, continued: Continued) -> Mapping[str, str]:
+    """The commits that the state was saved with, of the settings that name the same as then."""
+    before, now = continued.state.get("config", {}), flat(config)
     same = ("model_revision", "tokenizer_revision")
     return {
         setting: commit
-        for setting, commit in stored.state.get("commits", {}).items()
+        for setting, commit in continued.state.get("commits", {}).items()
         if all(before.get(name) == now[name] for name in (setting, *same))
     }

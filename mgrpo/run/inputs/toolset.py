@@ -1,4 +1,4 @@
-"""The tools of a run: what the processes that build them say of them, and everything between engines and environments."""
+"""The tools of a run: their description by the process that builds them, and all that stands between engines and environments."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 30
 MOST_WORKERS = 8
 UNUSED_FORMAT = "hermes"
-"""Where nothing can be called."""
+"""The format where there is nothing to call."""
 ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
-"""In which a row says what it plays with."""
+"""Columns in which a row names its own tools or environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolset:
-    """What the settings ask for, and what it turned out to be."""
+    """The tools that the settings ask for, and their description."""
 
     specs: tuple[Spec, ...]
     description: Description
 
     def shown(self, config: Config) -> Description | None:
-        """What prompts tell the model of; None: nothing."""
+        """The description that prompts give the model; None: they give none."""
         is_shown = config.tools.pass_tools_to_chat_template and self.description.tools
         return self.description if is_shown else None
 
@@ -55,7 +55,7 @@ class Toolset:
 
 
 def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
-    """What the configuration asks for, built once in a process of its own, and every problem with it."""
+    """The configuration's tools, built once in a process of their own; and every problem with them."""
     # The rules have said what is wrong with the words.
     if not config.tools.has_turns or any(source_problems(config.tools)):
         return None, []
@@ -154,11 +154,11 @@ def _format_name(config: Config, toolset: Toolset, template: str) -> str:
 def make_interaction(
     config: Config, toolset: Toolset, language: TemplateLanguage, *, opened: Opened, asked: Asked
 ) -> Interaction:
-    """Environments, and what plays against them.
+    """Environments, and the episodes that completions play in them.
 
     Args:
         opened: see `Interaction`.
-        asked: what programs are told of a prompt.
+        asked: gives programs the question of a prompt.
     """
     from mgrpo.environments.loop.driven import Driven
     from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes
@@ -198,13 +198,13 @@ def make_interaction(
 
 
 def turn_rewards(config: Config) -> TurnRewards:
-    """How the rewards of a completion's turns become one."""
+    """The rule by which the rewards of a completion's turns become one."""
     tools = config.tools
     return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
 
 
 def remarks(config: Config, toolset: Toolset, language: TemplateLanguage) -> list[str]:
-    """What the user should know of tools before the run starts."""
+    """Sentences about tools for the user, before the run starts."""
     found: list[str] = []
     if language.stripping is not None:
         found.append(
@@ -233,7 +233,7 @@ def _not_repeatable(config: Config, toolset: Toolset) -> list[str]:
 
 
 def _folders() -> list[str]:
-    """Where modules of the user's own may lie."""
+    """Folders in which modules of the user's own may lie."""
     script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
     # With `python -m mgrpo` that is this package, whose types.py is not the standard library's.
     own = os.path.dirname(os.path.abspath(mgrpo.__file__))
@@ -241,7 +241,7 @@ def _folders() -> list[str]:
 
 
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
-    """About tools and environments that rows name and the run does not have, or that cannot go together."""
+    """Sentences about tools and environments that rows name and the run does not have, or that cannot go together."""
     found: dict[str, str] = {}
     for mixture in filter(len, mixtures):
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))

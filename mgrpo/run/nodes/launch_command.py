@@ -1,13 +1,13 @@
-"""`mgrpo launch`: the flags, and the messages that end it."""
+"""`mgrpo launch`: its flags, their problems, and its exit code."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 from mgrpo.config import ConfigError
+from mgrpo.config.errors import CommandParser
 from mgrpo.run.nodes.agent import Follower, Leader
 from mgrpo.run.nodes.job import NodeJob
 from mgrpo.run.nodes.meeting import MeetingError
@@ -16,11 +16,6 @@ from mgrpo.run.ranks import ending
 from mgrpo.run.ranks.local_ranks import run_ranks
 
 MEETING_S = 600.0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{message}; see mgrpo launch --help"])
 
 
 def launch_command(argv: Sequence[str]) -> int:
@@ -71,7 +66,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's own flags, which come before `--`."""
-    found = _Parser(
+    found = CommandParser(
         prog="mgrpo launch",
         usage="mgrpo launch [flags] -- ARGUMENTS OF mgrpo train",
         description="Trains on many nodes: run it once on each of them, by srun, mpirun, as the pods of an indexed "

@@ -1,17 +1,13 @@
 """How the nodes of a run find each other, agree, and notice that one has gone: a connection of each with node 0.
 
-Messages are JSON objects, one a line. A connection that closes is a launcher that has ended; the kernel closes that of a
-machine that no longer answers (`SILENCE_S`). Standard library only.
+A connection that closes is a launcher that has ended; the kernel closes that of a machine that no longer answers. Standard
+library only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hmac
-import json
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -19,74 +15,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mgrpo.config import ConfigError
+from mgrpo.processes.tcp_links import GREETING_S, MAX_STRANGERS, Message, TcpLink, TcpLinks, reach
 from mgrpo.run.nodes.place import Place
 
-Message = dict[str, Any]
 Event = tuple[int, Message | None]
-"""Which node, and what it says; None: it has gone."""
+"""A node and its message; None: it has gone."""
 
-SILENCE_S = 30
-"""How long a machine may not answer the kernel's probes."""
-HANDSHAKE_S = 10.0
-SEND_S = 10.0
-MAX_LINE_BYTES = 1 << 20
 RETRY_S = 0.5
 
 
 class MeetingError(RuntimeError):
     """Nodes have not come, or went away."""
-
-
-class _Link:
-    """One connection. A thread reads it; the main thread writes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.lines = connection.makefile("rb")
-        connection.settimeout(HANDSHAKE_S)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", SILENCE_S // 3),
-            ("TCP_KEEPINTVL", SILENCE_S // 6),
-            ("TCP_KEEPCNT", 4),
-            ("TCP_USER_TIMEOUT", 1000 * SILENCE_S),
-        ):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def say(self, message: Message) -> None:
-        """Send; whoever has gone is noticed by the reader."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def hear(self) -> Message:
-        """The next message.
-
-        Raises:
-            EOFError: the connection is closed.
-            ValueError: it is not a message.
-        """
-        line = self.lines.readline(MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise EOFError("the connection was closed")
-        message = json.loads(line)
-        if not isinstance(message, dict):
-            raise ValueError("not a JSON object")
-        return message
-
-    def follow(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
-        """Pass on what comes until the connection ends."""
-        self.connection.settimeout(None)
-        with contextlib.suppress(OSError, EOFError, ValueError):
-            while True:
-                events.put((rank, self.hear()))
-        events.put((rank, None))
-
-    def close(self) -> None:
-        """End the connection."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
 
 
 class Meeting:
@@ -95,19 +34,20 @@ class Meeting:
     def __init__(self, place: Place, about: Mapping[str, Any], *, secret: str | None) -> None:
         """
         Args:
-            about: what the others are compared with, see `wait`.
-            secret: known to all nodes; None: whoever reaches the port may take part.
+            about: node 0's own description, with which those of the others are compared.
+            secret: known to all nodes; None: any process that reaches the port may take part.
         """
-        self.place, self.secret = place, secret
+        self.place = place
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.about: dict[int, Mapping[str, Any]] = {0: about}
-        """What each node that has come says of itself."""
+        """The description of each node that has come."""
         self.address = _resolve(place)
-        """Of node 0, as the others reach it."""
-        self._links: dict[int, _Link] = {}
+        """The address at which the others reach node 0."""
+        self._nodes: dict[int, TcpLink] = {}
         self._lock = threading.Lock()
-        self._door = self._open()
-        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+        self._links = TcpLinks("meeting", on_message=self._heard, on_lost=self._lost)
+        self._links.listen(self._open(), secret=secret, refusal=self._refusal)
+        self._links.start()
 
     def _open(self) -> socket.socket:
         address = self.address
@@ -115,7 +55,7 @@ class Meeting:
             # A machine may know its own name as a loopback address: how the others reach it shows when they come.
             address = ""
         try:
-            return socket.create_server((address, self.place.port), backlog=self.place.nodes)
+            return socket.create_server((address, self.place.port), backlog=self.place.nodes + MAX_STRANGERS)
         except OSError as err:
             remedy = (
                 f"the port is taken: choose another, --head {self.place.head}:PORT"
@@ -158,58 +98,44 @@ class Meeting:
     def connected(self) -> set[int]:
         """The other nodes that have come and not gone."""
         with self._lock:
-            return set(self._links)
+            return set(self._nodes)
 
     def say(self, message: Message) -> None:
-        """To all other nodes."""
+        """Send to all other nodes."""
         with self._lock:
-            links = list(self._links.values())
+            links = list(self._nodes.values())
         for link in links:
-            link.say(message)
+            link.send(message)
 
     def close(self) -> None:
-        """End it; the others take it for the end of node 0."""
-        self._door.close()
-        with self._lock:
-            for link in self._links.values():
-                link.close()
+        """Close all connections; the others take it for the end of node 0."""
+        self._links.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._door.accept()
-                threading.Thread(target=self._greet, args=(_Link(connection),), name="node", daemon=True).start()
+    def _refusal(self, rank: int, is_known: bool) -> Message:
+        if is_known and 0 < rank < self.place.nodes:
+            return {}
+        what = "RAY_AUTH_TOKEN differs from node 0's" if not is_known else f"there are {self.place.nodes} nodes"
+        return {"problems": [f"node {rank} is refused: {what}"]}
 
-    def _greet(self, link: _Link) -> None:
-        nonce = secrets.token_hex(16)
-        link.say({"nonce": nonce, "is_secret": self.secret is not None})
-        try:
-            hello = link.hear()
-            rank, about = int(hello["rank"]), dict(hello["about"])
-            is_known = hmac.compare_digest(str(hello["proof"]), _proof(self.secret, nonce, rank))
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            link.close()  # something else that knocks at ports
-            return
-        if not is_known or not 0 < rank < self.place.nodes:
-            what = "RAY_AUTH_TOKEN differs from node 0's" if not is_known else f"there are {self.place.nodes} nodes"
-            link.say({"problems": [f"node {rank} is refused: {what}"]})
-            link.close()
-            return
+    def _heard(self, link: TcpLink, message: Message) -> None:
+        rank = link.number
+        assert rank is not None, "it has come with its number"
         with self._lock:
-            is_second = rank in self._links
-            self._links.setdefault(rank, link)
-        if is_second:
-            link.say(
-                {"problems": [f"node {rank} has come twice; expected one process a node, each with its own number"]}
-            )
-            self.events.put((rank, {"twice": about.get("host", "")}))
-            link.close()
+            is_new, first = rank not in self._nodes, self._nodes.setdefault(rank, link)
+        if first is not link:
+            problem = f"node {rank} has come twice; expected one process a node, each with its own number"
+            link.refuse({"problems": [problem]})
+            self.events.put((rank, {"twice": message.get("host", "")}))
             return
-        self.address = link.connection.getsockname()[0]
-        self.events.put((rank, about))
-        link.follow(rank, self.events)
+        if is_new:
+            self.address = link.own_address
+        self.events.put((rank, message))
+
+    def _lost(self, link: TcpLink) -> None:
+        assert link.number is not None, "it has come with its number"
         with self._lock:
-            del self._links[rank]
+            del self._nodes[link.number]
+        self.events.put((link.number, None))
 
 
 class Guest:
@@ -219,32 +145,37 @@ class Guest:
         """Come to node 0, which may start later.
 
         Args:
-            about: what this node says of itself, given the address of its end of the connection.
+            about: makes this node's description, given the address of its end of the connection.
         Raises:
             MeetingError: node 0 has not answered within `timeout_s`.
             ConfigError: it refuses this node.
         """
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._link, welcome = self._reach(place, timeout_s)
-        if welcome["is_secret"] and secret is None:
+        self._link, nonce, is_secret = self._reach(place, timeout_s)
+        if is_secret and secret is None:
             raise ConfigError(
                 ["RAY_AUTH_TOKEN is set on node 0 and missing here; expected the same on all nodes, or none"]
             )
-        proof = _proof(secret if welcome["is_secret"] else None, welcome["nonce"], place.rank)
-        told = about(self._link.connection.getsockname()[0])
+        self._link.prove(secret if is_secret else None, nonce, place.rank)
+        told = about(self._link.own_address)
         self.address = told["address"]
-        """Of this node, as the others reach it."""
-        self._link.say({"rank": place.rank, "proof": proof, "about": told})
-        threading.Thread(target=self._link.follow, args=(0, self.events), name="node 0", daemon=True).start()
+        """The address at which the others reach this node."""
+        self._link.send(told)
+        self._links = TcpLinks(
+            "node 0",
+            on_message=lambda link, message: self.events.put((0, message)),
+            on_lost=lambda link: self.events.put((0, None)),
+        )
+        self._links.join(self._link)
+        self._links.start()
 
     @staticmethod
-    def _reach(place: Place, timeout_s: float) -> tuple[_Link, Message]:
+    def _reach(place: Place, timeout_s: float) -> tuple[TcpLink, str, bool]:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                link = _Link(socket.create_connection((place.head, place.port), timeout=HANDSHAKE_S))
-                return link, link.hear()
-            except (OSError, EOFError, ValueError) as err:
+                return reach((place.head, place.port), timeout_s=GREETING_S)
+            except (OSError, ValueError) as err:
                 if time.monotonic() > deadline:
                     raise MeetingError(
                         f"node 0 has not answered at --head {place.head}:{place.port} within --timeout {timeout_s:g} s "
@@ -253,16 +184,16 @@ class Guest:
             time.sleep(RETRY_S)
 
     def say(self, message: Message) -> None:
-        """To node 0."""
-        self._link.say(message)
+        """Send to node 0."""
+        self._link.send(message)
 
     def close(self) -> None:
-        """Node 0 takes it for the end of this node."""
-        self._link.close()
+        """Close the connection; node 0 takes it for the end of this node."""
+        self._links.close()
 
 
 def differences(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What has to be equal on all nodes and is not, one sentence each, by what each says under `same`."""
+    """Sentences about what must be equal on all nodes, under `same` of their descriptions, and is not."""
     found = []
     for name, expected in about[0]["same"].items():
         others = {rank: told["same"].get(name) for rank, told in about.items() if told["same"].get(name) != expected}
@@ -272,10 +203,6 @@ def differences(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
             )
             found.append(f"{name} differs: {expected} on node 0, {values}; expected the same on all nodes")
     return found
-
-
-def _proof(secret: str | None, nonce: str, rank: int) -> str:
-    return hmac.digest((secret or "").encode(), f"{nonce} {rank}".encode(), "sha256").hex()
 
 
 def _resolve(place: Place) -> str:

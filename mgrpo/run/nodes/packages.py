@@ -9,7 +9,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 NUM_NAMED = 8
-"""Packages that are named where a node's differ; of the others the number is told."""
+"""The number of packages that are named where a node's differ; the others are counted."""
 
 
 def installed() -> dict[str, str]:
@@ -25,7 +25,7 @@ def installed() -> dict[str, str]:
 def package_notes(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """How the `packages` of other nodes differ from node 0's, one sentence for all nodes that differ alike.
 
-    What a run certainly needs equal is under `same`, see `differences`; with other packages it goes on.
+    Packages that must be equal are under `same`, see `differences`; where others differ the run goes on.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, told in sorted(about.items()):

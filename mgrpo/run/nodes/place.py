@@ -1,4 +1,4 @@
-"""Which node this is, of how many, and where node 0 is: from flags, Slurm, mpirun or a Kubernetes Job."""
+"""This node's number, the number of nodes and the address of node 0: from flags, Slurm, mpirun or a Kubernetes Job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mgrpo.config import ConfigError
 
 PORT = 29400
-"""Of node 0, where the nodes meet unless `--head` names another."""
+"""The port of node 0 where the nodes meet, unless `--head` names another."""
 _GROUP = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -28,18 +28,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scheduler:
-    """What a scheduler says about this process."""
+    """A scheduler's variables about this process."""
 
     name: str
     rank: str
-    """The variable that holds it; so with `nodes`, which may be missing."""
+    """The variable that holds this node's number."""
     nodes: str | None
+    """The variable that holds the number of nodes; None: it has none."""
     one_a_node: str
-    """How it starts one process a node."""
+    """The command that starts one process a node."""
 
 
 def _schedulers(environ: Mapping[str, str]) -> Iterator[_Scheduler]:
-    """Those that have started this process, the innermost first."""
+    """The schedulers that have started this process, the innermost first."""
     if "OMPI_COMM_WORLD_RANK" in environ:
         yield _Scheduler(
             name="mpirun",
@@ -65,7 +66,7 @@ def find_place(*, nodes: int | None, rank: int | None, head: str | None, environ
     """This node's place; the arguments are the flags, None where one was not given.
 
     Raises:
-        ConfigError: with everything that is missing, contradicts or makes no sense.
+        ConfigError: everything that is missing, contradicts something else or makes no sense.
     """
     problems: list[str] = []
     scheduler = next(_schedulers(environ), None)

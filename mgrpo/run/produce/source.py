@@ -12,7 +12,7 @@ from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.run.produce.production import Production
 from mgrpo.run.produce.step_batch import make_batch
-from mgrpo.run.ranks.lead import Lead, Stopped
+from mgrpo.run.ranks.lead import Lead, Rejoining, Stopped
 from mgrpo.run.records import Batch, Evaluation, evaluates_after
 
 T = TypeVar("T")
@@ -21,14 +21,24 @@ T = TypeVar("T")
 class Source:
     """Rank 0 samples, scores and packs, and gives every rank its slice."""
 
-    def __init__(self, production: Production, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
+    def __init__(
+        self,
+        production: Production,
+        lead: Lead,
+        config: Config,
+        *,
+        layout: Layout,
+        hidden: int,
+        rejoining: Rejoining | None,
+    ) -> None:
         """
         Args:
             hidden: width of the model, see `make_batch`.
+            rejoining: gives engines that are started again the weights while a batch is waited for; None: nothing does.
         """
         assert production.producer is not None, "checked: there are training data"
         self.production, self.producer, self.lead = production, production.producer, lead
-        self.config, self.layout, self.hidden = config, layout, hidden
+        self.config, self.layout, self.hidden, self.rejoining = config, layout, hidden, rejoining
 
     def begin(self, done: int) -> None:
         """The engines have the weights of step `done`: sample, unless an evaluation comes first, which samples alone."""
@@ -89,7 +99,7 @@ class Source:
 
     def _run(self, work: Callable[[], T]) -> T:
         try:
-            return self.lead.work(work, may_stop=True)
+            return self.lead.work(work, may_stop=True, rejoining=self.rejoining)
         except Stopped:
             self.producer.abort()
             raise
@@ -108,12 +118,12 @@ class Source:
 class SilentSource:
     """The same on the other ranks, which only wait and receive."""
 
-    def __init__(self, lead: Lead, config: Config, *, layout: Layout) -> None:
-        self.lead, self.config, self.layout = lead, config, layout
+    def __init__(self, lead: Lead, config: Config, *, layout: Layout, rejoining: Rejoining | None) -> None:
+        self.lead, self.config, self.layout, self.rejoining = lead, config, layout, rejoining
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """See `Source`."""
-        self.lead.follow()
+        self.lead.follow(self.rejoining)
         channel = self.lead.channel
         batch = Batch(index=channel.arrays(), slice=channel.scatter(self.layout))
         return batch if batch.num_sampled else None
@@ -125,14 +135,14 @@ class SilentSource:
         """See `Source`."""
         if self.config.max_age:
             try:
-                self.lead.follow()
+                self.lead.follow(self.rejoining)
             except Stopped:
                 return False
         return True
 
     def evaluate(self, done: int) -> None:
         """See `Source`; without the results."""
-        self.lead.follow()
+        self.lead.follow(self.rejoining)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: rank 0 has it."""

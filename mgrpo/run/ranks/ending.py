@@ -1,7 +1,7 @@
-"""How a rank ends when something is wrong: one cause first, in bounded time, also where its main thread hangs.
+"""The end of a rank when something is wrong: with one cause, in bounded time, also where its main thread hangs.
 
-The main thread may be inside a call that no exception reaches (a collective, Ray's start, a user's endless loop). What must
-end it then runs in other threads and leaves with `os._exit`; Ray and the verifiers end with their parent.
+The main thread may be inside a call that no exception reaches (a collective, Ray's start, a user's endless loop). Then another
+thread ends the process with `os._exit`; Ray and the verifiers end with their parent.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _timers: list[threading.Timer] = []
 
 
 def begin() -> None:
-    """A run begins: what an earlier one in this process reported does not silence it."""
+    """A run begins: the reports of an earlier one in this process do not silence it."""
     if _reported.locked():
         _reported.release()
     _silenced.clear()
 
 
 def report(cause: str, *, details: str = "") -> None:
-    """Say once why this rank ends: `cause`, one line, before everything else; and in torchrun's file for errors."""
+    """Say once why this rank ends: first `cause`, one line, then the details; also in torchrun's file for errors."""
     if not _silenced.is_set():
         _say(cause, details)
 
@@ -79,7 +79,7 @@ def follow() -> None:
 
 
 def report_error(err: BaseException) -> None:
-    """Report an error, one that nobody expected with its traceback beneath."""
+    """Report an error; an unexpected one with its traceback beneath."""
     if isinstance(err, ConfigError):
         report(str(err))
         return

@@ -6,11 +6,12 @@ time-out of the training's collectives, which is hours.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,16 @@ class Stopped(Exception):
     """The run ends before its last step: it was asked to (SIGTERM), or cannot go on for the reason in the message."""
 
 
+class Rejoining(Protocol):
+    """Engines that were started again, which get the weights while rank 0's work waits for engines."""
+
+    def wants_rejoin(self) -> bool:
+        """Whether there are any. Rank 0 only."""
+
+    def rejoin(self) -> None:
+        """Give them the weights. Collective."""
+
+
 class Lead:
     """One rank's part in working and waiting. Every rank makes one and makes the same calls in the same order."""
 
@@ -44,28 +55,24 @@ class Lead:
         self.channel = BroadcastChannel(timeout_s=PATIENCE_S)
         self.stop = stop or threading.Event()
         self._leads = self.channel.rank == 0
-        self.wants_rejoin: Callable[[], bool] = lambda: False
-        """Rank 0: whether work that waits for engines needs one more of them, which needs the weights."""
-        self.rejoin: Callable[[], None] = lambda: None
-        """Give them to it; collective."""
         self._thread = Background("rank-0")
         self._aside = Background("rank-0-aside")
-        """For what is done while the work in `_thread` goes on."""
+        """The thread for work that is done while other work goes on in `_thread`."""
         self._is_aside = False
 
-    def run(self, task: Callable[[], T], *, may_stop: bool = False) -> T | None:
+    def run(self, task: Callable[[], T], *, may_stop: bool = False, rejoining: Rejoining | None = None) -> T | None:
         """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
         if self._leads:
-            return self.work(task, may_stop=may_stop)
-        self.follow()
+            return self.work(task, may_stop=may_stop, rejoining=rejoining)
+        self.follow(rejoining)
         return None
 
-    def work(self, task: Callable[[], T], *, may_stop: bool = False) -> T:
+    def work(self, task: Callable[[], T], *, may_stop: bool = False, rejoining: Rejoining | None = None) -> T:
         """Rank 0: the result of `task`, which runs in a thread, while the others `follow`.
 
         Args:
-            may_stop: `task` waits for engines, and may have to for long: it is given up when rank 0 is asked to end, and
-                engines that were started again get their weights meanwhile.
+            may_stop: `task` waits for engines, and may have to for long: it is cancelled when rank 0 is asked to end.
+            rejoining: gives the weights to engines that were started again meanwhile; the others pass theirs to `follow`.
 
         Raises:
             Stopped: on all ranks, with `may_stop`, once rank 0 has been asked to end; `task` may still be running then.
@@ -76,9 +83,9 @@ class Lead:
         beaten = time.monotonic()
         while not wait([done], timeout=min(POLL_S, HEARTBEAT_S)).done:
             self._stop_if_asked(may_stop)
-            if may_stop and self.wants_rejoin():
+            if rejoining is not None and rejoining.wants_rejoin():
                 self.channel.action(Action.REJOIN)
-                self._rejoin()
+                self._rejoin(rejoining)
             elif time.monotonic() - beaten > HEARTBEAT_S:
                 self.channel.action(Action.HEARTBEAT)
                 self.pulse.go_on()
@@ -92,19 +99,20 @@ class Lead:
         self.channel.action(Action.RUN)
         return result
 
-    def follow(self) -> None:
-        """The other ranks: wait until rank 0's work is done."""
+    def follow(self, rejoining: Rejoining | None = None) -> None:
+        """The other ranks: wait until rank 0's work is done. They give `rejoining` where rank 0 does."""
         while (action := self.channel.action()) in (Action.HEARTBEAT, Action.REJOIN):
             self.pulse.go_on()
             if action is Action.REJOIN:
-                self._rejoin()
+                self._rejoin(rejoining)
         if action is Action.STOP:
             raise Stopped
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, rejoining: Rejoining | None) -> None:
+        assert rejoining is not None, "every rank gives it where rank 0 does"
         self._is_aside = True
         try:
-            self.rejoin()
+            rejoining.rejoin()
         finally:
             self._is_aside = False
 
@@ -117,9 +125,10 @@ class Lead:
         """Rank 0: the result of `task`; None on the others, which do not wait."""
         return task() if self._leads else None
 
-    def share(self, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """What rank 0 makes, on every rank."""
-        return self.channel.arrays(self.call(make))
+    def share(self, make: Callable[[], T]) -> T:
+        """The value that rank 0 makes, on every rank: JSON carries it, so that tuples become lists on all of them."""
+        made = self.call(lambda: {"json": np.frombuffer(json.dumps(make()).encode(), np.uint8)})
+        return json.loads(self.channel.arrays(made)["json"].tobytes())
 
     def fail(self, message: str) -> None:
         """Rank 0, before it exits: send the waiting ranks the reason."""

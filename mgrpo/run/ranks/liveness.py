@@ -1,8 +1,8 @@
-"""Every learner says every few seconds that it lives and where it is, so that one that hangs is named.
+"""Every learner says every few seconds that it is alive and where it is, so that one that hangs is named.
 
 Rank 0 keeps a connection with each other rank, and every rank a thread that writes to it and reads from it. A process that
 has ended closes its connection; one that was stopped says nothing more; one that is caught in a loop says where. Collectives
-alone would wait for hours, and then name nobody.
+alone would wait for hours, and then name no rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import sys
@@ -22,26 +21,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgrpo.processes.tcp_links import MAX_STRANGERS, ROUND_S, Message, TcpLink, TcpLinks, reach
+
 BEAT_S = 2.0
 SILENCE_S = 50.0
-"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names nobody."""
+"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names no rank."""
 MOVED_BYTES = 1 << 20
 """A rank that reads or writes this much between two beats makes progress: it loads or saves."""
-_WAITING = (
-    "distributed_c10d.py",
-    "p2p_communication.py",
-    "mgrpo/sync/group.py",
-    "mgrpo/sync/shared.py",
-    "mgrpo/sync/joining.py",
-    "mgrpo/sync/transport.py",
-    "mgrpo/sync/channel.py",
-    "mgrpo/run/ranks/lead.py",
+WAITING = (
+    "torch.distributed.distributed_c10d",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "mgrpo.sync.group",
+    "mgrpo.sync.shared",
+    "mgrpo.sync.joining",
+    "mgrpo.sync.transport",
+    "mgrpo.sync.channel",
+    "mgrpo.run.ranks.lead",
 )
-"""Files whose functions wait for other ranks or for rank 0's work, which has limits of its own."""
+"""Modules whose functions wait for other ranks or for rank 0's work, which has limits of its own."""
 
 
 class Pulse:
-    """Where this rank is. The main thread calls `at`; any thread may ask."""
+    """The place where this rank is in its work. The main thread calls `at`; any thread may ask."""
 
     def __init__(self) -> None:
         self.part = "starting"
@@ -61,7 +62,7 @@ class Pulse:
         self.count += 1
 
     def state(self) -> dict[str, Any]:
-        """For one beat: the part, how often it went on, the line of the main thread, and whether it waits for other ranks."""
+        """The content of a beat: the part, a count of progress, the line of the main thread, and whether it waits for other ranks."""
         moved = _bytes_moved()
         if moved - self._moved > MOVED_BYTES:
             self.count += 1
@@ -75,7 +76,7 @@ class Pulse:
 
 @dataclass(slots=True, kw_only=True)
 class OtherRank:
-    """What is known of another rank, or of this one."""
+    """The last known state of another rank, or of this one."""
 
     who: str
     pid: int
@@ -86,7 +87,7 @@ class OtherRank:
     has_left: bool = False
 
     def update(self, state: dict[str, Any]) -> None:
-        """Take a beat."""
+        """Take the state of a beat."""
         self.heard = time.monotonic()
         if state.get("count") != self.state.get("count"):
             self.moved = self.heard
@@ -99,7 +100,7 @@ class OtherRank:
 
 
 class Liveness:
-    """One rank's end. `close` it before the rank ends well."""
+    """This rank's part: it says where it is, and hears it of others. Call `leave` before the rank ends."""
 
     def __init__(
         self,
@@ -120,86 +121,91 @@ class Liveness:
         self.on_failure, self.on_goodbye = on_failure, on_goodbye
         self.pulse = Pulse()
         self.own = OtherRank(who=f"rank {rank}", pid=os.getpid(), host=socket.gethostname())
-        self.peers: dict[socket.socket, OtherRank] = {}
-        self._selector = selectors.DefaultSelector()
-        self._buffers: dict[socket.socket, bytes] = {}
+        self.peers: dict[TcpLink, OtherRank] = {}
+        self._links = TcpLinks(
+            "watch",
+            on_message=self._heard,
+            on_lost=self._lost,
+            on_round=self._round,
+            on_error=lambda err: self._fail(f"the watch of rank {rank} has failed: {err!r}", []),
+            send_s=1.0,
+            round_s=min(ROUND_S, BEAT_S),
+        )
         self._closing = threading.Event()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._listener: socket.socket | None = None
-        self._secret = ""
         self._known: set[int] = set()
-        self._begun = time.monotonic()
+        self._begun = self._last_round = self._next_beat = time.monotonic()
 
     def listen(self, host: str) -> str:
-        """Rank 0: open the door, and begin; where the others come, for `connect`."""
-        self._listener = socket.create_server((host, 0), backlog=self.world_size)
-        self._secret = secrets.token_hex(16)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._begin()
-        return json.dumps([host, self._listener.getsockname()[1], self._secret])
+        """Rank 0: listen, and begin; the invitation with which the others `connect`."""
+        listener = socket.create_server((host, 0), backlog=self.world_size + MAX_STRANGERS)
+        secret = secrets.token_hex(16)
+        self._links.listen(listener, secret=secret, refusal=self._refusal)
+        self._links.start()
+        return json.dumps([host, listener.getsockname()[1], secret])
 
     def connect(self, invitation: str) -> None:
-        """The other ranks: go there, and begin.
+        """The other ranks: connect with rank 0, and begin.
 
         Raises:
             ConnectionError: rank 0 cannot be reached; it says where.
         """
-        host, port, self._secret = json.loads(invitation)
+        host, port, secret = json.loads(invitation)
         try:
-            link = socket.create_connection((host, port), timeout=min(SILENCE_S, self.timeout_s))
-        except OSError as err:
+            link, nonce, _ = reach((host, port), timeout_s=min(SILENCE_S, self.timeout_s))
+        except (OSError, ValueError) as err:
             raise ConnectionError(
                 f"rank 0 does not answer at {host}:{port}: {err}; the machines of a run must be able to connect to any port of "
                 "each other"
             ) from err
-        self._add(link, OtherRank(who="rank 0", pid=0, host=""))
-        self._send(link, {"hello": self._secret, **self._name()})
-        self._begin()
+        self.peers[link] = OtherRank(who="rank 0", pid=0, host="")
+        self._links.join(link)
+        link.prove(secret, nonce, self.rank)
+        link.send(self._name())
+        self._links.start()
 
     def leave(self, *, is_failing: bool) -> None:
         """This rank ends; where it fails it says why itself. From any thread."""
         if not self._closing.is_set():
             self._closing.set()
             for link in list(self.peers):
-                self._send(link, {"bye": is_failing})
+                link.send({"bye": is_failing})
+            self._links.stop()
 
     def has_other_cause(self, timeout_s: float) -> bool:
         """Whether another rank ends the run, and says why, or its failure was reported here."""
         return self._ended.wait(timeout_s)
 
     def _name(self) -> dict[str, Any]:
-        return {"rank": self.rank, "pid": self.own.pid, "host": self.own.host}
+        return {"pid": self.own.pid, "host": self.own.host}
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+    def _refusal(self, number: int, is_known: bool) -> Message:
+        return {} if is_known and 0 < number < self.world_size else {"refused": True}
 
-    def _run(self) -> None:
-        next_beat = last = time.monotonic()
-        while not self._closing.is_set():
-            for key, _ in self._selector.select(max(0.0, min(0.5, next_beat - time.monotonic()))):
-                self._read(key.fileobj)  # type: ignore[arg-type]
-            now = time.monotonic()
-            if now - last > BEAT_S + 5:  # this process was stopped itself: what the others said meanwhile is unread
-                for peer in self.peers.values():
-                    peer.heard = peer.moved = now
-                self.own.moved = now
-            last = now
-            if now >= next_beat:
-                next_beat = now + BEAT_S
-                self._beat()
+    def _round(self) -> None:
+        now = time.monotonic()
+        if (
+            now - self._last_round > BEAT_S + 5
+        ):  # this process was stopped itself: what the others said meanwhile is unread
+            for peer in self.peers.values():
+                peer.heard = peer.moved = now
+            self.own.moved = now
+        self._last_round = now
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._beat()
 
     def _beat(self) -> None:
         self.own.update(self.pulse.state())
         for link, peer in list(self.peers.items()):
             if not peer.has_left:
-                self._send(link, {"state": self.own.state, **self._name()})
+                # One that takes nothing is found by its silence.
+                link.send({"state": self.own.state, **self._name()})
         if (failure := self._failure()) is not None:
             self._fail(*failure)
 
     def _failure(self) -> tuple[str, list[OtherRank]] | None:
-        """What is wrong, and with whom."""
+        """The sentence about a rank that has failed, and the ranks that are to blame; None: all is well."""
         now, silence = time.monotonic(), min(SILENCE_S, self.timeout_s)
         alive = [peer for peer in self.peers.values() if not peer.has_left]
         for peer in alive:
@@ -231,7 +237,7 @@ class Liveness:
             return
         self._ended.set()
         for link in list(self.peers):
-            self._send(link, {"bye": True})
+            link.send({"bye": True})
         for peer in culprits:
             # A stopped process would keep the launcher waiting.
             if peer is not self.own and peer.pid and peer.host == self.own.host:
@@ -239,36 +245,12 @@ class Liveness:
                     os.kill(peer.pid, signal.SIGKILL)
         self.on_failure(reason)
 
-    def _add(self, link: socket.socket, peer: OtherRank) -> None:
-        link.settimeout(1.0)
-        self.peers[link], self._buffers[link] = peer, b""
-        self._selector.register(link, selectors.EVENT_READ)
-
-    def _read(self, link: socket.socket) -> None:
-        if link is self._listener:
-            self._add(link.accept()[0], OtherRank(who="", pid=0, host="", has_left=True))
-            return
-        try:
-            data = link.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:
-            self._lost(link)
-            return
-        *lines, self._buffers[link] = (self._buffers[link] + data).split(b"\n")
-        try:
-            for line in lines:
-                self._heard(link, json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            self._lost(link)
-
-    def _heard(self, link: socket.socket, message: dict[str, Any]) -> None:
+    def _heard(self, link: TcpLink, message: Message) -> None:
+        if link not in self.peers:
+            assert link.number is not None, "it has proved that it belongs to the run"
+            self.peers[link] = OtherRank(who=f"rank {link.number}", pid=0, host="")
+            self._known.add(link.number)
         peer = self.peers[link]
-        if not peer.who:  # somebody at the door
-            if not secrets.compare_digest(str(message["hello"]), self._secret):
-                raise ValueError("not of this run")
-            peer.who, peer.has_left = f"rank {int(message['rank'])}", False
-            self._known.add(int(message["rank"]))
         if "pid" in message:
             peer.pid, peer.host = int(message["pid"]), str(message["host"])
         if "state" in message:
@@ -280,20 +262,12 @@ class Liveness:
                 self._ended.set()
                 self.on_goodbye()
 
-    def _lost(self, link: socket.socket) -> None:
-        """A connection was closed: well, by a stranger, or because the process has ended."""
+    def _lost(self, link: TcpLink) -> None:
+        """A connection was closed: well, or because the process has ended."""
         peer = self.peers.pop(link)
-        del self._buffers[link]
-        self._selector.unregister(link)
-        link.close()
         # Of the other ranks one is enough to say that rank 0 has ended.
         if not peer.has_left and self.rank <= 1:
             self._fail(f"{_named(peer)} has ended without a word, as if killed; it was last in {peer.where}", [])
-
-    def _send(self, link: socket.socket, message: dict[str, Any]) -> None:
-        # One that takes nothing is found by its silence.
-        with contextlib.suppress(OSError):
-            link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _named(peer: OtherRank) -> str:
@@ -310,7 +284,7 @@ def _place(thread: int | None, *, is_idle: bool) -> tuple[str, bool]:
     waits, outer = is_idle and any(name in innermost for name in ("/megatron/", "/torch/")), None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.endswith(_WAITING):
+        if frame.f_globals.get("__name__") in WAITING:
             waits = True
         elif not any(name in file for name in ("/site-packages/", "/lib/python3", "<frozen")):
             outer = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -81,13 +81,13 @@ class Ranks:
         listener: socket.socket | None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start those with these numbers.
+        """Start the ranks with these numbers.
 
         Args:
             world_size: ranks on all machines.
-            meeting: where they meet.
+            meeting: the address where they meet.
             listener: the socket of that address, which rank 0 inherits.
-            environment: what this machine's ranks see in addition.
+            environment: further variables of this machine's ranks.
         """
         self.numbers = numbers
         for rank in numbers:
@@ -121,11 +121,11 @@ class Ranks:
         return None
 
     def end_within(self, seconds: float) -> None:
-        """Kill those that still run then."""
+        """Kill the ranks that still run after that time."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """End all of them now; what becomes of them is not reported."""
+        """Kill all of them now, without a report."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -147,7 +147,7 @@ class Ranks:
         if said := [code for code in codes if code > 0]:
             return said[0]
         for rank, process in zip(self.numbers, self.processes, strict=True):
-            if process.returncode < 0:  # and nobody is left to say so
+            if process.returncode < 0:  # it could not say so itself
                 sys.stderr.write(f"mgrpo: rank {rank} (process {process.pid}) {ending(process.returncode)}\n")
                 return 128 - process.returncode
         return 0

@@ -1,4 +1,4 @@
-"""The environment of a run's processes: what torchrun says in it, and what must be set before torch is imported."""
+"""The environment of a run's processes: torchrun's variables, and those that must be set before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN: set[str] = set()
 
 
 class Store(Protocol):
-    """What all ranks can read and write before they have a process group: torch's key-value store."""
+    """torch's key-value store, which all ranks can read and write before they have a process group."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -43,12 +43,12 @@ def num_local_learners() -> int:
 
 
 def meeting_host(store: Store) -> str:
-    """Where the run's other machines reach this one; the loopback address where there are none. Every rank must call.
+    """The address at which the run's other machines reach this one; the loopback address where there are none. Every rank must call.
 
     gloo and NCCL are told the interface as well, unless the user has chosen one.
 
     Raises:
-        OSError: this machine has no way to another one of the run.
+        OSError: there is no route from this machine to another one of the run.
     """
     if num_local_learners() == world_size():
         return LOOPBACK
@@ -75,12 +75,12 @@ def has_launcher() -> bool:
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without what is set for the run's own processes, which are kept from the network for example."""
+    """The environment without the variables of the run's own processes, which keep these from the network for example."""
     return {name: value for name, value in os.environ.items() if name not in _OWN}
 
 
 def prepare_environment(config: Config) -> None:
-    """Set what must be set before torch is imported; what the user has set stays."""
+    """Set the variables that torch reads when it is imported; those that the user has set stay."""
     defaults = {
         **OPENMP,
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,4 +1,4 @@
-"""Which export of a run is the best one (`load_best_model_at_end`), and the pointer to it. Rank 0 only.
+"""The best export of a run (`load_best_model_at_end`), and the pointer to it. Rank 0 only.
 
 `hf/best.json` names it; the link `hf/best` leads to it, where the file system has links, so that
 `from_pretrained("OUTPUT/hf/best")` and an engine load it. The exports themselves are never deleted.
@@ -23,7 +23,7 @@ from mgrpo.config.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """An export, and what it was judged by."""
+    """An export, and the value that it was judged by."""
 
     step: int
     metric: str
@@ -41,8 +41,8 @@ class BestExport:
         """Write the pointer of the state that the run continues, or remove that of an earlier run.
 
         Args:
-            folder: of the exports.
-            resumed: `state_dict` of that state. An export that has been deleted since is the best one no more.
+            folder: the exports' folder.
+            resumed: `state_dict` of that state. If its best export has been deleted since, there is none.
         """
         self.folder, self.settings = folder, settings
         self.evaluated: tuple[int, float] | None = None
@@ -90,19 +90,19 @@ class BestExport:
             self._point()
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON; empty while there is none."""
+        """The best export in JSON; empty while there is none."""
         best = self.best
         return {name: getattr(best, name) for name in Best.__dataclass_fields__} if best else {}
 
     def _set_copy_aside(self) -> None:
-        """Whoever copies a folder and follows links has a model where the link was, which would go stale."""
+        """Rename a model that stands where the link was, as after a copy that follows links: it would go stale."""
         copy = self.folder / "best"
         if copy.is_dir() and not copy.is_symlink():
             number = next(n for n in itertools.count(1) if not (self.folder / f"best_copy_{n}").exists())
             copy.rename(self.folder / f"best_copy_{number}")
 
     def _point(self) -> None:
-        """Each of the two is replaced in one step: a reader finds the old pointer or the new one."""
+        """Write the pointer and the link, each in one step: a reader finds the old one or the new one."""
         assert self.best is not None
         name = f"step_{self.best.step}"
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run leaves for others: the model card beside the trained model, and both on the Hub. Rank 0, when the run is over."""
+"""The model card beside a trained model, and both on the Hub. Rank 0, when the run is over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mgrpo.telemetry.samples import read_records
 from mgrpo.telemetry.versions import version_line
 
 SECTIONS = ("model", "adapter", "data", "rollout", "reward", "loss", "algorithm", "optimizer", "parallel")
-"""Whose settings a card shows; the others say where things are, and may hold addresses and keys."""
+"""Sections whose settings a card shows; the others hold places, addresses and keys."""
 BESIDES = ("seed", "total_episodes")
 NAMED = (
     "model_name_or_path",
@@ -32,7 +32,7 @@ NAMED = (
     "dataset_mixer_list",
     "dataset_mixer_eval_list",
 )
-"""Settings that the card tells in its own words."""
+"""Settings about which the card has sentences of its own."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def publish(config: Config, inputs: Inputs, result: TrainResult) -> None:
     """Write the cards of the last and the best export, and upload one of them if that was asked for.
 
-    Neither must end a run that has succeeded: what goes wrong is a warning.
+    Neither may end a run that has succeeded: an error is a warning.
     """
     for folder in {result.exported, result.best} - {None}:
         assert folder is not None
@@ -53,7 +53,7 @@ def publish(config: Config, inputs: Inputs, result: TrainResult) -> None:
 
 
 def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
-    """README.md and the curve of the reward, in the export that `folder` is."""
+    """Write README.md and the curve of the reward into the export `folder`."""
     lines = list(read_records([Path(config.experiment.output_dir) / "metrics.jsonl"]))
     step = step_of(folder)
     has_rewards = bool(metric_points(lines, "reward"))
@@ -101,7 +101,7 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _is_private(value: object) -> bool:
-    """Whether it names a place: of this machine, or of a network."""
+    """Whether it names a place on this machine or in a network."""
     texts = value if isinstance(value, tuple) else (value,)
     return any(isinstance(text, str) and re.match(r"[/~.]|.*(://|@)", text) for text in texts)
 

@@ -10,12 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
+from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.best import BestExport
 from mgrpo.run.report.step_metrics import Clock, step_metrics
 from mgrpo.run.report.trackers import new_run_id, opened
@@ -32,14 +31,13 @@ from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:
-    from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.records import Batch, Evaluation, Learned, Rollouts
     from mgrpo.run.report.throughput import Throughput
 
 _log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 60.0
-"""How old report.html may grow between evaluations."""
+"""The greatest age of report.html between evaluations."""
 SHOWN_OF_EVALUATION = 64
 """Completions of an evaluation that trackers are given; the folder has all."""
 UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
@@ -55,64 +53,52 @@ class Reporter:
         *,
         scale: RewardScale | None,
         throughput: Throughput | None = None,
-        resumed: Mapping[str, Any] | None = None,
-        resume_from: str | None = None,
+        continued: Continued | None = None,
         pieces: Pieces | None = None,
         engines: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
 
         Args:
-            scale: what rewards are measured in; None where functions decide.
-            throughput: of the learners; None for an evaluation alone.
-            resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
+            scale: the unit of rewards; None where functions decide.
+            throughput: computes the learners' throughput; None for an evaluation alone.
+            continued: the state that the run continues.
             pieces: the text of single tokens; None: it is not written.
-            engines: the states of the run's engines.
+            engines: gives the states of the run's engines.
         """
         self.config, self.scale, self.throughput = config, scale, throughput
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         root = state_root(config)
-        # A checkpoint of another run: its files are not continued.
-        continued = resumed if resumed and resume_from and lies_in(resume_from, root) else None
-        resumed_after = continued["step"] if continued else None
-        self.writer = MetricsWriter(
-            self.output_dir,
-            resumed_after=resumed_after,
-            num_lines=continued["head"]["num_lines"] if continued else 0,
-        )
+        # The files of another run's state are not continued.
+        is_own = continued is not None and lies_in(continued.path, root)
+        after, saved = (continued.step, continued.state["reporter"]) if continued and is_own else (None, {})
+        self.writer = MetricsWriter(self.output_dir, resumed_after=after, num_lines=saved.get("num_lines", 0))
         self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
         settings = f"# {version_line()}\n{to_yaml(config)}"
         (self.output_dir / "config.yaml").write_text(settings)
-        self.run_id = (continued or {"head": {}})["head"].get("run_id") or new_run_id()
-        """Of the run with its trackers."""
+        self.run_id = saved.get("run_id") or new_run_id()
+        """The run's name with its trackers."""
         self.writer.sinks += opened(
             config,
             run_id=self.run_id,
             settings=settings,
-            resumed_after=resumed_after,
+            resumed_after=after,
             say=self.say,
             warn=self.progress.warn,
         )
-        self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
+        rollouts, steps = self.output_dir / "rollouts", config.num_training_steps
+        self.tables = EvaluationTables(rollouts, resumed_after=after)
         self.traces: Traces | None = None
         if config.rollout.save_traces:
-            self.traces = Traces(
-                config.rollout.rollouts_save_path or self.output_dir / "rollouts",
-                config.experiment.run_name,
-                pieces=pieces,
-                resumed_after=resumed_after,
-            )
+            place, name = config.rollout.rollouts_save_path or rollouts, config.experiment.run_name
+            self.traces = Traces(place, name, pieces=pieces, resumed_after=after)
         self.describe_engines = engines
-        self.engine_states = EngineStates(self.output_dir, resumed_after=resumed_after)
-        self.best = BestExport(
-            self.output_dir / "hf", config.checkpoint, resumed=continued["head"].get("best") if continued else None
-        )
-        self.samples = TrainSamples(
-            self.output_dir / "rollouts", config.num_training_steps, pieces=pieces, resumed_after=resumed_after
-        )
+        self.engine_states = EngineStates(self.output_dir, resumed_after=after)
+        self.best = BestExport(self.output_dir / "hf", config.checkpoint, resumed=saved.get("best"))
+        self.samples = TrainSamples(rollouts, steps, pieces=pieces, resumed_after=after)
         self.uploads = Uploads(config)
-        abandon(root, after=-1 if resumed_after is None else resumed_after)
+        abandon(root, after=-1 if after is None else after)
         self.watch = AlertWatch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
         """When the report is next brought up to date between evaluations."""
@@ -127,7 +113,7 @@ class Reporter:
 
     @property
     def failure(self) -> str:
-        """Why a file could not be written, if so: the run should save its state and end."""
+        """The reason why a file could not be written: the run should save its state and end. Empty: all could."""
         return self._failure
 
     @contextmanager
@@ -147,8 +133,8 @@ class Reporter:
         """One line of metrics for training step `step`; docs/metrics.md says what each means.
 
         Args:
-            version: of the weights after the step.
-            clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
+            version: the weights' version after the step.
+            clock: has the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
         rollouts = batch.rollouts
         assert rollouts is not None
@@ -269,7 +255,7 @@ class Reporter:
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the files are, and the best export, in JSON."""
+        """In JSON: the number of lines written, the best export, and the run's id."""
         return {"num_lines": self.writer.num_lines, "best": self.best.state_dict(), "run_id": self.run_id}
 
     def close(self, cause: str = "") -> None:
@@ -285,11 +271,6 @@ class Reporter:
                 write_status(self.output_dir, "failed" if cause else "stopped", cause)
             self.writer.close(wait_s=LAST_UPLOAD_S)
         self.write_report()
-
-
-def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:
-    """Rank 0's `best_step`, on every rank. Collective."""
-    return int(lead.share(lambda: {"step": np.array([reporter.best_step or 0])})["step"][0]) or None
 
 
 class SilentReporter:

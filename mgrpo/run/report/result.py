@@ -16,7 +16,7 @@ class TrainResult:
     """The outcome of a run."""
 
     output_dir: Path
-    """Where the run has written everything."""
+    """The folder with everything that the run has written."""
     steps: int
     """Training steps done, those before a resume included."""
     before: dict[str, float]
@@ -24,13 +24,13 @@ class TrainResult:
     after: dict[str, float]
     """The same after training."""
     exported: Path | None
-    """Folder of the trained model in Hugging Face format."""
+    """The folder of the trained model in Hugging Face format; None with save_final=false."""
     best: Path | None = None
-    """With `load_best_model_at_end`: the export with the best evaluation."""
+    """The folder of the export with the best evaluation, with `load_best_model_at_end`."""
     has_trained: bool = True
     """Whether any step had a gradient; also true of a run that had no step to do."""
     tracked: tuple[str, ...] = ()
-    """Lines that say where its trackers are."""
+    """Lines with the addresses of its trackers."""
 
     def where(self, *, has_held_out: bool) -> list[str]:
         """Lines that say where everything is, and how to evaluate the trained model.
@@ -64,6 +64,6 @@ class EvaluationResult:
     """The outcome of `mgrpo eval`."""
 
     output_dir: Path
-    """Where metrics.jsonl, rollouts/ and report.html are."""
+    """The folder with metrics.jsonl, rollouts/ and report.html."""
     metrics: dict[str, float]
-    """By the names that docs/metrics.md gives, beginning with `eval/`."""
+    """Values by metric; docs/metrics.md explains the names, which begin with `eval/`."""

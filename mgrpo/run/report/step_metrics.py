@@ -40,11 +40,11 @@ def step_metrics(
     scale: RewardScale | None,
     throughput: Throughput | None,
 ) -> dict[str, float | list[int]]:
-    """By name; docs/metrics.md says what each means.
+    """The metrics by name; docs/metrics.md says what each means.
 
     Args:
-        version: of the weights after the step.
-        clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
+        version: the weights' version after the step.
+        clock: has the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         scale, throughput: as for `Reporter`.
     """
     rollouts, results, seconds = batch.rollouts, learned.results, clock.seconds
@@ -88,7 +88,7 @@ def step_metrics(
 
 
 def asynchrony(config: Config, batch: Batch, clock: Clock) -> dict[str, float]:
-    """How old the groups are, and who waited for whom; nothing where sampling and training take turns."""
+    """The age of the groups, and the waits of learners and engines; empty where sampling and training take turns."""
     rollouts, seconds = batch.rollouts, clock.seconds
     if rollouts is None or not config.max_age:
         return {}

@@ -1,4 +1,4 @@
-"""What training amounts to per second and learner: tokens, and the share of the GPU's peak (MFU)."""
+"""The throughput of training: tokens per second and learner, and the share of the GPU's peak (MFU)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Throughput:
     """Computes the figures on rank 0, which knows the packs of all learners.
 
     Args:
-        device_name: of this rank's GPU, as CUDA gives it; None on a CPU. All learners are taken to have the same.
+        device_name: this rank's GPU, as CUDA names it; None on a CPU. All learners are taken to have the same.
     """
 
     def __init__(self, config: Config, shape: ModelShape, *, num_learners: int, device_name: str | None) -> None:
@@ -21,7 +21,7 @@ class Throughput:
         self.passes = passes_of(config)
         gpu = gpu_of(device_name) if device_name else None
         self.peak_flops = gpu and gpu.tflops * 1e12
-        """Of one GPU, per second; None where it is not known."""
+        """FLOPs of one GPU per second; None where they are not known."""
 
     def metrics(self, packs: PackLengths, train_s: float) -> dict[str, float]:
         """Figures of a step whose training took `train_s` seconds.

@@ -1,4 +1,4 @@
-"""The trackers of a run: whether they can be used, checked before anything is started, and what they are told."""
+"""The trackers of a run: whether they can be used, checked before anything is started, and the sinks that write to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBLEM: dict[str, Callable[[], str | None]] = {"wandb": wandb.problem, "trackio
 
 
 def tracker_problems(config: Config) -> Iterator[str]:
-    """Why a tracker that is asked for by name cannot be used."""
+    """Sentences about trackers that are asked for by name and cannot be used."""
     for name, problem in PROBLEM.items():
         if name in config.tracking.report_to and (why := problem()):
             yield f"report_to={name}: {why}, or leave {name} out of report_to"
@@ -48,8 +48,8 @@ def opened(
     Args:
         settings: the configuration as text.
         resumed_after: the step after which the run is continued; None: a new run.
-        say: is told where to look.
-        warn: is told why the run goes on without one of them.
+        say: called with where to look.
+        warn: called with why the run goes on without one of them.
     """
     own, folder = config.tracking, Path(config.experiment.output_dir)
     is_asked = own.asks_for

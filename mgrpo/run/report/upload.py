@@ -26,7 +26,7 @@ FILES = (
     *(name for name in MODEL_FILES if name not in CARDS),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
 )
-"""What of an export goes to the Hub. Other files beside a model may be the user's own."""
+"""Files of an export that go to the Hub. Others beside a model may be the user's own."""
 ATTEMPTS = 3
 REFUSED = (400, 401, 403, 404)
 """Answers that another attempt does not change."""
@@ -36,9 +36,9 @@ class Uploads:
     """The uploads of one run, on rank 0. Failures are warnings."""
 
     current: ClassVar[subprocess.Popen[str] | None] = None
-    """The one that is on its way, of all runs of this process: it must not cross the next one."""
+    """The upload that is under way, of all runs of this process: the next one must not overtake it."""
     folder: ClassVar[Path]
-    """What it uploads."""
+    """The folder of that upload."""
 
     def __init__(self, config: Config, *, pause_s: float = 5.0) -> None:
         """`pause_s` is the pause after the first failed attempt, four times as long after the second."""
@@ -51,7 +51,7 @@ class Uploads:
         return self.settings.hub_model_id or self.run_name
 
     def saved(self, folder: Path, step: int) -> None:
-        """An export during the run has been written: begin to upload it, unless the one before is still on its way."""
+        """An export during the run has been written: begin to upload it, unless the one before is still under way."""
         if not self.settings.push_to_hub or self.settings.hub_strategy != "every_save" or not has_token():
             return
         if self.current is None or self.current.poll() is not None:
@@ -69,7 +69,7 @@ class Uploads:
         self.wait()
 
     def wait(self) -> None:
-        """Until what is on its way has arrived or failed."""
+        """Wait until the upload that is under way has succeeded or failed."""
         if self.current is not None:
             try:
                 self.current.wait()
@@ -99,7 +99,7 @@ class Uploads:
         )
 
     def _tell(self) -> None:
-        """What has become of the last upload, which has ended."""
+        """Print the result of the last upload, which has ended."""
         if self.current is None:
             return
         out, err = self.current.communicate()
@@ -123,7 +123,7 @@ def has_token() -> bool:
 
 
 def token_warning(config: Config) -> str | None:
-    """That nothing will be uploaded, though it was asked for."""
+    """A sentence that nothing will be uploaded, though it was asked for; None otherwise."""
     if not config.hub.push_to_hub or has_token():
         return None
     return "push_to_hub=true, but there is no token, so nothing will be uploaded; log in with hf auth login, or set HF_TOKEN"

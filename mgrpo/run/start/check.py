@@ -1,4 +1,4 @@
-"""Everything that is wrong with a run, found before anything is started."""
+"""All problems of a run, found before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
 from mgrpo.rollout.start import machine_problems
-from mgrpo.run.inputs.continuing import changes, find_state, resume_problems, saved_adapters
+from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 def check_run(
     config: Config,
+    continued: Continued | None,
+    about_state: str,
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
@@ -40,12 +42,66 @@ def check_run(
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
 
+    Args:
+        continued, about_state: rank 0's result of `look_for_state`.
     Returns:
         On rank 0 the configuration with its length, which the other ranks do not know if it follows from the data.
     Raises:
         ConfigError: every problem at once.
     """
-    ranks = world_size()
+    hf_config, shape, about_model = _model(config)
+    find = partial(
+        found_problems,
+        world_size=world_size(),
+        hf_config=hf_config,
+        has_dataset=dataset is not None,
+        has_eval_dataset=eval_dataset is not None,
+        num_reward_funcs=len(functions),
+    )
+    problems = find(config)
+    if not any("model_name_or_path" in problem for problem in problems):
+        problems += about_model
+    problems += _loss_problems(config, loss)
+    if rank() != 0:
+        if problems:
+            raise ConfigError(problems)
+        return config, None
+    # What follows from several settings can be worked out only if each is sound.
+    is_sound = not problems
+    inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
+    problems += [problem for problem in found if problem not in problems]
+    problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
+    problems += tracker_problems(config)
+    if hf_config:
+        problems += file_problems(config, shape)
+        inputs = with_prompts(config, inputs, hf_config, problems)
+    if not problems:
+        config = _counted(config, inputs)
+        problems = find(config)
+    problems += output_problems(config, shape if is_sound and config.has_length else None)
+    remarks: list[str] = []
+    if is_sound:
+        found = [about_state] if about_state else []
+        if continued:
+            found, remarks = _about(continued, config, shape, inputs)
+        problems += [problem for problem in found if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    assert inputs is not None and shape is not None, "there would be problems with them"
+    for sentence in (
+        *config.notes,
+        *warnings(config, world_size=world_size(), hf_config=hf_config, num_reward_funcs=len(functions)),
+        *inputs.notes(config),
+        *room_notes(config, shape),
+        *remarks,
+        *filter(None, [token_warning(config)]),
+    ):
+        print(f"mgrpo: {sentence}", file=sys.stderr)
+    return config, inputs
+
+
+def _model(config: Config) -> tuple[HfConfig | None, ModelShape | None, list[str]]:
+    """The model's config.json and its shape, None where they cannot be read; what keeps this machine from training it."""
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
@@ -56,46 +112,7 @@ def check_run(
         )
     except ValueError as err:
         about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
-    inputs = None
-    find = partial(
-        found_problems,
-        world_size=ranks,
-        hf_config=hf_config,
-        has_dataset=dataset is not None,
-        has_eval_dataset=eval_dataset is not None,
-        num_reward_funcs=len(functions),
-    )
-    problems = find(config)
-    if not any("model_name_or_path" in problem for problem in problems):
-        problems += about_model
-    problems += _loss_problems(config, loss)
-    remarks: list[str] = []
-    if rank() == 0:
-        # What follows from several settings can be worked out only if each is sound.
-        is_sound = not problems
-        inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
-        problems += [problem for problem in found if problem not in problems]
-        problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
-        problems += tracker_problems(config)
-        if hf_config:
-            problems += file_problems(config, shape)
-            inputs = with_prompts(config, inputs, hf_config, problems)
-        if not problems:
-            config = _counted(config, inputs)
-            problems = find(config)
-        problems += output_problems(config, shape if is_sound and config.has_length else None)
-        if is_sound:
-            found, remarks = _state_problems(config, shape, inputs)
-            problems += [problem for problem in found if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
-    if inputs is not None and shape is not None:
-        found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
-        token = token_warning(config)
-        remarks += [token] if token else []
-        for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
-            print(f"mgrpo: {sentence}", file=sys.stderr)
-    return config, inputs
+    return hf_config, shape, about_model
 
 
 def with_length(config: Config) -> Config:
@@ -115,7 +132,7 @@ def _counted(config: Config, inputs: Inputs | None) -> Config:
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """About the model's weights, and the files that an export copies.
+    """Sentences about the model's weights, and the files that an export copies.
 
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
@@ -135,7 +152,7 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
-    """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    """`inputs` with its prompts, whose problems are added to `problems`."""
     if not os.path.isdir(config.tokenizer_path):
         return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
@@ -146,22 +163,18 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
     return replace(inputs, prompts=prompts) if inputs else None
 
 
-def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | None) -> tuple[list[str], list[str]]:
-    """What is wrong with the state that the run continues, and what the user should know about it."""
-    try:
-        stored, remarks = find_state(config)
-    except (ValueError, OSError) as err:
-        return [str(err)], []
-    if stored is None:
-        return [], remarks
+def _about(
+    continued: Continued, config: Config, shape: ModelShape | None, inputs: Inputs | None
+) -> tuple[list[str], list[str]]:
+    """The problems of the state that the run continues, and remarks about it for the user."""
     problems = resume_problems(
         config,
-        stored,
+        continued,
         shape=shape,
         data=inputs.train.content if inputs else None,
-        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(stored) else None,
+        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(continued) else None,
     )
-    return list(problems), [*remarks, *changes(config, stored)]
+    return list(problems), [*continued.passed_over, *changes(config, continued)]
 
 
 def _base(config: Config, shape: ModelShape) -> str | None:
@@ -176,7 +189,7 @@ def _base(config: Config, shape: ModelShape) -> str | None:
 
 
 def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
-    """About a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
+    """Sentences about a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
     if loss is None and not config.loss.is_own_function:
         return []
     prepare_environment(config)

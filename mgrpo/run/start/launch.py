@@ -1,4 +1,4 @@
-"""How a run starts, and how it ends.
+"""The start and the end of a run.
 
 Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
 engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
@@ -16,25 +16,24 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import counts_of, same_counts
 from mgrpo.config.load import as_config, with_tools
-from mgrpo.config.tracking import Tracking
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
-from mgrpo.run.inputs.continuing import state_path
+from mgrpo.run.inputs.continuing import Continued, look_for_state
 from mgrpo.run.inputs.disk_space import owned_folders
-from mgrpo.run.inputs.lock import locked
+from mgrpo.run.inputs.lesser_runs import for_one_step
+from mgrpo.run.inputs.lock import in_use, locked
 from mgrpo.run.inputs.reading import as_functions
-from mgrpo.run.inputs.snapshots import located, origin
+from mgrpo.run.inputs.snapshots import located, names_some, origin
 from mgrpo.run.ranks import ending
+from mgrpo.run.ranks.engine_requests import controllable
 from mgrpo.run.ranks.liveness import Liveness
 from mgrpo.run.ranks.process import (
     Store,
@@ -50,15 +49,14 @@ from mgrpo.run.report.result import NothingTrained
 from mgrpo.run.start.check import check_run
 
 OTHER_CAUSE_S = 3.0
-"""How long an error that may follow from another rank's waits for that rank's."""
+"""How long an error that another rank may have caused waits for that rank's own."""
 _NUMBERS = itertools.count()
-"""Of the runs of this process, which may share torchrun's store."""
+"""The numbers of the runs of this process, which may share torchrun's store."""
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Started
-    from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.report.result import TrainResult
 
 
@@ -95,13 +93,20 @@ def train(
         NothingTrained: when everything has been written, if no step changed the weights.
     """
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
-    config = located(with_tools(as_config(config), own))
-    functions = as_functions(reward_funcs)
-    config, inputs = check_run(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset, loss=loss)
+    config, continued, about_state = _found(with_tools(as_config(config), own))
+    config, inputs = check_run(
+        config,
+        continued=continued,
+        about_state=about_state,
+        functions=as_functions(reward_funcs),
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        loss=loss,
+    )
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
-    result = _start(config, inputs, loss)
+    result = _start(config, inputs, continued, loss)
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
         if inputs is not None:
@@ -121,35 +126,37 @@ def try_out(config: Config) -> None:
 
     All data are read and checked; there is no evaluation.
     """
-    config = located(config)
-    config, inputs = check_run(config, functions=[], dataset=None, eval_dataset=None, loss=None)
+    config, continued, about_state = _found(config)
+    config, inputs = check_run(
+        config,
+        continued=continued,
+        about_state=about_state,
+        functions=[],
+        dataset=None,
+        eval_dataset=None,
+        loss=None,
+    )
     leads = rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
-        one_step = dataclasses.replace(
-            config,
-            experiment=dataclasses.replace(
-                config.experiment,
-                total_episodes=config.batch_size,
-                num_train_epochs=None,
-                output_dir=folder,
-                local_eval_every=-1,
-            ),
-            rollout=dataclasses.replace(config.rollout, save_traces=False),
-            tracking=Tracking(report_to=("none",)),
-            # A model that is always right or always wrong must do its step as well.
-            algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
-            checkpoint=dataclasses.replace(
-                config.checkpoint,
-                save_final=False,
-                checkpoint_state_freq=-1,
-                checkpoint_state_dir=None,
-                gs_checkpoint_state_dir=None,
-                resume="never",
-            ),
-        )
-        _start(one_step, dataclasses.replace(inputs, evaluates=False) if inputs else None)
+        tried = dataclasses.replace(inputs, evaluates=False) if inputs else None
+        _start(for_one_step(config, folder), tried)
     if leads:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
+
+
+def _found(config: Config) -> tuple[Config, Continued | None, str]:
+    """`config` with the folders of what it names on the Hub; the state that the run continues, or what is wrong with it.
+
+    Of the other ranks only those that need its commits look for it; rank 0's counts.
+    """
+    continued, about_state = None, ""
+    if rank() == 0 or names_some(config):
+        # A run that is about to end there may save one more state. What is wrong with the folders is checked later.
+        with suppress(ValueError, OSError):
+            for folder in owned_folders(config) if rank() == 0 and config.checkpoint.resume != "never" else ():
+                in_use(folder)
+        continued, about_state = look_for_state(config)
+    return located(config, continued), continued, about_state
 
 
 def _show_data(config: Config, inputs: Inputs | None) -> None:
@@ -178,7 +185,12 @@ class StopRequest:
         self.event.set()
 
 
-def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
+def _start(
+    config: Config,
+    inputs: Inputs | None,
+    continued: Continued | None = None,
+    loss: LossFunction | None = None,
+) -> TrainResult:
     if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
     prepare_environment(config)
@@ -191,7 +203,7 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
         on_goodbye=ending.follow,
     )
     with ending.bounded(partial(_interrupt, watch)):
-        return _run_with_engines(config, inputs, watch, loss)
+        return _run_with_engines(config, inputs, continued, watch, loss)
 
 
 def _interrupt(watch: Liveness) -> None:
@@ -201,13 +213,18 @@ def _interrupt(watch: Liveness) -> None:
         os._exit(ending.INTERRUPTED)
 
 
-def _run_with_engines(config: Config, inputs: Inputs | None, watch: Liveness, loss: LossFunction | None) -> TrainResult:
+def _run_with_engines(
+    config: Config,
+    inputs: Inputs | None,
+    continued: Continued | None,
+    watch: Liveness,
+    loss: LossFunction | None,
+) -> TrainResult:
     before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
     try:
         if inputs is None:
-            return _run(config, None, stop, watch, loss)
-        from mgrpo.run.commands.engines import controllable
+            return _run(config, None, None, stop, watch, loss)
         from mgrpo.run.produce.production import started
 
         # The main thread may be in a collective that waits for the engines.
@@ -220,7 +237,7 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Liveness, lo
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, parts, stop, watch, loss)
+                return _run(config, parts, continued, stop, watch, loss)
             finally:
                 # A second signal must not cut the clean-up short.
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -271,7 +288,12 @@ def _compare_commits(config: Config, store: Store) -> None:
 
 
 def _run(
-    config: Config, parts: Started | None, stop: StopRequest, watch: Liveness, loss: LossFunction | None
+    config: Config,
+    parts: Started | None,
+    continued: Continued | None,
+    stop: StopRequest,
+    watch: Liveness,
+    loss: LossFunction | None,
 ) -> TrainResult:
     if parts:
         parts.startup.say("importing torch and Megatron")
@@ -293,9 +315,9 @@ def _run(
     lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
-        config = _same_counts(config, lead)
-        resume_from = state_path(config) if parts else None
-        trainer = make_trainer(config, lead, parts, host=host, resume_from=resume_from, loss=loss)
+        # Rank 0 has counted the prompts.
+        config = same_counts(config, lead.share(lambda: counts_of(config)))
+        trainer = make_trainer(config, lead, parts, host=host, continued=continued, loss=loss)
         stop.is_polled = True
         result = trainer.fit()
     except Stopped as err:
@@ -323,12 +345,6 @@ def _run(
     trainer.close()
     watch.leave(is_failing=False)
     return result
-
-
-def _same_counts(config: Config, lead: Lead) -> Config:
-    """`config` with what rank 0 has found by counting the prompts. Collective."""
-    counts = lead.share(lambda: {"counts": np.array(counts_of(config))})["counts"]
-    return same_counts(config, counts.tolist())
 
 
 def _check_gpus() -> None:

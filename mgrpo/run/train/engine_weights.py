@@ -1,7 +1,7 @@
 """The weight sync as one object: one transfer group per engine, then a version of the weights after every step.
 
-Rank 0 decides who takes part, and tells all learners before each sync: no learner waits for an engine that another one has
-given up. An engine that was started again joins with a group of its own, and gets its weights like all others.
+Rank 0 decides which engines take part, and tells all learners before each sync: no learner waits for an engine that another one has
+dropped. An engine that was started again joins with a group of its own, and gets its weights like all others.
 
 weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
 weights.connect()
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-import numpy as np
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
@@ -51,24 +50,22 @@ class EngineWeights:
         Args:
             fleet: the engines, on rank 0.
             host_group: gloo group of all learners.
-            host: where the other learners reach this machine.
+            host: the address at which the other learners reach this machine.
         """
         self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
         self.lead, self._fleet, self.host_group = lead, fleet, host_group
         self.host = host
         self.present: tuple[int, int] | None = None
         """The version that was sent last, and the training step that is sampled with it."""
-        self.is_waiting = False
-        """Whether the next sync waits for engines, which need none before it."""
 
     @property
     def bytes_moved(self) -> int:
-        """By the last sync."""
+        """Bytes that the last sync has moved."""
         return self.sender.bytes_moved
 
     @property
     def plan(self) -> ReshardPlan:
-        """What each sync moves; there is one once the engines are connected."""
+        """The transfers of each sync; there is a plan once the engines are connected."""
         return self.sender.plan
 
     @property
@@ -86,10 +83,7 @@ class EngineWeights:
         settings = self.settings
         # Rank 0 keeps the store that it serves.
         served = self.lead.call(self._open_store)
-        place = self.lead.share(
-            lambda: {"host": np.array(served and served[1]), "port": np.array(served and served[2])}
-        )
-        host, port = place["host"].item(), place["port"].item()
+        host, port = self.lead.share(lambda: (served or (None, "", 0))[1:])
         store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
         self.sender = Sender(
             self.policy.live_boxes(),
@@ -108,7 +102,6 @@ class EngineWeights:
         )
         self.lead.call(lambda: self.fleet.require_weights())
         self._join(self._begin())
-        self.lead.wants_rejoin, self.lead.rejoin = self._wants_rejoin, self.rejoin
 
     @record_function("mgrpo: weight sync")
     def send(self, version: int, *, step: int, check: bool = False) -> None:
@@ -123,12 +116,15 @@ class EngineWeights:
             Stopped: the run was asked to end while it waited for engines.
         """
         self.present = version, step
-        # A run that is asked to end finishes the step that it is in, and only gives up waiting.
-        if not self.lead.share(lambda: {"are_there": np.array(self.fleet.are_members_there)})["are_there"]:
-            self.is_waiting = True
+        # A run that is asked to end finishes the step that it is in, and only stops waiting.
+        if not self.lead.share(lambda: self.fleet.are_members_there):
             self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
-            self.is_waiting = False
         self._sync(self._begin(), check=check)
+
+    def wants_rejoin(self) -> bool:
+        """Whether engines that have been started since the last sync need its weights. Rank 0 only."""
+        # Learners that have released their memory have no weights to send.
+        return not self.settings.takes_turns and self.fleet.needs_sync
 
     def rejoin(self) -> None:
         """Give the weights that were sent last to engines that have been started since."""
@@ -140,14 +136,9 @@ class EngineWeights:
         self.present = self.present and (self.present[0], step)
         self.lead.run(lambda: self.fleet.reseed(step))
 
-    def _wants_rejoin(self) -> bool:
-        # Learners that have given up their memory have no weights to send.
-        return not self.is_waiting and not self.settings.takes_turns and self.fleet.needs_sync
-
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
         """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
-        seats = self.lead.share(lambda: {"seats": np.array([*self.fleet.begin_sync(only_stale=only_stale).items()])})
-        taking_part = dict(seats["seats"].reshape(-1, 2).tolist())
+        taking_part = dict(self.lead.share(lambda: [*self.fleet.begin_sync(only_stale=only_stale).items()]))
         if not only_stale:
             for engine in self.sender.generations.keys() - taking_part:
                 self.sender.leave(engine)

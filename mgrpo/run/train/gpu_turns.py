@@ -1,4 +1,4 @@
-"""Learners and engines on the same devices: whose turn it is to have their memory."""
+"""Learners and engines on the same devices: which of them have the memory, in turns."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class GpuTurns:
         self.is_learners = True
 
     def learners(self) -> None:
-        """The engines give up their memory, with what they have begun kept, and then the learners take theirs again."""
+        """The engines release their memory and keep what they have begun; then the learners take theirs again."""
         if not self.is_learners:
             self.lead.run(self._sleep)
             self._take_room()
             self.is_learners = True
 
     def engines(self, send: Callable[[], None]) -> None:
-        """The learners give up their memory; in between, `send` wakes the engines' weights and gives them the policy's.
+        """The learners release their memory; in between, `send` wakes the engines' weights and gives them the policy's.
 
         What a sync does not read goes before it, so that the device never holds both halves whole; the engines take memory for
         their cache when they sample.

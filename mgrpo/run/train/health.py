@@ -1,4 +1,4 @@
-"""Whether a run still learns: what ends it when it has diverged, and whether it has learned anything at all."""
+"""Whether a run still learns: it is ended when it has diverged; and whether it has learned anything at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One learner rank's optimizer steps: scores before them, the loss, the updates, and what they measured.
+"""One learner rank's optimizer steps: scores before them, the loss, the updates, and their measurements.
 
 Here the algorithm, which knows no ranks, meets the policy, which knows no GRPO. Every method is collective over all
 learner ranks unless it says otherwise.
@@ -36,7 +36,7 @@ from mgrpo.run.inputs.continuing import adapter_record
 from mgrpo.run.records import Learned, is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-"""What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
+"""The measurements of a micro-batch, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
 
 Kind = TypeVar("Kind", bound=Policy)
 
@@ -45,15 +45,15 @@ ENTROPY = "policy/entropy_avg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step trains on: this rank's packs, and figures over all ranks."""
+    """The batch of one optimizer step: this rank's packs, and figures over all ranks."""
 
     microbatches: list[Microbatch]
     num_trained_tokens: int
     denominators: float | np.ndarray
-    """Of the loss: a number, or one for each sample of the step, see `algo.denominators`."""
+    """The loss's denominators: a number, or one for each sample of the step, see `algo.denominators`."""
 
     def denominator(self, batch: Microbatch) -> float | torch.Tensor:
-        """That of one of the micro-batches: a number, or one for each of its sequences."""
+        """The denominator of one of the micro-batches: a number, or one for each of its sequences."""
         if isinstance(self.denominators, float):
             return self.denominators
         return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
@@ -76,8 +76,8 @@ class Learner:
     ) -> None:
         """
         Args:
-            checkpoint: where the run continues.
-            weights: where the model's weights come from, by default from model_name_or_path.
+            checkpoint: the open state that the run continues.
+            weights: reads the model's weights, by default from model_name_or_path.
         """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
@@ -85,7 +85,7 @@ class Learner:
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
-        self.logits_chunk = common_logits_chunk(config, shape, layout, host_group, has_reference=self.has_reference)
+        self.logits_chunk = self._common_logits_chunk()
         self.policy = self._make(
             Policy,
             config.parallel,
@@ -134,7 +134,7 @@ class Learner:
         read = weights or model_reader(self.config.model_path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None
         self.policy.load(read if self.policy.lora else trained or read)
-        self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
+        self._adapters = self._load_adapters(base=read, trained=trained)
         if names := self.not_finite():
             name = self.config.model.model_name_or_path
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
@@ -145,6 +145,41 @@ class Learner:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))
         elif self.reference:
             self.reference.load(read)
+
+    def _load_adapters(self, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
+        """Fill the policy's adapters, if it has any; on rank 0 their record for a saved state. Not collective.
+
+        Args:
+            base: gives the model's own weights.
+            trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+        """
+        if (lora := self.policy.lora) is None:
+            return None
+        path = self.config.provenance.folder("lora_adapter_path", self.config.adapter.lora_adapter_path)
+        read = trained or (peft_reader(path, self.shape, lora) if path else None)
+        if read:
+            self.policy.load_adapters(read)
+        if self.policy.rank:
+            return None
+        return {"settings": adapter_record(lora, self.shape), "base": fingerprint(base, self.shape)}
+
+    def _common_logits_chunk(self) -> int:
+        """The number of columns that all ranks' LM heads compute at a time; 0: all."""
+        # The smallest device decides for all: ranks that differ would meet in different collectives.
+        device_bytes = torch.tensor(backend.device_bytes())
+        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
+        config = self.config
+        return choose_logits_chunk(
+            config.parallel.logits_chunk,
+            shape=self.shape,
+            layout=self.layout,
+            dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
+            pack_length=self.layout.round_up(config.parallel.pack_length),
+            has_reference=self.has_reference,
+            device_bytes=int(device_bytes),
+            lora=config.adapter.lora,
+            fp32_logits=config.model.cast_lm_head_to_fp32,
+        )
 
     def _make(self, kind: type[Kind], settings: Parallel, **entropy: bool) -> Kind:
         return kind(
@@ -161,7 +196,7 @@ class Learner:
         )
 
     def remarks(self) -> list[str]:
-        """What a user should know about how this run computes. Not collective."""
+        """Lines for the user about how this run computes. Not collective."""
         found = []
         if self.logits_chunk:
             found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
@@ -251,7 +286,7 @@ class Learner:
         ]
 
     def _denominators(self, index: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
-        """Of each mini-batch, over all ranks, in whose packs its sequences lie."""
+        """The denominators of each mini-batch over all ranks: its sequences lie in the packs of several."""
         cuts = np.cumsum(index["num_sequences"])[:-1]
         samples, completions, trained = (
             np.split(index[name], cuts) for name in ("samples", "completions", "trained_tokens")
@@ -311,7 +346,7 @@ class Learner:
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
-    """Of trainer and engine; nothing where the loss measures it, which knows no ages and only the old logprobs it is given.
+    """The agreement of trainer and engine. Empty where the loss measures it: it knows no ages, and only the old logprobs it is given.
 
     Args:
         is_left_to_loss: whether the old logprobs are the policy's.
@@ -326,44 +361,6 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
         pack.loss_mask,
         ages=pack.ages,
         oldest=int(batch.pack.ages.max(initial=0)),
-    )
-
-
-def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
-    """Fill the policy's adapters, if it has any; what a state says of them on rank 0. Not collective.
-
-    Args:
-        base: gives the model's own weights.
-        trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
-    """
-    if (lora := policy.lora) is None:
-        return None
-    path = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
-    read = trained or (peft_reader(path, policy.shape, lora) if path else None)
-    if read:
-        policy.load_adapters(read)
-    if policy.rank:
-        return None
-    return {"settings": adapter_record(lora, policy.shape), "base": fingerprint(base, policy.shape)}
-
-
-def common_logits_chunk(
-    config: Config, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup, *, has_reference: bool
-) -> int:
-    """Columns at a time of all ranks' LM heads; 0: all. All ranks must call."""
-    # The smallest device decides for all: ranks that differ would meet in different collectives.
-    device_bytes = torch.tensor(backend.device_bytes())
-    dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=host_group)
-    return choose_logits_chunk(
-        config.parallel.logits_chunk,
-        shape=shape,
-        layout=layout,
-        dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
-        pack_length=layout.round_up(config.parallel.pack_length),
-        has_reference=has_reference,
-        device_bytes=int(device_bytes),
-        lora=config.adapter.lora,
-        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
 
 

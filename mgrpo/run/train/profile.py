@@ -19,7 +19,7 @@ from mgrpo.parallel import backend
 _NSYS = "NSYS_PROFILING_SESSION_ID"
 """Set in what `nsys profile` runs; torch's own profiler would compete with it for the device's counters."""
 _COMMUNICATION = ("ncclDevKernel", "ncclKernel")
-"""How the names of NCCL's kernels begin; their time includes waiting for other ranks."""
+"""Beginnings of the names of NCCL's kernels, whose time includes waiting for other ranks."""
 
 
 class Profiler:

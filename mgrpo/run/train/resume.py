@@ -36,7 +36,7 @@ ROLLOUTS = "rollouts"
 
 
 def saved_rollouts(checkpoint: StoredCheckpoint) -> dict[str, np.ndarray]:
-    """The arrays that `States.save` was given."""
+    """The arrays of rollouts that `States.save` was given."""
     names = checkpoint.names(ROLLOUTS)
     boxes = [Box(name, (0,), checkpoint.shape(ROLLOUTS, name)) for name in names]
     return {box.name: checkpoint.read(ROLLOUTS, box).numpy() for box in boxes}
@@ -67,11 +67,9 @@ class States:
         Raises:
             ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
-        while True:
-            path = self._shared(path or "")
-            if not path:
-                return None
-            checkpoint, problem, previous = self._try(path, shape)
+        found = self.lead.share(lambda: path)
+        while found:
+            checkpoint, problem, previous = self._try(found, shape)
             outcomes = gather_json([problem, previous], self.host_group)
             problems = [outcome for outcome in outcomes if outcome[0]]
             if not problems:
@@ -81,11 +79,8 @@ class States:
             if self.config.checkpoint.resume != "intact" or not all(previous for _, previous in problems):
                 raise ConfigError([problems[0][0]])
             self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
-            path = problems[0][1]
-
-    def _shared(self, text: str) -> str:
-        """Rank 0's text."""
-        return self.lead.share(lambda: {"text": np.frombuffer(text.encode(), np.uint8)})["text"].tobytes().decode()
+            found = problems[0][1]
+        return None
 
     def _try(self, path: str, shape: ModelShape) -> tuple[StoredCheckpoint | None, str, str | None]:
         """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
@@ -119,9 +114,9 @@ class States:
         shapes = learner.state.full_shapes() | {ROLLOUTS: {name: tuple(own.shape) for name, own in arrays.items()}}
         added = [Part(ROLLOUTS, Box(name, (0,), tuple(own.shape)), own) for name, own in arrays.items()]
         place = step_path(self.root, step)
-        if problem := self._shared(self._no_room(shapes)):
+        if problem := self.lead.share(lambda: self._no_room(shapes)):
             raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
-        attempt = self._shared(secrets.token_hex(8))
+        attempt = self.lead.share(lambda: secrets.token_hex(8))
         self._agree(partial(self.saver.save, step, [*learner.state.parts(), *added], state, shapes, attempt))
         return place
 

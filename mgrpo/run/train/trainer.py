@@ -10,12 +10,14 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from mgrpo.checkpoint.space import OutputError, wait_for_room
@@ -26,8 +28,8 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.records import evaluates_after, is_due
-from mgrpo.run.report.reporter import Reporter, SilentReporter, shared_best
+from mgrpo.run.records import Learned, evaluates_after, is_due
+from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
 from mgrpo.run.train.engine_weights import EngineWeights
@@ -56,7 +58,7 @@ class Trainer:
     ) -> None:
         """
         Args:
-            turns: whose it is to have the devices; None: learners and engines have memory of their own.
+            turns: gives the devices to learners and engines in turn; None: both have memory of their own.
         """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
@@ -70,12 +72,15 @@ class Trainer:
         self.is_followed_up = False
         """Whether evaluation and export after step `done` are done as well."""
         self.version = 0
-        """Of the policy's weights: updates so far."""
+        """The version of the policy's weights: updates so far."""
         self.resumed_at = 0
         """The step after which this run began."""
         self.saved = 0
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
+        """Metrics of the evaluation before training."""
+        self.clock = Clock()
+        """The clock of the present step."""
 
     def fit(self) -> TrainResult:
         """The whole run, or the rest of a run that left a checkpoint.
@@ -112,7 +117,7 @@ class Trainer:
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
         self.states.wait()
-        best = shared_best(self.lead, self.reporter)
+        best = self.lead.share(lambda: self.reporter.best_step)
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
             output_dir=self.output_dir,
@@ -149,44 +154,50 @@ class Trainer:
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock, pulse = Clock(), self.lead.pulse
+        self.clock = Clock()
         if self.turns:
             self.send_weights()
-        pulse.at(f"step {step}, sampling")
-        with self.health.sampling():
+        with self.part(f"step {step}, sampling", "wait"), self.health.sampling():
             batch = self.source.next(step, self.version)
-        if self.turns:
-            self.turns.learners()
-        clock.split("wait")
+            if self.turns:
+                self.turns.learners()
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
         with self.profiler.step(step):
-            pulse.at(f"step {step}, training")
-            learned = self.learner.learn(batch.index, batch.slice, step=step)
-            self.health.check(learned, step)
-            clock.split("train")
+            with self.part(f"step {step}, training", "train"):
+                learned = self.learner.learn(batch.index, batch.slice, step=step)
+                self.health.check(learned, step)
             self.done, self.is_followed_up = step, False
             self.version += learned.has_updated
-            pulse.at(f"step {step}, waiting for the engines")
-            is_paused = self.source.pause()
-            clock.split("drain")
-            if is_paused:
-                pulse.at(f"step {step}, weight sync")
-                check = learned.has_updated and is_due(step, self.config.engine.weight_sync_check_every)
-                try:
-                    self.send_weights(have_changed=learned.has_updated, check=check)
-                except Stopped:
-                    is_paused = False
-                if is_paused and not self.turns:
-                    self.source.begin(step)
-            clock.split("sync")
+            with self.part(f"step {step}, waiting for the engines", "drain"):
+                goes_on = self.source.pause()
+            with self.part(f"step {step}, weight sync", "sync"):
+                goes_on = goes_on and self.hand_over(learned)
         sync_bytes = self.weights.bytes_moved
-        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
+        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=self.clock)
         if self.reporter.failure:
             self.lead.stop.set()
-        if not is_paused:
+        if not goes_on:
             raise Stopped
+        return True
+
+    @contextmanager
+    def part(self, name: str, split: str) -> Iterator[None]:
+        """A part of a step: `name` says to other ranks what this one does, its seconds are the clock's `split`."""
+        self.lead.pulse.at(name)
+        yield
+        self.clock.split(split)
+
+    def hand_over(self, learned: Learned) -> bool:
+        """Give the engines the weights of step `done`, and have them sample; False if the run was asked to end meanwhile."""
+        check = learned.has_updated and is_due(self.done, self.config.engine.weight_sync_check_every)
+        try:
+            self.send_weights(have_changed=learned.has_updated, check=check)
+        except Stopped:
+            return False
+        if not self.turns:
+            self.source.begin(self.done)
         return True
 
     def send_weights(self, *, have_changed: bool = True, check: bool = False) -> None:
@@ -203,7 +214,7 @@ class Trainer:
             self.weights.keep(step=self.done + 1)
 
     def follow_up(self) -> None:
-        """What is due after step `done`: an evaluation, an export, a saved state."""
+        """Do what is due after step `done`: an evaluation, an export, a saved state."""
         config, checkpoint = self.config, self.config.checkpoint
         if evaluates_after(config, self.done):
             self.evaluate(f"step {self.done}")
@@ -229,7 +240,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
 
-        A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
+        Where it exists nowhere else, a full disk is waited for until there is room.
         """
         self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
@@ -252,15 +263,16 @@ class Trainer:
         self.lead.pulse.at(f"saving the state of step {self.done}")
         if self.turns:
             self.turns.learners()
-        state = self.state_dict()
-        rollouts = state["head"].pop("rollouts", {})
+        state, rollouts = self.state_dict()
         place = self.states.save(self.done, self.learner, state, rollouts)
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything except tensors, in JSON, and what was sampled and not trained on; complete on rank 0."""
-        return {
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Everything except tensors, in JSON; and the arrays of what was sampled and not trained on. Complete on rank 0."""
+        sampled = self.source.state_dict()
+        rollouts = sampled.pop("rollouts", {})
+        state = {
             "step": self.done,
             "is_followed_up": self.is_followed_up,
             "policy_version": self.version,
@@ -270,16 +282,22 @@ class Trainer:
             "model": asdict(self.learner.shape),
             **origin(self.config),
             "learner": self.learner.state_dict(),
-            "head": {**self.source.state_dict(), **self.reporter.state_dict()},
+            "source": sampled,
+            "reporter": self.reporter.state_dict(),
         }
+        return state, rollouts
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Mapping[str, np.ndarray]) -> None:
+        """Continue where `state_dict` was taken; the learner was built from its checkpoint already.
+
+        Args:
+            state: in the form of `Continued.state`.
+        """
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
         self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
         self.version, self.health.skipped = state["policy_version"], state["skipped"]
         self.health.has_trained = self.version > 0
-        self.source.load_state_dict({"step": state["step"], **state["head"]})
+        self.source.load_state_dict({"step": state["step"], **state["source"], "rollouts": rollouts})
 
     def close(self, cause: str = "") -> None:
         """Leave all process groups. Collective; `cause` as for the reporter."""

@@ -12,8 +12,10 @@ from mgrpo.config import from_values
 from mgrpo.config.fields import flat
 from mgrpo.data.mixture import open_data
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.run.inputs.continuing import adapter_record, changes, find_state, resume_problems
+from mgrpo.run.inputs.continuing import adapter_record, changes, find_state, present_form, resume_problems
+from mgrpo.run.report.reporter import Reporter
 from tests.unit.checkpoint.states import make_values, save
+from tests.unit.run.producing import producer
 
 MODEL = str(Path(__file__).parents[3] / "examples/quickstart/model")
 
@@ -46,7 +48,8 @@ def save_state(run, shape, step, **changed):
         "config": flat(run),
         "model": asdict(shape),
         "model_name_or_path": MODEL,
-        "head": {"sampler": sampler, "data": content(run)},
+        "source": {"sampler": sampler, "data": content(run)},
+        "reporter": {"num_lines": step},
     }
     save(Path(run.experiment.output_dir) / "checkpoints", step, make_values(step), state=state | changed)
 
@@ -63,8 +66,8 @@ def folder(tmp_path, shape):
 def found(folder, shape, **settings):
     """Problems and changes of a run that continues."""
     own = config(folder, **settings)
-    stored, _ = find_state(own)
-    return list(resume_problems(own, stored, shape=shape, data=content(own))), list(changes(own, stored))
+    continued = find_state(own)
+    return list(resume_problems(own, continued, shape=shape, data=content(own))), list(changes(own, continued))
 
 
 def test_the_same_run_goes_on_without_a_word(folder, shape):
@@ -126,8 +129,7 @@ def test_adapters_go_on_only_as_they_were_trained_on_the_model_that_they_were_tr
         (problem,), _ = found(tmp_path, shape, **ADAPTERS | changed)
         assert problem.startswith(words.format(tmp_path / "out/checkpoints"))
     own = config(tmp_path, **ADAPTERS)
-    stored, _ = find_state(own)
-    (base,) = resume_problems(own, stored, shape=shape, data=None, base="b" * 64)
+    (base,) = resume_problems(own, find_state(own), shape=shape, data=None, base="b" * 64)
     assert f"adapters of other weights than those in model_name_or_path={MODEL}; it was saved from {MODEL}" in base
 
 
@@ -151,9 +153,8 @@ def test_settings_that_changed_are_listed(folder, shape):
 
 def test_states_without_the_newer_entries_go_on(folder, shape):
     """They were saved before settings and data were kept in them."""
-    stored, _ = find_state(config(folder))
-    head = {name: value for name, value in stored.state["head"].items() if name != "data"}
-    save_state(config(folder), shape, 6, head=head, config={})
+    source = {name: value for name, value in find_state(config(folder)).state["source"].items() if name != "data"}
+    save_state(config(folder), shape, 6, source=source, config={})
     write_rows(folder, 5, 6, 7)
     assert found(folder, shape, learning_rate=1.0) == ([], [])
 
@@ -164,13 +165,43 @@ def test_a_damaged_state_is_passed_over_only_when_that_was_asked_for(folder, sha
     (checkpoints / "step_4" / "state-run-4.json").write_text("{}")
     with pytest.raises(ValueError, match=r"step_4 is damaged: state-run-4\.json is truncated.*--resume intact"):
         find_state(config(folder))
-    stored, remarks = find_state(config(folder, resume="intact"))
-    assert stored.step == 2
-    assert len(remarks) == 1 and "step_4 is damaged: " in remarks[0] and "passed over" in remarks[0]
+    continued = find_state(config(folder, resume="intact"))
+    assert continued.step == 2 and continued.path == str(checkpoints / "step_2")
+    (remark,) = continued.passed_over
+    assert "step_4 is damaged: " in remark and "passed over" in remark
     (checkpoints / "step_2" / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match=r"step_2 is damaged"):
         find_state(config(folder, resume="intact"))
     for name in ("step_2", "step_4"):
         (checkpoints / name / "manifest.json").unlink()
     for choice in ("auto", "intact", "never"):
-        assert find_state(config(folder, resume=choice)) == (None, [])
+        assert find_state(config(folder, resume=choice)) is None
+
+
+WITH_HEAD = json.loads((Path(__file__).parent / "states" / "with_head.json").read_text())
+"""The state of a run of an earlier version after step 2, asynchronous, with replay and a best export; without what never changed."""
+
+
+def test_a_state_in_which_two_parts_were_one_is_read_as_the_two(tmp_path):
+    """Earlier versions merged what the source and the reporter save; nothing of it may be lost, or read by the wrong one."""
+    read = present_form(WITH_HEAD)
+    assert "head" not in read and {**read["source"], **read["reporter"]} == WITH_HEAD["head"]
+    assert read["reporter"] == {name: WITH_HEAD["head"][name] for name in ("num_lines", "best", "run_id")}
+    own = producer(replay_buffer_size=1, async_steps=1).state_dict()
+    assert read["source"].keys() == own.keys() - {"rollouts"} | {"data"}
+    assert read["reporter"].keys() == Reporter(config(tmp_path), scale=None).state_dict().keys()
+    others = {name: value for name, value in WITH_HEAD.items() if name != "head"}
+    assert {name: read[name] for name in others} == others
+    assert present_form(read) is read
+
+
+def test_a_run_continues_a_state_of_the_earlier_form(tmp_path, shape):
+    """Folders of states outlive the version that wrote them."""
+    write_rows(tmp_path, 1, 2, 3)
+    run = config(tmp_path)
+    head = WITH_HEAD["head"] | {"data": content(run), "sampler": WITH_HEAD["head"]["sampler"] | {"seed": 7}}
+    state = WITH_HEAD | {"config": flat(run), "model": asdict(shape), "head": head}
+    save(tmp_path / "out" / "checkpoints", 2, make_values(2), state=state)
+    (problem,), changed = found(tmp_path, shape)
+    assert problem.startswith("seed=1, but ") and "was saved with seed=7" in problem and not changed
+    assert find_state(run).state["reporter"]["num_lines"] == 5

@@ -13,7 +13,7 @@ from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.members import State
 from mgrpo.rollout.roster import Roster
-from mgrpo.run.commands.engines import NAME, controllable
+from mgrpo.run.ranks.engine_requests import NAME, controllable
 from tests.scripted_engine import ScriptedEngine
 
 

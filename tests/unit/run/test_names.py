@@ -24,9 +24,11 @@ MODEL = ROOT / "examples/quickstart/model"
 LOCATED = """
 import json, sys
 from mgrpo.config import parse
+from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.snapshots import located
 for flags in json.loads(sys.argv[1]):
-    config = located(parse(flags, defer=True))
+    config = parse(flags, defer=True)
+    config = located(config, look_for_state(config)[0])
     snapshots = {name: [s.name, s.commit, s.part, str(s.folder)] for name, s in config.provenance.snapshots.items()}
     print(json.dumps([config.model_path, config.tokenizer_path, snapshots, config.provenance.problems]))
 """

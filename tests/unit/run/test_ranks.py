@@ -14,7 +14,7 @@ from mgrpo.run.ranks.local_ranks import num_ranks_of
 
 LAUNCH = """
 import signal, subprocess, sys
-from mgrpo.run import ranks
+from mgrpo.run.ranks import local_ranks as ranks
 
 real = subprocess.Popen
 ranks.subprocess.Popen = lambda command, **kwargs: real([sys.executable, "-c", sys.argv[1]], **kwargs)

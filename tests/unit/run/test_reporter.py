@@ -16,6 +16,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend
+from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.reporter import Reporter
 from tests.unit.run.producing import collect, evaluator, producer
 from tests.unit.telemetry.wandb_file import history, offline_runs, run, values
@@ -35,6 +36,11 @@ def report(tmp_path, *, settings: dict[str, Any] | None = None, **arguments) -> 
         }
     )
     return Reporter(config, scale=None, **arguments)
+
+
+def state(out: Path, step: int, saved: dict[str, Any]) -> Continued:
+    """A saved state of the run in `out`, in which the reporter's part is `saved`."""
+    return Continued(path=str(out / "checkpoints" / f"step_{step}"), step=step, state={"reporter": saved})
 
 
 def lines(tmp_path) -> list[dict]:
@@ -92,13 +98,13 @@ def test_steps_without_training_are_named_on_the_console_and_in_the_report(tmp_p
 
 
 def two_steps_with_a_resume(tmp_path, batch) -> dict[str, Any]:
-    """Step 2 is done twice: by a run whose newest state is that of step 1, and by the run that continues it; that state."""
+    """Step 2 is done twice: by a run whose newest state is that of step 1, and by the run that continues it; the reporter's part of that state."""
     reporter = report(tmp_path)
     step(reporter, 1, batch)
-    saved = {"step": 1, "head": reporter.state_dict()}
+    saved = reporter.state_dict()
     step(reporter, 2, batch)
     reporter.close()
-    own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
+    own = report(tmp_path, continued=state(tmp_path / "out", 1, saved))
     step(own, 2, batch)
     own.close()
     return saved
@@ -131,7 +137,7 @@ def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_
     """Lines of steps that are done again would stand twice; another run's lines would be continued as this one's."""
     saved = two_steps_with_a_resume(tmp_path, batch)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    other = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "elsewhere" / "checkpoints" / "step_1"))
+    other = report(tmp_path, continued=state(tmp_path / "elsewhere", 1, saved))
     step(other, 2, batch)
     assert [line["step"] for line in lines(tmp_path)] == [2]
 
@@ -143,12 +149,10 @@ def test_trackers_get_what_the_lines_hold_and_a_resumed_run_keeps_its_id(tmp_pat
     settings = {"report_to": ("wandb", "tensorboard"), "wandb_project": "sums", "log_completions": True, "seed": 7}
     first = report(tmp_path, settings=settings)
     step(first, 1, batch)
-    saved = {"step": 1, "head": json.loads(json.dumps(first.state_dict()))}
+    saved = json.loads(json.dumps(first.state_dict()))
     before = first.evaluation(evaluator().evaluate(0), step=1, policy_version=1)
     first.finish(before=before, after={})
-    second = report(
-        tmp_path, settings=settings, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1")
-    )
+    second = report(tmp_path, settings=settings, continued=state(tmp_path / "out", 1, saved))
     step(second, 2, batch)
     second.finish(before={}, after={})
     paths = offline_runs(tmp_path / "out")
@@ -204,10 +208,10 @@ def test_the_best_export_is_said_and_belongs_to_the_state_of_the_run(tmp_path, c
     reporter.exported(0)
     reporter.finish(before={}, after={})
     assert "best export: step 0, eval/scores 1\n" in capsys.readouterr().out
-    saved = {"step": 0, "head": json.loads(json.dumps(reporter.state_dict()))}
+    saved = json.loads(json.dumps(reporter.state_dict()))
     (tmp_path / "hf" / "step_0").mkdir(parents=True)
     for root, expected in ((tmp_path, 0), (tmp_path / "elsewhere", None)):
-        resumed = Reporter(own, scale=None, resumed=saved, resume_from=str(root / "checkpoints" / "step_0"))
+        resumed = Reporter(own, scale=None, continued=state(root, 0, saved))
         assert resumed.best_step == expected
     resumed.finish(before={}, after={})
     assert "no export is the best one: eval/scores was never a number" in capsys.readouterr().out
@@ -274,13 +278,12 @@ def test_states_of_engines_are_written_when_they_change(tmp_path, batch) -> None
             engines[0] |= {"state": "starting", "starts": 2, "last_failure": "no answer"}
         step(reporter, number, batch)
         if number == 2:
-            saved = {"step": 2, "head": reporter.state_dict()}
+            saved = reporter.state_dict()
     path = tmp_path / "out" / "engines.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["engines"][0]["state"]) for line in found] == [(1, "serving"), (3, "starting")]
     reporter.close()
-    place = str(tmp_path / "out" / "checkpoints" / "step_2")
-    report(tmp_path, resumed=saved, resume_from=place).close()
+    report(tmp_path, continued=state(tmp_path / "out", 2, saved)).close()
     assert len(path.read_text().splitlines()) == 1
     report(tmp_path).close()
     assert not path.exists() and path.with_name("engines.jsonl.1").exists()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from mgrpo.run.ranks.liveness import WAITING
 
 RANK = """
 import select, sys, threading, time
@@ -42,9 +47,13 @@ def caught_in_a_loop():
     while not said.is_set():
         time.sleep(0.05)
 
-def in_a_collective():  # as if its file were torch's
+def in_a_collective():  # as if its module were torch's
     code = compile("while not said.is_set(): time.sleep(0.05)", "torch/distributed/distributed_c10d.py", "exec")
-    exec(code, {"said": said, "time": time})
+    exec(code, {"said": said, "time": time, "__name__": "torch.distributed.distributed_c10d"})
+
+def breaks():
+    watch.pulse.state = lambda: 1 / 0
+    works()
 
 def works():
     while not said.is_set():
@@ -144,12 +153,32 @@ def test_a_killed_rank_is_named_at_once_and_one_that_says_why_it_ends_is_not(ran
 
 
 def test_a_stranger_at_the_door_changes_nothing(ranks) -> None:
-    """The port is open to every process of the machine."""
+    """The port is open to every process of the machine; tests of `TcpLinks` say what a stranger can do at most."""
     ranks.start(["works", "works", "works"])
     host, port, _ = ranks.invitation
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": "guess", "rank": 1}\n', b'{"bye": true}\n'):
-        with socket.create_connection((host, port)) as link:
+    for words in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"hello": "guess", "rank": 1}\n',
+        b'{"bye": true}\n',
+        b"[" * 200_000 + b"\n",
+    ):
+        with socket.create_connection((host, port)) as link, contextlib.suppress(ConnectionError):
             link.sendall(words)
     time.sleep(0.5)
     ranks.processes[1].kill()
     assert "rank 1 (process" in ranks.said(0)
+
+
+def test_a_watch_that_fails_says_so_itself(ranks) -> None:
+    """Else the others name this rank 50 s later as one that hangs."""
+    ranks.start(["breaks", "works", "works"])
+    assert ranks.said(0).startswith("failure: the watch of rank 0 has failed: ZeroDivisionError")
+    assert ranks.said(1) == "goodbye"
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_modules_that_wait_for_other_ranks_exist(name) -> None:
+    """A rank that waits in one that has been renamed counts as one that hangs."""
+    package, *parts = name.split(".")
+    found = importlib.util.find_spec(package)  # of the package alone: nothing is imported
+    assert any(Path(place, *parts).with_suffix(".py").is_file() for place in found.submodule_search_locations)

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[4]
 LAUNCH = """
 import os, subprocess, sys, threading, time
-from mgrpo.run import ranks
 from mgrpo.run.nodes import agent, launch_command
+from mgrpo.run.ranks import local_ranks as ranks
 
 class Ray:
     processes = ()

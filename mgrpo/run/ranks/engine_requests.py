@@ -1,0 +1,67 @@
+"""Rank 0 answers `mgrpo engines` while its run goes on: which engines there are, one more, one less.
+
+It answers on a Unix socket, whose name is in the run's folder: only processes of the same user on the same machine can ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mgrpo.processes import local_socket
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.roster import Roster
+
+NAME = "engines.json"
+"""The file with the socket's name in the run's folder, while the run goes on."""
+QUESTION_S = 5.0
+
+
+@contextmanager
+def controllable(roster: Roster, output_dir: str | Path) -> Iterator[None]:
+    """Within, `mgrpo engines` commands about the run in this folder are done."""
+    file = Path(output_dir) / NAME
+    listener, name = local_socket.listen(backlog=4)
+    with contextlib.closing(listener):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"socket": name, "host": socket.gethostname(), "pid": os.getpid()}))
+        threading.Thread(target=_serve, args=(listener, roster), name="engines-command", daemon=True).start()
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _serve(listener: socket.socket, roster: Roster) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # It is closed.
+        with connection, contextlib.suppress(OSError, ValueError):
+            if local_socket.is_own(connection):
+                connection.settimeout(QUESTION_S)
+                with connection.makefile("rw") as lines:
+                    lines.write(json.dumps(_answer(roster, json.loads(lines.readline()))) + "\n")
+
+
+def _answer(roster: Roster, question: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        match question:
+            case {"command": "add"}:
+                return {"engine": roster.add()}
+            case {"command": "remove", "engine": int(number)}:
+                roster.remove(number)
+                return {"engine": number}
+            case {"command": "list"}:
+                return {"engines": roster.describe()}
+    except EngineError as err:
+        return {"error": str(err)}
+    return {"error": "the run does not know this command; is it of another version of mgrpo?"}
