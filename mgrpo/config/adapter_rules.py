@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from mgrpo.config.adapter import ALL_LINEAR, Adapter
 from mgrpo.config.fields import settings, shown
-from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS
@@ -128,6 +127,6 @@ def adapter_warnings(config: Config, hf_config: HfConfig | None) -> Iterator[str
 def usual_rate(config: Config, hf_config: HfConfig | None) -> float:
     """A usual learning rate where all weights are trained: the preset's, and a small one for large models."""
     default = settings()["learning_rate"].default
-    preset = PRESETS.get(config.provenance.preset, {}).get("learning_rate", default)
+    preset = config.provenance.defaults.get("learning_rate", default)
     assert isinstance(preset, float)
     return min(preset, LARGE_RATE) if (size_of(hf_config, "hidden_size") or 0) >= LARGE else preset

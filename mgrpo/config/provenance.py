@@ -15,6 +15,8 @@ class Provenance:
 
     preset: str = "mgrpo"
     """The preset whose defaults apply."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """The values of settings that it has in place of the schema's."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Of every setting that is not at its default: "flag", "file F", "preset P", "argument", "alias A (flag)", "derived"."""
     notes: tuple[str, ...] = ()

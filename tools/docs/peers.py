@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mgrpo.config.peers.words import TRAINERS, Word, words
+from mgrpo.moving.command_words import TRAINERS, Word, words
 from tools.docs import markdown
 
 INTRODUCTION = """# Names of verl and slime

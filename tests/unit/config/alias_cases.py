@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import ConfigError, from_values
+from mgrpo.config import ConfigError
 from mgrpo.config.fields import flat
+from mgrpo.moving import from_values
 
 
 def changed(config):

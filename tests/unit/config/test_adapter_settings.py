@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from alias_cases import problems_of
 
-from mgrpo.config import GRPOConfig, from_values
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
+from mgrpo.moving import GRPOConfig, from_values
 from tests.peft_folders import save_adapter
 
 DENSE = {

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
-from mgrpo.config import ConfigError, GRPOConfig
-from mgrpo.config.peers.command_line import flags_of, words_of
+from mgrpo.config import ConfigError
+from mgrpo.moving import GRPOConfig
+from mgrpo.moving.scripts.command_line import flags_of, words_of
 
 SCRIPT = r"""#!/bin/bash
 # two nodes; don't start it twice

@@ -8,11 +8,12 @@ import slime_cases
 import verl_cases
 
 import mgrpo
-from mgrpo.config import ConfigError, from_values
+from mgrpo.config import ConfigError
 from mgrpo.config.fields import flat, settings
-from mgrpo.config.peers.commands import CONVERT
-from mgrpo.config.peers.words import TRAINERS, find, words
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values
+from mgrpo.moving.command_words import TRAINERS, find, words
+from mgrpo.moving.scripts.command_config import CONVERT
 
 VERL = {
     "FSDP": {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from alias_cases import changed, problems_of
 
-from mgrpo.config import LossConfig, from_values, load_file, parse, to_yaml
+from mgrpo.config import LossConfig, to_yaml
 from mgrpo.config.derived import layout_of
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import flat, settings
-from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values, load_file, parse
+from mgrpo.moving.presets import PRESET_NOTES, PRESETS
 
 
 def test_a_preset_that_does_not_exist_is_refused():

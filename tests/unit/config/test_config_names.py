@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import ConfigError, from_values, load_file
+from mgrpo.config import ConfigError
 from mgrpo.config.fields import alternatives, settings, shown
-from mgrpo.config.peers.hints import hints, tried
-from mgrpo.config.peers.names import accepted, sections, table
-from mgrpo.config.peers.words import TRAINERS, words
+from mgrpo.moving import from_values, load_file
+from mgrpo.moving.command_words import TRAINERS, words
+from mgrpo.moving.foreign_names import accepted, sections, table
+from mgrpo.moving.name_hints import hints, tried
 from tools.docs import peers
 from tools.docs.links import anchors
 from tools.docs.settings import to_markdown

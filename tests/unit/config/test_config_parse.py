@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from mgrpo.config import Config, ConfigError, from_values, load_file, parse, to_yaml
+from mgrpo.config import Config, ConfigError, to_yaml
 from mgrpo.config.fields import flat, section_types, settings
 from mgrpo.config.help import field_docs, help_text
+from mgrpo.moving import from_values, load_file, parse
 
 
 def file_of(tmp_path, text):

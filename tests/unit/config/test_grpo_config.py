@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import mgrpo
-from mgrpo.config import Config, ConfigError, from_values
-from mgrpo.config.load import as_config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values
+from mgrpo.moving.config_doors import as_config
 
 THINK_32B = """
     python open_instruct/grpo_fast.py

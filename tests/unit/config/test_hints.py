@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import ConfigError, parse
+from mgrpo.config import ConfigError
 from mgrpo.config.fields import settings
-from mgrpo.config.peers.hints import hints
+from mgrpo.moving import parse
+from mgrpo.moving.name_hints import hints
 
 MISTAKES = {
     "lr": "learning_rate",

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config.fields import settings
-from mgrpo.config.peers.grpo_config import GRPOConfig
+from mgrpo.moving.grpo_config import GRPOConfig
 from tools.docs.keywords import to_stub
 
-STUB = Path(__file__).parents[3] / "mgrpo/config/peers/keywords.pyi"
+STUB = Path(__file__).parents[3] / "mgrpo/moving/keywords.pyi"
 CALLS = """
 from typing import Unpack
 from keywords import Keywords
@@ -32,7 +32,7 @@ door(seed=None)
 
 
 def test_the_stub_is_current_and_documents_every_setting():
-    """A setting that it lacks is an error to a type checker. `python -m tools.docs.keywords > mgrpo/config/peers/keywords.pyi`"""
+    """A setting that it lacks is an error to a type checker. `python -m tools.docs.keywords > mgrpo/moving/keywords.pyi`"""
     text = STUB.read_text()
     assert text == to_stub()
     (keywords,) = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]

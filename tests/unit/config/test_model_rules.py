@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.config.model_rules import model_problems
+from mgrpo.moving import from_values
 
 DENSE = {
     "model_type": "qwen3",

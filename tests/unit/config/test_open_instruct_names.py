@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from alias_cases import assert_means, problems_of
 
-from mgrpo.config import from_values, parse
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values, parse
 
 
 @pytest.mark.parametrize(

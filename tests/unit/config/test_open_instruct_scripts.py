@@ -8,9 +8,9 @@ import shlex
 import pytest
 import yaml
 
-from mgrpo.config import GRPOConfig, parse
-from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.validate import problems
+from mgrpo.moving import GRPOConfig, parse
+from mgrpo.moving.presets import PRESETS
 from mgrpo.planner.plan_command import plan_command
 from tools.docs.settings import SCRIPTS
 

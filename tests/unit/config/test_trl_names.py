@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from alias_cases import assert_means, problems_of
 
-from mgrpo.config import from_values, parse, to_yaml
+from mgrpo.config import to_yaml
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values, parse
 
 TRL_RHO = {
     "use_rho_correction": True,

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from mgrpo.config.load import from_values, parse
-from mgrpo.config.peers import slime, verl
-from mgrpo.config.peers.command_line import words_of
 from mgrpo.config.schema import Config
+from mgrpo.moving.config_doors import from_values, parse
+from mgrpo.moving.scripts import slime, verl
+from mgrpo.moving.scripts.command_line import words_of
 
 if TYPE_CHECKING:
-    from mgrpo.config.peers.keywords import Keywords
+    from mgrpo.moving.keywords import Keywords
 
 
 class ConfigDoor:

@@ -1,6 +1,6 @@
-"""What to use instead of a name that no setting has: other trainers' words for it, else a near spelling.
+"""The advice for a name that no setting has: other trainers' words for it, else a near spelling.
 
-The words are data: those of verl.csv and slime.csv, whose commands only Python takes as they are, and in hints.csv what people
+The words are data: those of verl.csv and slime.csv, whose commands only Python takes as they are, and in name_hints.csv what people
 try first.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mgrpo.config.peers.names import accepted
-from mgrpo.config.peers.words import TRAINERS, words
+from mgrpo.moving.command_words import TRAINERS, words
+from mgrpo.moving.foreign_names import accepted
 
 NEAR = 0.8
 """Similarity from which a name counts as misspelt: one or two letters of ten."""
@@ -36,7 +36,7 @@ class Hint:
 
 @cache
 def hints() -> dict[str, Hint]:
-    """Every such word: those of hints.csv, then verl's and slime's."""
+    """Every such word: those of name_hints.csv, then verl's and slime's."""
     found = dict(tried())
     for trainer in TRAINERS:
         own = {
@@ -50,8 +50,8 @@ def hints() -> dict[str, Hint]:
 
 @cache
 def tried() -> dict[str, Hint]:
-    """Those of hints.csv, in its order."""
-    with Path(__file__).with_name("hints.csv").open(encoding="utf-8", newline="") as file:
+    """Those of name_hints.csv, in its order."""
+    with Path(__file__).with_name("name_hints.csv").open(encoding="utf-8", newline="") as file:
         return {
             row["name"]: Hint(trainer=row["trainer"], targets=tuple(row["targets"].split()), sentence=row["sentence"])
             for row in csv.DictReader(file)

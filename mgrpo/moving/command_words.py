@@ -1,10 +1,10 @@
 """Names of trainers whose commands have another form: verl's and slime's.
 
-The names are data, in verl.csv and slime.csv; `commands` makes a config of them. The columns:
+The names are data, in verl.csv and slime.csv; `scripts.command_config` makes a config of them. The columns:
 
     status    alias: sets its targets; combined: sets them together with other names, in `verl` or `slime`; no effect; refused
     default   the value that the trainer takes where the name is not given
-    convert   how its text becomes the value of the targets, in `commands.CONVERT`; empty: as it is
+    convert   how its text becomes the value of the targets, in `command_config.CONVERT`; empty: as it is
     neutral   values that ask for nothing, between bars
 
 A name that ends in * stands for all that begin so and have no row of their own.

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.peers.command_line import arguments_of, command_of
-from mgrpo.config.peers.commands import Given, Text, config_of, precision_of_moments
 from mgrpo.config.schema import Config
+from mgrpo.moving.scripts.command_config import Given, Text, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_line import arguments_of, command_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 TEMPLATE_KWARGS = "data.apply_chat_template_kwargs"

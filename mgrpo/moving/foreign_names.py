@@ -1,6 +1,6 @@
 """Every name that a run accepts beside its own settings: Open Instruct's, TRL's, and flags of old scripts.
 
-The names are data, in names.csv; what an alias does that is more than a new name is code, in `translate`. The columns:
+The names are data, in foreign_names.csv; what an alias does that is more than a new name is code, in `translate`. The columns:
 
     status    derived, alias, translated, no effect or refused; the table in docs/config.md says what each means
     type      alternatives between bars: bool, int, float, text, words, json, none, or choices as in a/b/c; empty:
@@ -59,7 +59,6 @@ class Name:
 
 SECRETS = ("hub_token",)
 """Refused names whose values must not be repeated, not even to say so."""
-HIDDEN = "(hidden)"
 SPELLINGS: dict[str, dict[object, str]] = {
     "max_grad_norm": {None: "0"},
     "chat_template_name": {None: "auto"},
@@ -86,9 +85,9 @@ SPELLINGS: dict[str, dict[object, str]] = {
 
 @cache
 def table() -> dict[str, Name]:
-    """Every name that is not a setting of the schema, in the order of names.csv."""
+    """Every name that is not a setting of the schema, in the order of foreign_names.csv."""
     found: dict[str, Name] = {}
-    with Path(__file__).with_name("names.csv").open(encoding="utf-8", newline="") as file:
+    with Path(__file__).with_name("foreign_names.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             assert row["name"] not in found and row["name"] not in settings(), f"{row['name']} has two entries"
             found[row["name"]] = _name(row)
@@ -144,10 +143,3 @@ def accepted() -> dict[str, Name]:
 def trainers_of(setting: Setting) -> str:
     """The other trainers that have a setting of this name; mgrpo where none has."""
     return ", ".join(peer.value for peer in setting.peers) or OURS
-
-
-def setting_of(name: str) -> Setting | None:
-    """How the text of `name` is read; None for an unknown name."""
-    if name in settings():
-        return settings()[name]
-    return table()[name].setting if name in table() else None

@@ -1,4 +1,4 @@
-"""What the aliases for parallelism and memory mean: names of DeepSpeed, FSDP and OLMo-core in terms of Megatron's axes."""
+"""The aliases for parallelism and memory: names of DeepSpeed, FSDP and OLMo-core in terms of Megatron's axes."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mgrpo.config.peers.command_line import arguments_of, command_of, known
-from mgrpo.config.peers.commands import Given, Text, config_of, precision_of_moments
-from mgrpo.config.peers.verl import SCHEDULES
 from mgrpo.config.schema import Config
+from mgrpo.moving.scripts.command_config import Given, Text, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_line import arguments_of, command_of, known
+from mgrpo.moving.scripts.verl import SCHEDULES
 
 VERIFIERS = {
     "math": "math",

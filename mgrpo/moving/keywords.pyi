@@ -1,4 +1,4 @@
-"""The settings as keywords. Written by `python -m tools.docs.keywords > mgrpo/config/peers/keywords.pyi`; do not edit."""
+"""The settings as keywords. Written by `python -m tools.docs.keywords > mgrpo/moving/keywords.pyi`; do not edit."""
 
 # fmt: off
 from collections.abc import Mapping, Sequence

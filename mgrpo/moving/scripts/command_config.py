@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.load import from_values
-from mgrpo.config.peers.command_line import UNKNOWN, known
-from mgrpo.config.peers.words import Word, find, words
 from mgrpo.config.schema import Config
 from mgrpo.config.tracking import TRACKERS
+from mgrpo.moving.command_words import Word, find, words
+from mgrpo.moving.config_doors import from_values
+from mgrpo.moving.scripts.command_line import UNKNOWN, known
 
 Text = str | tuple[str, ...]
 Values = dict[str, object]

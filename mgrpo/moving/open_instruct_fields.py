@@ -1,4 +1,4 @@
-"""What Open Instruct's names mean where they count in other units, those of its old scripts among them."""
+"""Names of Open Instruct that count in other units or mean several settings, those of its old scripts among them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ def clip(r: Resolution) -> None:
     if (limit := r.peer("cliprange")) is not None:
         r.put("clip_lower", limit, "cliprange")
         r.put("clip_higher", limit, "cliprange", weak=True)
+
+
+def corrections(r: Resolution) -> None:
+    """Truncated importance sampling, and the level of its masks."""
+    cap = "truncated_importance_sampling_ratio_cap"
+    if cap in r.peers:
+        r.put("use_rho_correction", r.peer(cap) > 0, cap)
+        if r.peer(cap) > 0:
+            r.put("rho_clamp_upper_bound", r.peer(cap), cap)
+    if "rho_mask_sequence_level" in r.peers:
+        level = "sequence_mean" if r.peer("rho_mask_sequence_level") else "token"
+        # Despite its name it also decides which rho multiplies the loss.
+        r.put("rho_level", level, "rho_mask_sequence_level")
+        r.put("rho_mask_level", level, "rho_mask_sequence_level")
 
 
 def one_gpu(r: Resolution) -> None:
@@ -111,6 +125,15 @@ def exports(r: Resolution) -> None:
         r.notes.append("beaker_eval_freq has no effect beside save_freq: nothing is evaluated on Beaker")
     else:
         r.put("save_freq", steps, "beaker_eval_freq")
+
+
+def repository(r: Resolution) -> None:
+    """hf_entity and hf_repo_id, which may hold the owner as well, as one name on the Hub."""
+    owner, name = r.peer("hf_entity"), r.peer("hf_repo_id")
+    if owner is None and name is None:
+        return
+    name = name or f"{r.value('exp_name')}__{r.value('seed')}"
+    r.put("hub_model_id", f"{owner}/{name}" if owner and "/" not in name else name, "hf_entity", "hf_repo_id")
 
 
 def max_steps(r: Resolution) -> None:

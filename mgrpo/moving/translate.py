@@ -1,4 +1,4 @@
-"""What each alias means: renames, and the arithmetic where the other trainer counts in other units.
+"""The meaning of each alias: renames, and the arithmetic where the other trainer counts in other units.
 
 A translation reads from the resolution what was given, and sets settings there. It also checks what can only be checked in
 terms of the other trainer's names.
@@ -10,18 +10,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from mgrpo.config import consequences
 from mgrpo.config.fields import BOOLEANS
-from mgrpo.config.peers import adapters as translate_adapters
-from mgrpo.config.peers import corrections as translate_corrections
-from mgrpo.config.peers import hub as translate_hub
-from mgrpo.config.peers import layout as translate_layout
-from mgrpo.config.peers import length as translate_length
-from mgrpo.config.peers import open_instruct
-from mgrpo.config.peers import tracking as translate_tracking
-from mgrpo.config.peers import trl as translate_trl
-from mgrpo.config.peers.length import training_steps
-from mgrpo.config.peers.names import table
-from mgrpo.config.resolution import PRESET, Resolution
+from mgrpo.config.resolution import Resolution
+from mgrpo.config.tracking import EVERY, NO
+from mgrpo.moving import open_instruct_fields as open_instruct
+from mgrpo.moving import parallel_sizes
+from mgrpo.moving import trl_fields as trl
+from mgrpo.moving.foreign_names import table
+from mgrpo.moving.trl_fields import has_trl_defaults, training_steps
 
 LOSS_TYPES = {
     "grpo": ("ppo_clip", "seq_mean"),
@@ -53,25 +50,30 @@ TRL_MICRO_BATCH = 8
 """TRL's per_device_train_batch_size when it is not given."""
 TRL_SYNC_STEPS = 512
 TRL_EVAL_STEPS = 10
+TRL_PROJECT = "huggingface"
+"""TRL's project when none is given."""
 
 
 def apply(r: Resolution) -> None:
-    """All translations, each after those whose results it needs."""
+    """All translations, and the settings that follow from others, each after those whose results it needs."""
     renames(r)
     open_instruct.data(r)
     precision(r)
     loss(r)
     clip(r)
     advantages(r)
-    translate_corrections.apply(r)
+    open_instruct.corrections(r)
+    trl.corrections(r)
     open_instruct.asynchrony(r)
     open_instruct.one_gpu(r)
-    asynchrony(r)
-    translate_corrections.of_older_tokens(r)
-    translate_corrections.of_rounded_cache(r)
+    consequences.asynchrony(r)
+    consequences.correction_of_older_tokens(r)
+    consequences.correction_of_rounded_cache(r)
     warm_up(r)
-    translate_layout.apply(r)
-    translate_trl.apply(r)
+    parallel_sizes.apply(r)
+    trl.model_arguments(r)
+    trl.schedule_arguments(r)
+    trl.cuts(r)
     lengths(r)
     engines(r)
     open_instruct.batch(r)
@@ -83,11 +85,13 @@ def apply(r: Resolution) -> None:
     open_instruct.evaluations(r)
     open_instruct.reward_model(r)
     reference(r)
-    translate_length.apply(r)
-    tool_limits(r)
-    translate_adapters.apply(r)
-    translate_hub.apply(r)
-    translate_tracking.apply(r)
+    trl.max_steps(r)
+    consequences.passes(r)
+    consequences.tool_limits(r)
+    dropout_of_adapters(r)
+    consequences.stored_adapter(r)
+    open_instruct.repository(r)
+    trackers(r)
 
 
 def renames(r: Resolution) -> None:
@@ -165,26 +169,6 @@ def advantages(r: Resolution) -> None:
     r.put("advantage_eps", 1e-4, alias)
 
 
-def asynchrony(r: Resolution) -> None:
-    """TRL has only a limit of age; presets whose trainers are asynchronous also hold for runs that are not."""
-    oldest = r.value("max_staleness")
-    if oldest is not None and oldest > 0 and not r.rank("async_steps"):
-        half = -(-oldest // 2)
-        r.derive(
-            "async_steps",
-            half,
-            f"async_steps is {half}, half of max_staleness={oldest}: steps then take what has finished first, where "
-            f"async_steps={oldest} would take groups in order and wait for the slowest",
-        )
-    if r.value("async_steps"):
-        return
-    if r.rank("inflight_updates") == PRESET and r.value("inflight_updates"):
-        r.derive("inflight_updates", False, "inflight_updates is false, because async_steps is 0")
-    elif r.value("inflight_updates") and not r.rank("async_steps"):
-        note = "async_steps is 1: inflight_updates needs completions that are under way when the weights change"
-        r.derive("async_steps", 1, note)
-
-
 def warm_up(r: Resolution) -> None:
     """In transformers 5 a number of steps below 1 is a share of all steps."""
     steps = _finite(r, "warmup_steps")
@@ -205,7 +189,7 @@ def lengths(r: Resolution) -> None:
         elif alias in r.peers:
             r.problems.append(f"{alias}=none is refused: a length needs a limit here; give --{target} N")
     need = sum(map(r.value, aliases.values()))
-    asks = r.has_trl_defaults or aliases.keys() & r.peers.keys()
+    asks = has_trl_defaults(r) or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
         r.derive("pack_length", need, f"pack_length is {need}, to hold the longest prompt and completion")
 
@@ -237,15 +221,7 @@ def _servers(r: Resolution) -> None:
         # TRL's default is the address on which its server listens.
         place = f"http://{'127.0.0.1' if host in (None, '0.0.0.0') else host}:{port or 8000}"
         r.put("vllm_server_base_url", (place,), "vllm_server_host", "vllm_server_port")
-    count, given = len(r.value("vllm_server_base_url")), r.given.get("vllm_num_engines")
-    if given is not None and given.rank > PRESET and given.value != count:
-        r.problems.append(
-            f"vllm_num_engines={given.value} differs from the {count} addresses in vllm_server_base_url, each of which is an "
-            "engine; leave it out"
-        )
-        r.unsound.add("vllm_num_engines")
-    elif count > 1:
-        r.derive("vllm_num_engines", count, f"vllm_server_base_url -> vllm_num_engines ({count})")
+    consequences.server_engines(r)
 
 
 def batch(r: Resolution) -> None:
@@ -259,7 +235,7 @@ def batch(r: Resolution) -> None:
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
     given = [name for name in ("generation_batch_size", "steps_per_generation", *sizes) if r.peer(name) is not None]
     has_prompts = r.rank("num_unique_prompts_rollout") >= max(r.rank(*given), 2)
-    is_trl = r.has_trl_defaults or whole or steps or (r.peer("num_generations") and given and not has_prompts)
+    is_trl = has_trl_defaults(r) or whole or steps or (r.peer("num_generations") and given and not has_prompts)
     if not is_trl:
         _open_instruct_batch(r, own, accumulated)
         return
@@ -394,13 +370,25 @@ def reference(r: Resolution) -> None:
         r.notes.append("ref_model_sync_steps has no effect without sync_ref_model=true")
 
 
-def tool_limits(r: Resolution) -> None:
-    """A limit in TRL's unit is the only one, as there."""
-    turns = r.value("max_tool_calling_iterations")
-    if turns is not None and r.value("max_tool_calls") is not None and r.rank("max_tool_calls") <= PRESET:
-        r.derive(
-            "max_tool_calls", None, f"max_tool_calls is none, because max_tool_calling_iterations={turns} is given"
-        )
+def dropout_of_adapters(r: Resolution) -> None:
+    """A dropout that other trainers have by default."""
+    if r.value("use_peft") and r.peer("lora_dropout", 0) in table()["lora_dropout"].neutral and r.peer("lora_dropout"):
+        r.notes.append(f"lora_dropout has no effect: {table()['lora_dropout'].sentence}")
+
+
+def trackers(r: Resolution) -> None:
+    """Open Instruct's switch for Weights & Biases, and TRL's name of a project."""
+    if r.peer("with_tracking"):
+        own = tuple(name for name in r.value("report_to") if name)
+        if "wandb" not in own and EVERY not in own:
+            # Beside other trackers of the same rank it adds one; `none` contradicts it.
+            if r.rank("report_to") <= r.rank("with_tracking") and own and NO not in own:
+                r.given.pop("report_to", None)
+            r.put("report_to", (*own, "wandb") if NO not in own else ("wandb",), "with_tracking")
+    for name in ("wandb_project_name", "project"):
+        project = r.peer(name)
+        if project is not None and not (name == "project" and project == TRL_PROJECT):
+            r.put("wandb_project", project, name)
 
 
 def is_excused(r: Resolution, name: str) -> bool:
