@@ -19,7 +19,7 @@ from mgrpo.moving.presets import PRESET_NOTES, PRESETS
 from mgrpo.moving.translate import LOSS_TYPES
 from tools.docs import markdown
 
-SCRIPTS = Path(__file__).parents[2] / "tests/unit/config/open_instruct_scripts.yaml"
+SCRIPTS = Path(__file__).parents[2] / "tests/unit/moving/open_instruct_scripts.yaml"
 """Flags of Open Instruct's launch scripts, and which of them are refused."""
 
 INTRODUCTION = """# Settings

@@ -69,11 +69,14 @@ def problems_of(path, model, preset):
     return problems(config_of(path, model, preset), world_size=learners_of(path), hf_config=OLMO3_32B)
 
 
-@pytest.mark.parametrize("preset", ["mgrpo", "open_instruct_main", "seed"])
 @pytest.mark.parametrize("path", [path for path in FLAGS if path not in REFUSED])
-def test_a_script_of_open_instruct_runs_with_its_flags(path, preset, model):
-    """Its owner pastes them behind `mgrpo train`, with or without the preset that has Open Instruct's defaults."""
-    assert problems_of(path, model, preset) == []
+def test_a_script_of_open_instruct_does_here_what_it_says(path, model, capsys):
+    """Its owner pastes its flags behind `mgrpo train`, with or without the preset that has Open Instruct's defaults."""
+    for preset in ("mgrpo", "open_instruct_main", "seed"):
+        assert problems_of(path, model, preset) == [], preset
+    assert_the_script_trains_what_it_says(path, model)
+    assert_notes_name_flags_of_the_script_or_of_the_preset(path, model)
+    assert_the_script_is_planned_by_the_name_of_its_model(path, capsys)
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -83,6 +86,7 @@ def test_a_script_that_is_refused_is_refused_for_the_reason_on_the_page(path, mo
     for preset in ("mgrpo", "open_instruct_main"):
         found = problems_of(path, model, preset)
         assert found and all(problem.startswith(f"{setting}=") for problem in found)
+    assert_notes_name_flags_of_the_script_or_of_the_preset(path, model)
 
 
 def test_nine_in_ten_scripts_run():
@@ -92,8 +96,7 @@ def test_nine_in_ten_scripts_run():
     assert REFUSED.keys() <= FLAGS.keys()
 
 
-@pytest.mark.parametrize("path", [path for path in FLAGS if path not in REFUSED])
-def test_the_script_trains_what_it_says(path, model):
+def assert_the_script_trains_what_it_says(path, model):
     """Accepting a flag is not obeying it: the numbers that decide what is learned are those of the script."""
     config, values = config_of(path, model, "open_instruct_main"), values_of(path)
 
@@ -117,8 +120,7 @@ def test_the_script_trains_what_it_says(path, model):
     assert config.loss.use_rho_correction
 
 
-@pytest.mark.parametrize("path", FLAGS)
-def test_every_line_of_the_start_names_a_flag_of_the_script_or_of_the_preset(path, model):
+def assert_notes_name_flags_of_the_script_or_of_the_preset(path, model):
     """Notes are how an owner learns what is done differently; a note about something else would not be read again."""
     given = values_of(path).keys() | PRESETS["open_instruct_main"].keys()
     for note in config_of(path, model, "open_instruct_main").notes:
@@ -131,8 +133,7 @@ def test_the_python_door_takes_a_script_as_well(model):
     assert GRPOConfig.from_open_instruct(words_of(path, model)) == config_of(path, model, "open_instruct_main")
 
 
-@pytest.mark.parametrize("path", [path for path in FLAGS if path not in REFUSED])
-def test_a_script_can_be_planned_by_the_name_of_its_model(path, capsys):
+def assert_the_script_is_planned_by_the_name_of_its_model(path, capsys):
     """What the run would take is asked before its GPUs are; nothing of the model or the data is here then."""
     words = ["Qwen/Qwen3-8B" if word == "MODEL" else word for word in FLAGS[path]]
     of_others = [i for i, word in enumerate(words) if word in ("--tokenizer_name_or_path", "--model_revision")]
