@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgrpo.config.schema import Config
-from mgrpo.moving.scripts.command_config import Given, Text, config_of, precision_of_moments
-from mgrpo.moving.scripts.command_line import arguments_of, command_of, known
+from mgrpo.moving.command_words import words
+from mgrpo.moving.scripts.command_config import Given, Read, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_line import arguments_of, command_of, line_of, unknown_value
+from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known
 from mgrpo.moving.scripts.verl import SCHEDULES
 
 VERIFIERS = {
@@ -33,14 +35,17 @@ def read(settings: str | Path | Sequence[str] | Mapping[str, object], fields: Ma
     return config_of("slime", texts_of(settings), fields, combine=combine)
 
 
-def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> dict[str, Text]:
+def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> Read:
     """The text of each name, with underscores; of a name given twice the last one."""
     if isinstance(settings, Mapping):
-        return {
-            str(name).replace("-", "_"): tuple(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            for name, value in settings.items()
-            if value is not None
-        }
+        return Read(
+            {
+                str(name).replace("-", "_"): tuple(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+                for name, value in settings.items()
+                if value is not None
+            }
+        )
+    read = Read()
     found: dict[str, list[str]] = {}
     name = ""
     for word in arguments_of(command_of(settings, trainer="train")):
@@ -50,11 +55,17 @@ def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> dic
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
             found[name] = [text] if equals else []
+            read.lines[name] = line_of(word)
         elif name:
             found[name].append(word)
-    return {
+        elif UNKNOWN in word:
+            read.problems.append(unknown_value(known(word), word))
+        else:
+            read.problems.append(f"{word} stands before every flag; slime's arguments begin with --")
+    read.texts |= {
         name: "true" if not texts else texts[0] if len(texts) == 1 else tuple(texts) for name, texts in found.items()
     }
+    return read
 
 
 def combine(given: Given) -> None:
@@ -73,13 +84,17 @@ def combine(given: Given) -> None:
             "wandb_group_name": given.text("wandb_group") or None,
         }
     values.setdefault("checkpoint_state_freq", -1)
-    if int(str(values["checkpoint_state_freq"])) < 1:
+    if given.whole("checkpoint_state_freq", -1) < 1:
         values.pop("checkpoint_state_dir", None)
     schedule = given.choice("lr_decay_style", SCHEDULES)
     is_warmed = {"warm_up_steps", "warmup_ratio"} & values.keys()
     values["lr_scheduler_type"] = "constant" if schedule == SCHEDULES["constant"] and not is_warmed else schedule
     if schedule != SCHEDULES["constant"]:
         values["min_lr"] = given.number("min_lr")
+        if given.has("lr_decay_iters"):
+            given.refuse(
+                words("slime")["lr_decay_iters"], given.text("lr_decay_iters"), "the schedule is as long as the run"
+            )
     if not {"max_prompt_token_length"} & (values.keys() | given.fields.keys()):
         values["max_prompt_token_length"] = MOST_PROMPT_TOKENS
         given.notes.append(
@@ -109,7 +124,12 @@ def _gpus(given: Given) -> None:
     values |= {"num_learners_per_node": [gpus] * nodes, "vllm_mode": "colocate" if shares else "ray"}
     if shares:
         values["vllm_enable_sleep_mode"] = True
-    num = nodes * gpus if shares else given.count("rollout_num_gpus")
+    asked = given.count("rollout_num_gpus")
+    if shares and asked not in (None, nodes * gpus):
+        given.problems.append(
+            f"rollout_num_gpus={asked} is refused{given.at('rollout_num_gpus')}: with colocate engines have all {nodes * gpus} GPUs"
+        )
+    num = nodes * gpus if shares else asked
     if num is None:
         given.problems.append("rollout_num_gpus is not given: how many GPUs serve engines? give it, or --colocate")
         return
@@ -125,20 +145,41 @@ def _batch(given: Given) -> None:
         return
     whole = given.count("global_batch_size")
     if given.has("num_steps_per_rollout"):
-        values["num_mini_batches"] = given.count("num_steps_per_rollout")
+        steps = values["num_mini_batches"] = given.count("num_steps_per_rollout")
+        if whole and steps and whole != prompts * samples // steps:
+            given.problems.append(
+                f"global_batch_size={whole} differs from {prompts * samples} completions / num_steps_per_rollout={steps}"
+                f"{given.at('global_batch_size')}; give one of them"
+            )
     else:
         values["num_mini_batches"] = given.part(
             "rollout_batch_size x n_samples_per_prompt", "global_batch_size", prompts * samples, whole
         )
+    if not given.has("num_rollout") and not given.has("num_epoch"):
+        given.problems.append("neither num_rollout nor num_epoch is given: the length of the run")
+    if not given.has("global_batch_size") and not given.has("num_steps_per_rollout"):
+        given.problems.append(
+            "neither global_batch_size nor num_steps_per_rollout is given: the optimizer steps of a batch"
+        )
+    if not given.has("rollout_max_response_len") and "response_length" not in given.fields:
+        given.problems.append("rollout_max_response_len is not given: slime has no limit, and a run here needs one")
     if steps := given.count("num_rollout"):
         values["total_episodes"] = steps * prompts * samples
         values.pop("num_train_epochs", None)
-    ranks = int(str(values.get("context_parallel_size", 1)))
-    longest = int(str(values.get("max_prompt_token_length", MOST_PROMPT_TOKENS))) + int(
-        str(values.get("response_length", 256))
-    )
+    ranks = given.whole("context_parallel_size", 1)
+    longest = given.whole("max_prompt_token_length", MOST_PROMPT_TOKENS) + given.whole("response_length", 0)
+    if (context := given.count("rollout_max_context_len")) and context < longest:
+        given.refuse(
+            words("slime")["rollout_max_context_len"],
+            str(context),
+            f"prompt and response have limits of their own, {longest} tokens together",
+        )
     values["pack_length"] = max(longest, (given.count("max_tokens_per_gpu") or 0) * ranks)
     if over := given.count("over_sampling_batch_size"):
+        if over < prompts:
+            given.problems.append(
+                f"over_sampling_batch_size={over} must be at least rollout_batch_size={prompts}{given.at('over_sampling_batch_size')}"
+            )
         values["active_sampling_oversample"] = max(over / prompts - 1, 0.0)
     if given.has("dynamic_sampling_filter_path"):
         values["active_sampling"] = True
