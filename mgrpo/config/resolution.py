@@ -29,7 +29,7 @@ class Layer:
     unsound: set[str] = field(default_factory=set)
     """Settings whose text could not be read, by their own name or by one that sets them."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know about how they were read."""
+    """Sentences for the user about how they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Given:
 
 
 class Resolution:
-    """What was given under every name, and the notes and problems that come of it."""
+    """The value given under every name, and the notes and problems that come of them."""
 
     def __init__(
         self,

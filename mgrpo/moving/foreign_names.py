@@ -1,6 +1,6 @@
 """Every name that a run accepts beside its own settings: Open Instruct's, TRL's, and flags of old scripts.
 
-The names are data, in foreign_names.csv; what an alias does that is more than a new name is code, in `translate`. The columns:
+The names are data, in foreign_names.csv; an alias that does more than rename is translated in `translate`. The columns:
 
     status    derived, alias, translated, no effect or refused; the table in docs/config.md says what each means
     type      alternatives between bars: bool, int, float, text, words, json, none, or choices as in a/b/c; empty:
@@ -80,7 +80,7 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "min_p": {None: "0", "none": "0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }
-"""What other trainers write for a value that is spelled differently here."""
+"""The spelling here of a value that other trainers write differently, by setting and their spelling."""
 
 
 @cache

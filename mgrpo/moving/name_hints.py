@@ -29,7 +29,7 @@ class Hint:
     sentence: str
 
     def advice(self, dashes: str = "") -> str:
-        """What to do; `dashes` stand before the name of each setting."""
+        """The advice in words; `dashes` stand before the name of each setting."""
         use = "use " + " and ".join(dashes + target for target in self.targets) if self.targets else ""
         return "; ".join(part for part in (use, self.sentence) if part)
 

@@ -16,7 +16,7 @@ from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, reasons
 Text = str | tuple[str, ...]
 Values = dict[str, object]
 WRITTEN = ("console", "file")
-"""What every run writes anyway: lines of its log, and metrics.jsonl."""
+"""Trackers that every run has anyway: lines of its log, and metrics.jsonl."""
 NOTHING = ("", "null", "none")
 KL_TYPES = {"kl": "0", "k1": "0", "mse": "1", "k2": "1", "low_var_kl": "2", "k3": "2"}
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "seq_mean", "seq-mean-token-sum-norm": "dr_grpo"}
@@ -32,7 +32,7 @@ class Read:
 
 
 class Given:
-    """What a command says under the trainer's names, with the trainer's defaults for those that it leaves out."""
+    """The values of a command under the trainer's names, with the trainer's defaults for those that it leaves out."""
 
     def __init__(self, trainer: str, read: Read, fields: Mapping[str, object]) -> None:
         self.trainer, self.texts, self.lines, self.fields = trainer, dict(read.texts), read.lines, fields
@@ -90,7 +90,7 @@ class Given:
         return int(text) if text.removeprefix("-").isdecimal() else default
 
     def choice(self, name: str, choices: Mapping[str, object]) -> object:
-        """What one of a few words means; None and a problem for others."""
+        """The meaning of one of a few words; None and a problem for others."""
         text = self.text(name)
         if UNKNOWN in text:
             return None
@@ -182,7 +182,7 @@ def _take(given: Given, name: str, text: Text) -> None:
 
 
 def _notes(given: Given) -> Iterator[str]:
-    """What became of each name of the command."""
+    """The notes: the settings that each name of the command has become, or why it has no effect."""
     for name in given.texts:
         word = find(given.trainer, name)
         if word is None or word.status not in ("alias", "combined") or word.targets == (name,):

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from mgrpo.config.errors import ConfigError
 from mgrpo.moving.scripts.shell import Shell
-from mgrpo.moving.scripts.shell_lexer import MARK, UNKNOWN, Lexer, Placed, Token, known, reasons
+from mgrpo.moving.scripts.shell_lexer import MARK, UNKNOWN, Lexer, Token, known, line_of, reasons
 from mgrpo.moving.scripts.shell_values import Values
 
 LAUNCHERS = ("mason.py", "torchrun.py", "launch.py")
@@ -120,11 +120,6 @@ def _is_program(word: str) -> bool:
 
 def _is_launcher(word: str) -> bool:
     return PurePath(word).name in LAUNCHERS
-
-
-def line_of(word: str) -> int:
-    """The line of a word of a text; 0 for others."""
-    return word.line if isinstance(word, Placed) else 0
 
 
 def _read_again(word: str) -> list[str]:

@@ -40,6 +40,11 @@ class Token:
     items: tuple[Token, ...] | None = None
 
 
+def line_of(word: str) -> int:
+    """The line of a word of a text; 0 for others."""
+    return word.line if isinstance(word, Placed) else 0
+
+
 def known(word: str) -> str:
     """The word as it was written, without marks of what was not computed."""
     return MARK.sub(r"\2", word)
@@ -84,7 +89,7 @@ class Lexer:
                     continue
                 yield Token(found[0], self.line_of(at), is_word=False)
                 at = found.end()
-                if found[0].endswith(("<<", "<<-")):
+                if found[0].lstrip("0123456789") in ("<<", "<<-"):
                     begin = at + len(text[at:]) - len(text[at:].lstrip(" \t"))
                     self.documents.append((re.sub(r"[\"'\\]", "", text[begin : self.end_of_word(begin)]), found[0].endswith("-")))  # fmt: skip
             elif text.startswith("((", at):

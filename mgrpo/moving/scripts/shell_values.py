@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mgrpo.moving.scripts.shell_lexer import ASSIGNED, UNKNOWN, Lexer, Placed, Token, marked, reasons
+from mgrpo.moving.scripts.shell_lexer import ASSIGNED, UNKNOWN, Lexer, Placed, Token, line_of, marked, reasons
 
 PIECE = re.compile(r"(?:\0[^\0]*\0[^\0]*\0|\S)+")
 """A part of an unquoted value that a shell makes a word of; no mark is divided."""
@@ -113,11 +113,14 @@ class Values:
             return [Placed(marked(raw, why if ":" in why else f"line {line}: {bare} {why}"), line)] if why else []
         if used := re.fullmatch(r"\$\{" + LIST_USED.pattern + r"\}", bare):
             words = self._list(used["name"], bare, line)
-            if bare != raw and used["all"] == "*":
-                words = [" ".join(words)]
-            elif bare == raw:
-                words = [piece for word in words for piece in PIECE.findall(self._unquoted(word, line))]
-            return [Placed(word, line) for word in words]
+            if bare != raw:
+                words = [" ".join(words)] if used["all"] == "*" else words
+                return [Placed(word, line_of(word) or line) for word in words]
+            return [
+                Placed(piece, line_of(word) or line)
+                for word in words
+                for piece in PIECE.findall(self._unquoted(word, line))
+            ]
         if raw[:1] in "<>" and raw[1:2] == "(":
             return [Placed(marked(raw, f"line {line}: {raw} is a command"), line)]
         if re.match(r"~[\w+-]*(?:/|$)", raw) and raw[1:2] not in ("", "/"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import words
 from mgrpo.moving.scripts.command_config import Given, Read, config_of, precision_of_moments
-from mgrpo.moving.scripts.command_line import arguments_of, command_of, line_of, unknown_value
-from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known
+from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
+from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 from mgrpo.moving.scripts.verl import SCHEDULES
 
 VERIFIERS = {
@@ -69,7 +69,7 @@ def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> Rea
 
 
 def combine(given: Given) -> None:
-    """What follows from several names."""
+    """Set what only several names together decide, and refuse those that contradict each other."""
     _gpus(given)
     _batch(given)
     _loss(given)
@@ -105,7 +105,7 @@ def combine(given: Given) -> None:
         verifier = VERIFIERS.get(kind)
         if verifier is None and "reward_funcs" not in given.fields:
             given.problems.append(
-                f"rm_type={kind} is refused: no verifier is of that name; give reward_funcs, or name a verifier of docs/rewards.md "
+                f"rm_type={kind} is refused{given.at('rm_type')}: no verifier is of that name; give reward_funcs, or name a verifier of docs/rewards.md "
                 "in each row's column dataset"
             )
         elif verifier:
@@ -186,7 +186,7 @@ def _batch(given: Given) -> None:
         if not given.text("dynamic_sampling_filter_path").endswith("check_reward_nonzero_std"):
             path = given.text("dynamic_sampling_filter_path")
             given.problems.append(
-                f"dynamic_sampling_filter_path={path} is refused: groups are filtered by their rewards alone"
+                f"dynamic_sampling_filter_path={path} is refused{given.at('dynamic_sampling_filter_path')}: groups are filtered by their rewards alone"
             )
 
 

@@ -14,8 +14,8 @@ from mgrpo.config.errors import ConfigError
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import find, words
 from mgrpo.moving.scripts.command_config import Given, Read, Text, config_of, precision_of_moments
-from mgrpo.moving.scripts.command_line import arguments_of, command_of, line_of, unknown_value
-from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known
+from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
+from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 TEMPLATE_KWARGS = "data.apply_chat_template_kwargs"
@@ -24,7 +24,7 @@ POLICY_LOSSES: dict[str, dict[str, str]] = {
     "gspo": {"ratio_level": "sequence", "aggregation": "seq_mean"},
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean"},
 }
-"""What a loss_mode sets. Those beside vanilla average over each sequence first, whatever loss_agg_mode is, and have no clip_ratio_c."""
+"""The settings of each loss_mode. Those beside vanilla average over each sequence first, whatever loss_agg_mode is, and have no clip_ratio_c."""
 STRATEGIES: dict[str, str] = {"": "fsdp", "null": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 SCHEDULES: dict[str, str] = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -79,8 +79,6 @@ def _read_words(given: Sequence[str], read: Read) -> None:
             read.problems.append(f"{word} is refused{at}: of Hydra's options only --config-name is read")
         elif name.startswith("~") or not equals:
             read.problems.append(f"{word} is refused{at}: only name=value is read; leave it out")
-        elif "@" in name or "." not in name:
-            read.problems.append(f"unknown name {name} of verl{at}; leave it out, or give the setting that does it")
         else:
             name = name.lstrip("+")
             try:
@@ -236,7 +234,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Text]:
 
 
 def combine(given: Given) -> None:
-    """What follows from several names."""
+    """Set what only several names together decide, and refuse those that contradict each other."""
     _gpus(given)
     _batch(given)
     _loss(given)

@@ -202,6 +202,8 @@ def test_a_script_of_slime_is_read_as_a_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         mgrpo.GRPOConfig.from_slime(launch_scripts.SLIME.replace("CKPT_ARGS=(", "OTHER=("))
     assert "only a shell knows" in str(caught.value) and "${CKPT_ARGS[@]}" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rm_type=remote is refused \(line 19\)"):
+        mgrpo.GRPOConfig.from_slime(launch_scripts.SLIME.replace("--rm-type deepscaler", "--rm-type remote"))
 
 
 VERL_REFUSED = {

@@ -38,6 +38,7 @@ READ = [
     "A=${1:-x}\npython grpo.py --a $A",
     "exit_code=1\npython grpo.py --a $exit_code\nexit 0\npython grpo.py --a 2",
     "A=1\n(A=2)\nA=3\npython grpo.py --a $A",
+    "cat <<< 'A=9'\nA=1\npython grpo.py --a $A",
     "source ./none.sh\nA=1\nL=(--b 2)\npython grpo.py --a $A ${L[@]}",
     "python grpo.py --a 1 \\\n  --b 2 \\\n\necho --c 3",
 ]
