@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgrpo.config.peers.grpo_config import GRPOConfig
+    from mgrpo.moving.grpo_config import GRPOConfig
     from mgrpo.run.start.launch import train
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return train
     if name == "GRPOConfig":
-        from mgrpo.config.peers.grpo_config import GRPOConfig
+        from mgrpo.moving.grpo_config import GRPOConfig
 
         return GRPOConfig
     raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

@@ -30,13 +30,14 @@ import numpy as np
 import psutil
 from bench_loop import cpu_model, rounded
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.tools.calculate import calculate
 from mgrpo.environments.workers.instance import Answered, Ending
 from mgrpo.environments.workers.pool import EnvironmentPool, Spec
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import MANIFEST
-from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
@@ -24,6 +24,7 @@ from mgrpo.config.tracking import Tracking
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.moving import parse
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located

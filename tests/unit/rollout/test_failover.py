@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout import members
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.workers.errors import EnvironmentLost
 from mgrpo.environments.workers.instance import Answered, Ending
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.run.report.upload import Uploads, token_warning
 from tests.hub_server import TOKEN, Hub, hub_server
 
