@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgrpo.config.peers.grpo_config import GRPOConfig
+    from mgrpo.moving.grpo_config import GRPOConfig
     from mgrpo.run.commands.evaluate import evaluate
     from mgrpo.run.start.launch import train
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return evaluate
     if name == "GRPOConfig":
-        from mgrpo.config.peers.grpo_config import GRPOConfig
+        from mgrpo.moving.grpo_config import GRPOConfig
 
         return GRPOConfig
     raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

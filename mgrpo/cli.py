@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from mgrpo import __version__
-from mgrpo.config import Config, ConfigError, parse, to_yaml
+from mgrpo.config import Config, ConfigError, to_yaml
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import settings
 from mgrpo.config.load import GENERAL, SWITCHES, raise_problems, started_ranks
 from mgrpo.config.validate import problems
+from mgrpo.moving import parse
 
 USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine
        mgrpo launch --nodes N --learner-nodes L ... -- --config FILE.yaml ...   on every node: train on many, engines on some

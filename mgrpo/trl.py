@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.peers import grpo_config
+from mgrpo.moving import grpo_config
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.report.result import step_of
 from mgrpo.run.report.upload import Uploads, token_warning

@@ -101,7 +101,7 @@ Row = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def sampled(model: str, side: Side, prompts: Sequence[np.ndarray], *, samples: int, tokens: int) -> list[Row]:
     """The completions of an engine. In a process of its own."""
-    from mgrpo.config import from_values
+    from mgrpo.moving import from_values
     from mgrpo.rollout.engine import Sampling
     from mgrpo.rollout.vllm.actor import EngineActor
     from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment

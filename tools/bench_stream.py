@@ -31,8 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
 from mgrpo.rollout.fleet import Fleet

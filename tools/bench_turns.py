@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 from bench_loop import cpu_model, rounded
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.instance import Ending
@@ -38,6 +38,7 @@ from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.tools.calculate import calculate
 from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.pool import EnvironmentPool
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction

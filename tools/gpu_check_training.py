@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from mgrpo.config import Config, from_values  # noqa: E402
+from mgrpo.config import Config  # noqa: E402
+from mgrpo.moving import from_values  # noqa: E402
 from mgrpo.run.ranks.process import prepare_environment  # noqa: E402
 
 prepare_environment(Config())

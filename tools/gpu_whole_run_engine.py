@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config import Config, parse
+from mgrpo.config import Config
+from mgrpo.moving import parse
 from mgrpo.rollout.engine import Completions, PromptBatch, Sampling
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, serving_gpus
 

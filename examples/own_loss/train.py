@@ -10,7 +10,7 @@ import sys
 from loss import smooth_clip
 
 import mgrpo
-from mgrpo.config import parse
+from mgrpo.moving import parse
 
 if __name__ == "__main__":
     # Two mini-batches per step: the second one is off-policy, and only there are ratios not 1.

@@ -12,7 +12,7 @@ from pathlib import Path
 from reward import closeness
 
 import mgrpo
-from mgrpo.config import parse
+from mgrpo.moving import parse
 
 EXAMPLES = Path("examples")
 

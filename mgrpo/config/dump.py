@@ -40,7 +40,7 @@ def to_yaml(config: Config) -> str:
 
 
 def derived_lines(config: Config, *, world_size: int) -> str:
-    """What follows from a sound `config`, as comments to append to `to_yaml`."""
+    """Values that follow from a sound `config`, as comments to append to `to_yaml`."""
     values: dict[str, object] = {
         "run_name": config.tracking.run_name or config.experiment.run_name,
         "world_size": world_size,

@@ -7,12 +7,12 @@ import ast
 import inspect
 import sys
 import typing
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
-from mgrpo.config.peers.presets import PRESETS
 
 COMMANDS = {
     "mgrpo train": "Trains a model.",
@@ -29,8 +29,13 @@ OWN_FLAGS = {
 """Flags of a command that are no settings: name, value and meaning."""
 
 
-def help_text(prog: str | None = None) -> str:
-    """All settings, grouped by section, with type, meaning and default; first what the command itself does and takes."""
+def help_text(prog: str | None = None, *, presets: Iterable[str] = ("mgrpo",), other_names: str = "") -> str:
+    """All settings, grouped by section, with type, meaning and default; first what the command itself does and takes.
+
+    Args:
+        presets: the names that --preset takes.
+        other_names: the sentence that says which names are accepted beside the settings'.
+    """
     command = prog or ""
     does = f"{COMMANDS[command]} " if command in COMMANDS else ""
     parser = argparse.ArgumentParser(
@@ -38,7 +43,7 @@ def help_text(prog: str | None = None) -> str:
         usage="%(prog)s [--config FILE.yaml | FILE.yaml] [--preset NAME] [--name value | --name=value ...]",
         description=does
         + "A flag wins over the file, the file over the preset, the preset over the default. Lists take several "
-        "words or a comma between them. Names of Open Instruct and TRL are also accepted: docs/config.md.",
+        f"words or a comma between them. {other_names}".rstrip(),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=8, width=100),
         allow_abbrev=False,
         add_help=False,
@@ -47,7 +52,7 @@ def help_text(prog: str | None = None) -> str:
     general.add_argument("--config", metavar="FILE", help="YAML file of `name: value` lines.")
     general.add_argument(
         "--preset",
-        metavar="{" + ",".join(PRESETS) + "}",
+        metavar="{" + ",".join(presets) + "}",
         help="Whose defaults to use; `preset: NAME` in a file does the same. (default: mgrpo)",
     )
     for name, value, meaning in OWN_FLAGS.get(command, ()):

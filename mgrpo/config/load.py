@@ -1,7 +1,6 @@
-"""From a command line, a YAML file or Python values to a `Config`, with every problem reported at once.
+"""The texts of a command line, a YAML file or Python values as values of the right types, with every problem collected.
 
-Text becomes values here, and `resolve` decides between those who gave them; whether the values make sense together is
-`validate`'s question.
+Which names may be given, and what those mean that are no settings, is `Names`'s matter; what follows from the values is `Resolution`'s.
 """
 
 from __future__ import annotations
@@ -9,20 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import Setting, Text, describe, mismatch, read
-from mgrpo.config.peers.hints import unknown
-from mgrpo.config.peers.names import HIDDEN, SECRETS, SPELLINGS, setting_of
+from mgrpo.config.fields import Setting, Text, describe, mismatch, read, settings
 from mgrpo.config.resolution import FILE, FLAG, Layer
-from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
 from mgrpo.config.tools import SOURCES
 from mgrpo.config.user_functions import as_names
@@ -36,93 +29,32 @@ OVERRIDE = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_]\w*(\.\w+)+)=")
 """A setting as Hydra writes it, `a.b.c=value`."""
 
 
-def parse(
-    argv: Sequence[str],
-    *,
-    prog: str | None = None,
-    preset: str | None = None,
-    world_size: int | None = None,
-    defer: bool = False,
-) -> Config:
-    """Config of `[FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value | --name=value ...]`.
-
-    Args:
-        preset: the one to use if neither the file nor a flag names one.
-        world_size: learner ranks, for names that count per rank; by default those that torchrun started.
-        defer: leave problems in `provenance.problems`, which `validate` adds to its own, instead of raising.
-    Prints the settings and exits on -h and --help. Raises ConfigError with all problems of file and flags.
-    """
-    if "-h" in argv or "--help" in argv:
-        from mgrpo.config.help import help_text
-
-        sys.stdout.write(help_text(prog))
-        raise SystemExit(0)
-    problems: list[str] = []
-    general, flags = _split_argv(argv, problems)
-    layers = []
-    if general["config"]:
-        layer, named = _read_file(Path(general["config"]), problems)
-        layers.append(layer)
-        preset = named or preset
-    layers.append(_read_flags(flags, problems))
-    config = resolve(
-        layers, preset=general["preset"] or preset, world_size=world_size or started_ranks(), problems=problems
-    )
-    return config if defer else raise_problems(config)
+HIDDEN = "(hidden)"
+"""Stands for a value that must not be repeated."""
 
 
-def load_file(path: str | Path, *, world_size: int | None = None) -> Config:
-    """Config of one YAML file."""
-    problems: list[str] = []
-    layer, preset = _read_file(Path(path), problems)
-    return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
+class Names:
+    """The names that may be given: those of the settings. Other trainers' names are added by a room above."""
 
+    def setting_of(self, name: str) -> Setting | None:
+        """How the text of `name` is read; None for an unknown name."""
+        return settings().get(name)
 
-def as_config(config: Config | Mapping[str, object] | str | Path) -> Config:
-    """A config as it is, or that of settings by name or of a YAML file."""
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, Mapping):
-        return from_values(config)
-    if isinstance(config, (str, Path)):
-        return load_file(config)
-    raise TypeError(
-        f"config must be an mgrpo.GRPOConfig(...), a dict of settings or the path of a YAML file, got {type(config).__name__}"
-    )
+    def targets_of(self, name: str) -> tuple[str, ...]:
+        """The settings that a known name sets."""
+        return (name,)
 
+    def spelled(self, name: str, text: Text) -> Text:
+        """The text in the words of this project."""
+        return text
 
-def from_values(values: Mapping[str, object], *, preset: str | None = None, world_size: int | None = None) -> Config:
-    """Config of flat Python values, `{"seed": 2, "beta": 0.0}`, by the same rules as a file."""
-    problems: list[str] = []
-    layer = Layer(rank=FLAG, origin="argument")
-    for name, value in values.items():
-        if name == "preset":
-            preset = str(value)
-            continue
-        try:
-            text = _as_text(as_names(value) if name in SOURCES else value)
-        except ValueError as err:
-            problems.append(f"{name}: {err}")
-            continue
-        _take(str(name), text, "a Python value", layer, problems)
-    return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
+    def is_secret(self, name: str) -> bool:
+        """Whether the name's value must not be repeated."""
+        return False
 
-
-def with_tools(config: Config, given: Mapping[str, object]) -> Config:
-    """`config` with what a caller brings in place of its own: tools, environment_factory or rollout_func; None: nothing.
-
-    Raises:
-        ConfigError: a function that other processes cannot find.
-    """
-    brought = from_values({name: value for name, value in given.items() if value is not None})
-    changed: dict[str, Any] = {name: getattr(brought.tools, name) for name in brought.provenance.sources}
-    if "tools" in changed and config.tools.tools:
-        # Those are of the tools that are replaced.
-        changed |= {"tool_call_names": (), "tool_configs": ()}
-    sources = {**config.provenance.sources, **brought.provenance.sources}
-    return replace(
-        config, tools=replace(config.tools, **changed), provenance=replace(config.provenance, sources=sources)
-    )
+    def unknown(self, name: str, where: str) -> str:
+        """The sentence for a name that is not accepted; a flag is given with its dashes."""
+        return f"unknown setting {name} ({where})"
 
 
 def started_ranks() -> int:
@@ -138,22 +70,37 @@ def raise_problems(config: Config) -> Config:
     return config
 
 
-def _take(name: str, text: Text, where: str, layer: Layer, problems: list[str]) -> None:
+def read_values(values: Mapping[str, object], names: Names, problems: list[str]) -> tuple[Layer, str | None]:
+    """Python values by name, and the preset among them."""
+    layer, preset = Layer(rank=FLAG, origin="argument"), None
+    for name, value in values.items():
+        if name == "preset":
+            preset = str(value)
+            continue
+        try:
+            text = _as_text(as_names(value) if name in SOURCES else value)
+        except ValueError as err:
+            problems.append(f"{name}: {err}")
+            continue
+        _take(str(name), text, "a Python value", layer, names, problems)
+    return layer, preset
+
+
+def _take(name: str, text: Text, where: str, layer: Layer, names: Names, problems: list[str]) -> None:
     """Put the value of `text` into `layer`, or a sentence into `problems`."""
-    setting = setting_of(name)
+    setting = names.setting_of(name)
     if setting is None:
-        problems.append(unknown(name, where))
+        problems.append(names.unknown(name, where))
         return
-    if name in SECRETS and text is not None:
+    if names.is_secret(name) and text is not None:
         text = HIDDEN
-    if not isinstance(text, tuple):
-        text = SPELLINGS.get(name, {}).get(text, text)
+    text = names.spelled(name, text)
     try:
         layer.values[name] = read(text, setting.type)
     except ValueError:
         reason = f"; {setting.reason}" if setting.is_choice and setting.reason else ""
         problems.append(mismatch(setting, text, where) + reason)
-        layer.unsound.add(name)
+        layer.unsound.update(names.targets_of(name))
 
 
 def _as_text(value: object) -> Text:
@@ -167,7 +114,9 @@ def _as_text(value: object) -> Text:
     return str(getattr(value, "value", value))  # of an enum, its value
 
 
-def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str | None], list[tuple[str, list[str]]]]:
+def split_argv(
+    argv: Sequence[str], names: Names, problems: list[str]
+) -> tuple[dict[str, str | None], list[tuple[str, list[str]]]]:
     """The flags that are not settings, and `(name, values)` of every other flag.
 
     Not by argparse, which stops at the first problem. A word that begins with two dashes is a flag, so `--save_freq -1` and
@@ -184,7 +133,7 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str
             name, equals, value = word[2:].partition("=")
             flags.append((name.replace("-", "_"), [value] if equals else []))
         elif override := OVERRIDE.match(word):
-            problems.append(unknown(override["name"], "command line") + "; settings are written --name value")
+            problems.append(names.unknown(override["name"], "command line") + "; settings are written --name value")
         elif flags:
             flags[-1][1].append(word)
         else:
@@ -202,25 +151,25 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str
     return general, [flag for flag in flags if flag[0] not in GENERAL]
 
 
-def _read_flags(flags: Iterable[tuple[str, list[str]]], problems: list[str]) -> Layer:
+def read_flags(flags: Iterable[tuple[str, list[str]]], names: Names, problems: list[str]) -> Layer:
     """A flag given again replaces what was given before: scripts end in "$@" so that their settings can be changed."""
     layer = Layer(rank=FLAG, origin="flag")
     given: dict[str, list[list[str]]] = {}
     for name, words in flags:
-        given.setdefault(name, []).append([HIDDEN] if name in SECRETS and words else words)
+        given.setdefault(name, []).append([HIDDEN] if names.is_secret(name) and words else words)
     for name, values in given.items():
-        setting = setting_of(name)
+        setting = names.setting_of(name)
         if setting is None:
-            problems.append(unknown(f"--{name}", "command line"))
+            problems.append(names.unknown(f"--{name}", "command line"))
             continue
         if any(words != values[-1] for words in values):
             times = ", then ".join(" ".join(words) or "nothing" for words in values)
             layer.notes.append(f"--{name} is given {len(values)} times ({times}); the last one counts")
-        _read_flag(setting, values[-1], layer, problems)
+        _read_flag(setting, values[-1], layer, names, problems)
     return layer
 
 
-def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[str]) -> None:
+def _read_flag(setting: Setting, words: list[str], layer: Layer, names: Names, problems: list[str]) -> None:
     where = "command line"
     if not words and setting.is_switch:
         layer.values[setting.name] = True
@@ -228,16 +177,16 @@ def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[
     if words and (setting.is_list or len(words) == 1):
         # A comma separates the words of a list, but not those of a JSON object.
         several = tuple(words) if setting.is_list_of_mappings and len(words) > 1 else ",".join(words)
-        _take(setting.name, several, where, layer, problems)
+        _take(setting.name, several, where, layer, names, problems)
         return
     if not words:
         problems.append(f"--{setting.name} needs a value, {describe(setting.type)}")
     else:
         problems.append(f"--{setting.name} takes one value, got {len(words)}: {' '.join(words)}")
-    layer.unsound.add(setting.name)
+    layer.unsound.update(names.targets_of(setting.name))
 
 
-def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
+def read_file(path: Path, names: Names, problems: list[str]) -> tuple[Layer, str | None]:
     """Values of a flat YAML file, and the preset that it names.
 
     The file is read as a tree of text, not as YAML's own types: YAML 1.1 would make a string of `2e-5`, a date of
@@ -266,7 +215,7 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
         elif name == "preset":
             preset = str(node.value)
         else:
-            _read_node(name, node, where, layer, problems)
+            _read_node(name, node, where, layer, names, problems)
         seen.setdefault(name, line)
     return layer, preset
 
@@ -275,26 +224,26 @@ def _kind(node: yaml.Node) -> str:
     return "a sequence" if isinstance(node, yaml.SequenceNode) else "a scalar"
 
 
-def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: list[str]) -> None:
-    setting = setting_of(name)
+def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, names: Names, problems: list[str]) -> None:
+    setting = names.setting_of(name)
     if isinstance(node, yaml.MappingNode) and not (setting and setting.is_mapping):
         problems.append(f"{name} holds a mapping ({where}); settings are flat: write them at the top level")
     elif setting is None or isinstance(node, yaml.ScalarNode):
         is_null = node.tag == "tag:yaml.org,2002:null"
-        _take(name, None if is_null else str(node.value), where, layer, problems)
+        _take(name, None if is_null else str(node.value), where, layer, names, problems)
         return
     elif isinstance(node, yaml.MappingNode):
         layer.values[name] = read(_json(node), setting.type)
         return
     elif all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        _take(name, tuple(item.value for item in node.value), where, layer, problems)
+        _take(name, tuple(item.value for item in node.value), where, layer, names, problems)
         return
     elif setting.is_list_of_mappings and not any(isinstance(item, yaml.SequenceNode) for item in node.value):
-        _take(name, tuple(_json(item) for item in node.value), where, layer, problems)
+        _take(name, tuple(_json(item) for item in node.value), where, layer, names, problems)
         return
     else:
         problems.append(f"{name} must be {describe(setting.type)}, got a list of lists or mappings ({where})")
-    layer.unsound.update((name,) if setting else ())
+    layer.unsound.update(names.targets_of(name) if setting else ())
 
 
 def _json(node: yaml.Node) -> str:

@@ -15,10 +15,12 @@ class Provenance:
 
     preset: str = "mgrpo"
     """The preset whose defaults apply."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """The values of settings that it has in place of the schema's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Of every setting that is not at its default: "flag", "file F", "preset P", "argument", "alias A (flag)", "derived"."""
+    """The source of every setting that is not at its default: "flag", "file F", "preset P", "argument", "alias A (flag)", "derived"."""
     notes: tuple[str, ...] = ()
-    """What the user should know: each alias that was used, each name without effect."""
+    """Sentences for the user: each alias that was used, each name without effect."""
     problems: tuple[str, ...] = ()
     """Mistakes found while reading; `validate` lists them before its own."""
     unsound: frozenset[str] = frozenset()
@@ -28,7 +30,7 @@ class Provenance:
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
     snapshots: Mapping[str, HubSnapshot] = field(default_factory=dict)
-    """What the settings that hold a name on the Hub lead to on this machine."""
+    """The folder on this machine for each setting that holds a name on the Hub."""
 
     def folder(self, setting: str, value: str | None) -> str | None:
         """Where the model lies that `value` of a setting names."""

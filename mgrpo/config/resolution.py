@@ -1,35 +1,22 @@
 """The state in which values from several places become one configuration: who gave what, and what it means.
 
-The translations of `peers` read and write it; `resolve` drives them.
+Flag > file > preset > default. An alias, a name that is no setting and means some, has the rank of the place that gave it; what
+it means is put here by a room above.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mgrpo.config.annotations import TRL
 from mgrpo.config.fields import build, settings, shown
-from mgrpo.config.peers.names import table
-from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 
 PRESET, FILE, FLAG = 1, 2, 3
 """Ranks of the places that values come from; a default has rank 0."""
-EXPLAINED = (
-    "sequence_parallel_size",
-    "max_prompt_length",
-    "rho_mask_sequence_level",
-    "activation_memory_budget",
-    "cp_strategy",
-    "deepspeed_zpg",
-)
-"""Aliases whose sentence is repeated in every run: the same word means something else elsewhere."""
-
-OF_TRL_ALONE = ("environment_factory", "rollout_func", "max_tool_calling_iterations", "num_train_epochs")
-"""Settings that a configuration of Open Instruct does not have."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,9 +27,9 @@ class Layer:
     origin: str
     values: dict[str, object] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
-    """Names whose text could not be read."""
+    """Settings whose text could not be read, by their own name or by one that sets them."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know about how they were read."""
+    """Sentences for the user about how they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +51,30 @@ class Given:
 
 
 class Resolution:
-    """What was given under every name, and the notes and problems that come of it."""
+    """The value given under every name, and the notes and problems that come of them."""
 
-    def __init__(self, *, preset: str, world_size: int) -> None:
-        self.preset, self.started_ranks = preset, world_size
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        preset: str = "mgrpo",
+        defaults: Mapping[str, object] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        """
+        Args:
+            world_size: learner ranks that were started.
+            defaults: the preset's values of settings.
+            notes: where the preset differs from what its name promises.
+        """
+        self.preset, self.defaults, self.started_ranks = preset, dict(defaults or {}), world_size
         self.by_preset = Given(value=None, rank=PRESET, origin=f"preset {preset}")
-        self.given = {name: replace(self.by_preset, value=value) for name, value in PRESETS[preset].items()}
+        self.given = {name: replace(self.by_preset, value=value) for name, value in self.defaults.items()}
         """Settings by name, those of the preset included."""
         self.peers: dict[str, Given] = {}
-        """Names of the table."""
+        """Names that are no settings."""
         self.problems: list[str] = []
-        self.notes: list[str] = [*PRESET_NOTES.get(preset, ())]
+        self.notes: list[str] = [*notes]
         self.used: dict[str, list[str]] = {}
         self.unsound: set[str] = set()
         self.expected: dict[str, Any] = {}
@@ -86,20 +86,19 @@ class Resolution:
         for name, value in layer.values.items():
             target = self.given if name in settings() else self.peers
             target[name] = Given(value=value, rank=layer.rank, origin=layer.origin)
-        for name in layer.unsound:
-            self.unsound.update((name,) if name in settings() else table()[name].targets)
+        self.unsound |= layer.unsound
 
     def value(self, name: str) -> Any:
         """Present value of a setting."""
         return self.given[name].value if name in self.given else settings()[name].default
 
     def peer(self, name: str, default: Any = None) -> Any:
-        """Value given under a name of the table; `default` when none was."""
+        """Value given under a name that is no setting; `default` when none was."""
         given = self.peers.get(name)
         return default if given is None or given.value is None else given.value
 
     def peer_object(self, name: str) -> dict[str, Any]:
-        """The JSON object given under a name of the table; empty where none was given, or something else, which is a problem."""
+        """The JSON object given under a name that is no setting; empty where none was given, or something else, which is a problem."""
         text = self.peer(name, "{}")
         try:
             found = json.loads(text)
@@ -114,17 +113,6 @@ class Resolution:
         """Highest rank at which one of `names` was given; 0 where none was."""
         found = (self.given.get(name) or self.peers.get(name) for name in names)
         return max((given.rank for given in found if given), default=0)
-
-    @property
-    def has_trl_defaults(self) -> bool:
-        """Whether settings that are not given have TRL's defaults."""
-        return self.preset.startswith("trl")
-
-    @property
-    def has_trl_names(self) -> bool:
-        """Whether a name that Open Instruct and TRL use differently has TRL's meaning."""
-        has_name = any(table()[name].trainer == TRL.value for name in self.peers)
-        return self.has_trl_defaults or has_name or self.rank(*OF_TRL_ALONE) > PRESET
 
     @property
     def world_size(self) -> int:
@@ -191,13 +179,14 @@ class Resolution:
         self.given[target] = Given(value=value, rank=PRESET, origin="derived")
         self.notes.append(note)
 
-    def config(self) -> Config:
-        """The result."""
+    def config(self, *, explained: Mapping[str, str] | None = None) -> Config:
+        """The result; `explained` are sentences for the notes of some aliases."""
         for via, targets in self.used.items():
-            note = f"; {table()[via].sentence}" if via in EXPLAINED else ""
+            note = f"; {explained[via]}" if explained and via in explained else ""
             self.notes.append(f"{via} -> {', '.join(targets)}{note}")
         provenance = Provenance(
             preset=self.preset,
+            defaults=self.defaults,
             sources={name: given.source for name, given in self.given.items()},
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),

@@ -29,7 +29,6 @@ from mgrpo.config import (
 from mgrpo.config.annotations import Needs, Rule
 from mgrpo.config.fields import flat, problem_of, settings, shown
 from mgrpo.config.model_rules import MODEL_RULES, longest_sequence
-from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.rules import Reading
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
@@ -173,7 +172,7 @@ def warnings(
     config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None, num_reward_funcs: int = 0
 ) -> list[str]:
     """Everything that is probably not intended in a sound configuration, one sentence each. Call it after `problems` has found none."""
-    preset_rate = PRESETS.get(config.provenance.preset, {}).get("learning_rate", settings()["learning_rate"].default)
+    preset_rate = config.provenance.defaults.get("learning_rate", settings()["learning_rate"].default)
     facts = {"world_size": world_size, "hf_config": hf_config, "preset_rate": preset_rate}
     reading = Reading(config, facts=facts)
     return [

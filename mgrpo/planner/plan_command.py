@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import is_hub_name, read_hf_config, shape_of
 from mgrpo.models.hub import HubError, fetch
+from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run

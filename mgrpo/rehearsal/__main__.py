@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from mgrpo.config import parse
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
+from mgrpo.moving import parse
 from mgrpo.rehearsal import cuda, kernel_shapes
 from mgrpo.rehearsal.recorder import Recorder
 

@@ -26,13 +26,17 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
     if not values:
         return Reward()
     from mgrpo.config.errors import ConfigError
-    from mgrpo.config.fields import flat, settings
-    from mgrpo.config.load import from_values
+    from mgrpo.config.fields import build, flat, settings
+    from mgrpo.config.load import Names, read_values
 
     for name in values:
         if name not in settings() or settings()[name].section != "reward":
             raise TypeError(f"verify has no setting {name}; those of the reward section are in docs/config.md")
-    config = from_values(dict(values))
+    problems: list[str] = []
+    layer, _ = read_values(values, Names(), problems)
+    if problems:
+        raise ConfigError(problems)
+    config = build(layer.values)
     wrong = [
         f"{name}={value} must be {limit}"
         for name, value in flat(config).items()

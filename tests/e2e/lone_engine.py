@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster

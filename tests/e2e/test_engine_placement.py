@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.start import started_fleet
 from mgrpo.rollout.vllm import actor, cluster
 from tests.ranks.test_two_machines import on_two_machines
@@ -38,7 +38,7 @@ def test_several_workers_on_gpus_run_without_rays_executor(monkeypatch, tmp_path
 
 SPANNING = """
 import json, os, socket
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.start import RayNode, started_fleet
 from mgrpo.rollout.vllm import actor, cluster
 
@@ -88,7 +88,7 @@ import contextlib, os, subprocess, time
 from pathlib import Path
 # Ray's processes are looked for there by the numbers of this namespace.
 subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.start import RayNode, started_fleet
 from mgrpo.rollout.vllm import actor, node

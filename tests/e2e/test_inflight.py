@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import Completions, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster

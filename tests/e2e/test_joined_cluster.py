@@ -23,7 +23,8 @@ sys.stdin.read()
 """
 JOIN = """
 import sys
-from mgrpo.config import ConfigError, from_values
+from mgrpo.config import ConfigError
+from mgrpo.moving import from_values
 from mgrpo.rollout.start import started_fleet
 from mgrpo.rollout.vllm import actor, cluster
 

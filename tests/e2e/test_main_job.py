@@ -68,7 +68,7 @@ def test_weights_are_synchronised_after_every_step(finished):
 
 def test_everything_a_run_promises_is_written(finished):
     """config.yaml that loads back, metrics, TensorBoard events, and a model that transformers loads."""
-    from mgrpo.config import load_file
+    from mgrpo.moving import load_file
 
     out = finished.output_dir
     assert load_file(out / "config.yaml").num_training_steps == STEPS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.vllm import engine_arguments
 from tests.e2e.interrupted import Job, metrics
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)

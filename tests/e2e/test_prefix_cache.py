@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import Sampling
 from mgrpo.rollout.vllm.actor import EngineActor
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, Sampling
 from mgrpo.rollout.vllm.server.http_engine import HttpEngine
 from mgrpo.rollout.vllm.server.server_calls import ServerError

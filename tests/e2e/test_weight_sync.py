@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.config import from_values
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config import Config, parse
+from mgrpo.config import Config
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.moving import parse
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment
 from tests.shipped import EXAMPLES, FILES, SMOLLM2

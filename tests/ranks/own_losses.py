@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mgrpo import packing
 from mgrpo.algo import LossInputs
-from mgrpo.config import from_values
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.moving import from_values
 from mgrpo.types import TrainSample
 from tests.ranks.cases import forget_groups
 

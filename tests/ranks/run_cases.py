@@ -139,9 +139,9 @@ class GivenGroups:
 
 def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str | None = None) -> Any:
     """A trainer without engines, which is given its rollouts."""
-    from mgrpo.config import from_values
     from mgrpo.config.derived import layout_of
     from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.moving import from_values
     from mgrpo.run.inputs.continuing import Continued
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.report.reporter import SilentReporter

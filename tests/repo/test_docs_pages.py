@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from mgrpo.config import ConfigError, load_file, parse
+from mgrpo.config import ConfigError
 from mgrpo.config.load import SWITCHES
-from mgrpo.config.peers.names import accepted
+from mgrpo.moving import load_file, parse
+from mgrpo.moving.foreign_names import accepted
 from mgrpo.planner.plan_command import _parser as plan_parser
 from mgrpo.run.nodes.launch_command import parser as launch_parser
 from mgrpo.run.ranks.local_ranks import FLAG as RANKS

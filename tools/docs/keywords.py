@@ -1,4 +1,4 @@
-"""mgrpo/config/peers/keywords.pyi, written from the schema: `python -m tools.docs.keywords > mgrpo/config/peers/keywords.pyi`.
+"""mgrpo/moving/keywords.pyi, written from the schema: `python -m tools.docs.keywords > mgrpo/moving/keywords.pyi`.
 
 Editors complete and explain the settings from it, and type checkers check calls of `mgrpo.GRPOConfig`.
 """
@@ -12,10 +12,10 @@ from typing import Any, Literal
 from mgrpo.config.annotations import JSONObject
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
 from mgrpo.config.help import field_docs, shown_default
-from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.tools import SOURCES
+from mgrpo.moving.presets import PRESETS
 
-HEAD = '''"""The settings as keywords. Written by `python -m tools.docs.keywords > mgrpo/config/peers/keywords.pyi`; do not edit."""
+HEAD = '''"""The settings as keywords. Written by `python -m tools.docs.keywords > mgrpo/moving/keywords.pyi`; do not edit."""
 
 # fmt: off
 from collections.abc import Mapping, Sequence

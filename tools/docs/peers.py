@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mgrpo.config.peers.words import TRAINERS, Word, words
+from mgrpo.moving.command_words import TRAINERS, Word, words
 from tools.docs import markdown
 
 INTRODUCTION = """# Names of verl and slime
@@ -31,8 +31,23 @@ print(*config.notes, sep="\\n")
 | no effect | accepted, but changes nothing |
 | refused | accepted with its neutral values; any other value is an error, unless one of the settings named is given |
 
-A name that ends in `*` stands for all that begin so and have no row of their own. On the command line of `mgrpo train` these names
-are not accepted; it says what to use instead. Variables of the shell are not known, except those of the environment.
+A name that ends in `*` stands for all that begin so and have no row of their own; a name without a row is an error. On the command line
+of `mgrpo train` these names are not accepted; it says what to use instead.
+
+## Scripts
+
+A script is read, and nothing in it is run. Read are quotes, comments, continued lines, lists, variables that the script or the environment
+sets, `${NAME:-default}`, sums of whole numbers, `$(date +...)`, `$(seq ...)`, several commands, redirections and here-documents; a script is
+read as if it were started without arguments. What else could change a word of the trainer's command is refused with its line, in one error
+with everything else:
+
+- other commands in `$(...)` or backticks, other forms of `${...}`, patterns of files (`*`, `?`, `{a,b}`) without quotes
+- variables that are set nowhere, or in an `if`, a loop, a `case`, a function, behind `&&` or `||`, or by `read`, `eval`, `((...))` and the like
+- variables and lists that are not set again after a file is sourced, except slime's `MODEL_ARGS`, which describes the architecture
+- a trainer that is started from within quotes, such as `bash -c "..."`
+
+In verl's words `~name`, choices between values (`a,b`), groups (`name@group=`) and files of settings other than `ppo_trainer` and
+`ppo_megatron_trainer` are refused; in its YAML files `${name}`, `${oc.select:name,default}` and `${oc.env:NAME}` are followed.
 """
 
 

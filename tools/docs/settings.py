@@ -14,14 +14,14 @@ import yaml
 from mgrpo.config.annotations import FINITE
 from mgrpo.config.fields import Setting, section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
-from mgrpo.config.peers.hints import tried
-from mgrpo.config.peers.names import Name, sections, table
-from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
-from mgrpo.config.peers.translate import LOSS_TYPES
 from mgrpo.environments.workers.environment_catalog import NAMES
+from mgrpo.moving.foreign_names import Name, sections, table
+from mgrpo.moving.name_hints import tried
+from mgrpo.moving.presets import PRESET_NOTES, PRESETS
+from mgrpo.moving.translate import LOSS_TYPES
 from tools.docs import markdown
 
-SCRIPTS = Path(__file__).parents[2] / "tests/unit/config/open_instruct_scripts.yaml"
+SCRIPTS = Path(__file__).parents[2] / "tests/unit/moving/open_instruct_scripts.yaml"
 """Flags of Open Instruct's launch scripts, and which of them are refused."""
 
 FIRST = {

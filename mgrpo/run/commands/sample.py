@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config import Config, ConfigError
+from mgrpo.moving import parse
 from mgrpo.types import Completion, Prompt, Score
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config import ConfigError
-from mgrpo.config.load import SWITCHES, parse
+from mgrpo.config.load import SWITCHES
 from mgrpo.config.schema import Config
 from mgrpo.config.validate import problems
+from mgrpo.moving import parse
 from mgrpo.processes.background import announced
 from mgrpo.processes.lifetime import adopt_orphans
 from mgrpo.rollout.start import RayNode, serving_gpus

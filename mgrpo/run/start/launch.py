@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import counts_of, same_counts
-from mgrpo.config.load import as_config, with_tools
+from mgrpo.moving.config_doors import as_config, with_tools
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
 from mgrpo.run.inputs.continuing import Continued, look_for_state

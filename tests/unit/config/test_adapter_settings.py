@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from alias_cases import problems_of
 
-from mgrpo.config import GRPOConfig, from_values
+from mgrpo.config import ConfigError
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
+from mgrpo.moving import GRPOConfig, from_values
 from tests.peft_folders import save_adapter
 
 DENSE = {
@@ -25,6 +25,12 @@ DENSE = {
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
 LORA = {"use_peft": True, "learning_rate": 2e-4}
+
+
+def problems_of(values):
+    with pytest.raises(ConfigError) as caught:
+        from_values(values)
+    return caught.value.problems
 
 
 def test_the_names_and_defaults_are_the_other_trainers():

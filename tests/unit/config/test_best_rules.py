@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import GRPOConfig, from_values
 from mgrpo.config.validate import problems, warnings
+from mgrpo.moving import GRPOConfig, from_values
 
 SOUND = {
     "load_best_model_at_end": True,

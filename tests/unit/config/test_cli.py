@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from mgrpo import cli
-from mgrpo.config import load_file
+from mgrpo.moving import load_file
 
 
 @pytest.fixture(autouse=True)

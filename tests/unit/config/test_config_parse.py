@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from mgrpo.config import Config, ConfigError, from_values, load_file, parse, to_yaml
-from mgrpo.config.fields import flat, section_types, settings
+from mgrpo.config import Config, ConfigError, to_yaml
+from mgrpo.config.fields import flat, section_types, settings, shown
 from mgrpo.config.help import field_docs, help_text
+from mgrpo.moving import from_values, load_file, parse
 
 
 def file_of(tmp_path, text):
@@ -285,3 +286,10 @@ def test_help_and_validation_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_values_are_shown_as_a_user_writes_them():
+    """A sentence that says True or ('a',) shows Python instead of the flag."""
+    assert [shown(value) for value in (True, None, 0.5, 1e-8, ("a", "b"), (), 3)] == [
+        "true", "none", "0.5", "1e-08", "a b", "nothing", "3",
+    ]  # fmt: skip

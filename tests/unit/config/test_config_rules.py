@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from mgrpo.config import Config, ConfigError, from_values, parse
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.fields import build, settings
-from mgrpo.config.peers.names import accepted
-from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.validate import problems, too_few_prompts, warnings
+from mgrpo.moving import from_values, parse
+from mgrpo.moving.foreign_names import accepted
+from mgrpo.moving.presets import PRESETS
 
 
 @pytest.fixture(scope="module")

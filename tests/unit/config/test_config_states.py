@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import ConfigError, GRPOConfig, from_values, load_file, to_yaml
+from mgrpo.config import ConfigError, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.config.validate import problems, warnings
+from mgrpo.moving import GRPOConfig, from_values, load_file
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import typing
 
 import pytest
 
-from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import alternatives, build, flat, problem_of, section_types, settings
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
+from mgrpo.moving import from_values
 
 SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
 FULL = SMALL | {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152, "num_hidden_layers": 30}

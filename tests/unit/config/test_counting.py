@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from mgrpo.config import from_values, parse, to_yaml
+from mgrpo.config import to_yaml
 from mgrpo.config.derived import counted, counts_of, same_counts
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.validate import problems
+from mgrpo.moving import from_values, parse
 
 SMALL = {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2}
 

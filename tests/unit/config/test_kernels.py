@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values, fused_kernels
+from mgrpo.config import fused_kernels
 from mgrpo.config.fused_kernels import kernel_line, kernel_problems, uses_transformer_engine
 from mgrpo.config.schema import Parallel
+from mgrpo.moving import from_values
 
 WRONG = "Transformer Engine 2.20.2 is installed, but Megatron needs at least 2.9 and below 2.12"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.config.model_rules import MODEL_RULES
 from mgrpo.config.rules import Reading
+from mgrpo.moving import from_values
 
 DENSE = {
     "model_type": "qwen3",

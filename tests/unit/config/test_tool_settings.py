@@ -11,11 +11,12 @@ import sys
 import pytest
 
 import mgrpo
-from mgrpo.config import Config, ConfigError, from_values, parse
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.dump import to_yaml
-from mgrpo.config.load import with_tools
 from mgrpo.config.tools import Tools, ToolSpec
 from mgrpo.config.validate import problems, warnings
+from mgrpo.moving import from_values, parse
+from mgrpo.moving.config_doors import with_tools
 
 HERE = importlib.import_module(__name__)
 

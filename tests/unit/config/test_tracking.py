@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values
-from mgrpo.config.load import parse
 from mgrpo.config.validate import problems, warnings
+from mgrpo.moving import from_values, parse
 
 
 def report_to(*words: str) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgrpo.config import from_values
 from mgrpo.model_io.card import Facts, licence_of, model_card
 from mgrpo.models.hub import HubSnapshot
+from mgrpo.moving import from_values
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.report.publish import publish, write_card
 from mgrpo.run.report.result import TrainResult

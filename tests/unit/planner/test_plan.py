@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import from_values, load_file
 from mgrpo.config.derived import layout_of
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, state_bytes
+from mgrpo.moving import from_values, load_file
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config

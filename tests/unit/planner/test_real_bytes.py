@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import load_file
 from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import DTYPE_BYTES, logits_bytes, num_parameters, state_bytes
+from mgrpo.moving import load_file
 from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.plan_command import shipped_config
 from tests.ranks.rank_pool import RankPool

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import Config, load_file
+from mgrpo.config import Config
 from mgrpo.config.validate import problems, too_few_prompts, warnings
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.moving import load_file
 from mgrpo.planner.hardware import GIB, GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import shipped_config

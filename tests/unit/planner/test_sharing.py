@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.models.family import shape_of
+from mgrpo.moving import from_values
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config

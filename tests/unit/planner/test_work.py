@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mgrpo import packing, planner
-from mgrpo.config import from_values
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.memory import num_parameters
+from mgrpo.moving import from_values
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import (
     Workload,

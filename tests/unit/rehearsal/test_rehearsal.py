@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import load_file, parse
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
+from mgrpo.moving import load_file, parse
 from mgrpo.planner.comparison import AXES, compare
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, StageMemory, plan_run

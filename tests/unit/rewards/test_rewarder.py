@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from mgrpo.config.load import from_values
+from mgrpo.moving import from_values
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
 from mgrpo.types import RewardContext, RolloutGroup
 from tests import builders

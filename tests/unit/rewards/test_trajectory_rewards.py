@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mgrpo.config.load import from_values
 from mgrpo.config.schema import Reward
+from mgrpo.moving import from_values
 from mgrpo.rewards.builtin_functions import think_format_reward
 from mgrpo.rewards.compose import score_groups
 from mgrpo.rewards.reward_functions import TrainerState, missing_arguments, score_with_functions

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.cluster import engine_bundles
 from mgrpo.rollout.vllm.kept_sets import DRAFTS

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout import members, start
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError

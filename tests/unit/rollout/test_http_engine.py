@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import EngineError, Sampling
 from mgrpo.rollout.vllm.server import server_calls
 from mgrpo.rollout.vllm.server.http_engine import HttpEngine

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.instance import Ending
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet

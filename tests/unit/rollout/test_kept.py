@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
+from mgrpo.moving import from_values
 from mgrpo.rollout.requests import evaluation_sampling, to_groups, training_sampling
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.actor import _group

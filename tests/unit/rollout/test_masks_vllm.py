@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import PromptBatch
 from mgrpo.rollout.requests import evaluation_sampling, training_sampling
 from mgrpo.rollout.vllm.actor import EngineActor, _group

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.rollout.vllm.server import server_facts
 from mgrpo.rollout.vllm.server.server_facts import address_problems, config_problems, meeting_host
 

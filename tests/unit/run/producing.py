@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
+from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster

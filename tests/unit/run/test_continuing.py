@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.config.fields import flat
 from mgrpo.data.mixture import open_data
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.moving import from_values
 from mgrpo.run.inputs.continuing import adapter_record, changes, find_state, present_form, resume_problems
 from mgrpo.run.report.reporter import Reporter
 from tests.unit.checkpoint.states import make_values, save

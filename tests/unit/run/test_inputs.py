@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mgrpo.config.load import from_values
+from mgrpo.moving import from_values
 from mgrpo.rewards import registry
 from mgrpo.run.inputs.reading import read_inputs
 

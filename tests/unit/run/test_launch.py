@@ -9,8 +9,9 @@ import pytest
 
 from mgrpo import cli
 from mgrpo.checkpoint.folder import complete
-from mgrpo.config import ConfigError, load_file
+from mgrpo.config import ConfigError
 from mgrpo.config.derived import state_root
+from mgrpo.moving import load_file
 from mgrpo.parallel import backend
 from mgrpo.run.report.result import NothingTrained, TrainResult
 from mgrpo.run.start import launch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.config.fields import flat, settings
 from mgrpo.run.inputs.lesser_runs import for_evaluation, for_one_step
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import ConfigError, load_file
+from mgrpo.config import ConfigError
+from mgrpo.moving import load_file
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.start import launch
 

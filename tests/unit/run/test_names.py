@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import parse, to_yaml
+from mgrpo.config import to_yaml
 from mgrpo.config.fields import flat
-from mgrpo.config.load import from_values
 from mgrpo.config.validate import problems
 from mgrpo.models.hub import HubSnapshot
+from mgrpo.moving import from_values, parse
 from tests.hub_server import Hub, hub_server
 from tests.unit.checkpoint.states import make_values, save
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/quickstart/model"
 LOCATED = """
 import json, sys
-from mgrpo.config import parse
 from mgrpo.run.inputs.continuing import look_for_state
+from mgrpo.moving import parse
 from mgrpo.run.inputs.snapshots import located
 for flags in json.loads(sys.argv[1]):
     config = parse(flags, defer=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.data.tokenizer import load_tokenizer
+from mgrpo.moving import from_values
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster
 from mgrpo.run.inputs.prompts import make_prompts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
-from mgrpo.config import parse
+from mgrpo.moving import parse
 from mgrpo.parallel import backend
 from mgrpo.run.train.profile import Profiler
 

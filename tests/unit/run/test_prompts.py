@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import read_inputs
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mgrpo.config import GRPOConfig, from_values
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
+from mgrpo.moving import GRPOConfig, from_values
 from mgrpo.parallel import backend
 from mgrpo.run.produce.replay import ReplayBuffer
 from mgrpo.types import ScoredGroup

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.layout import Layout
+from mgrpo.moving import from_values
 from mgrpo.parallel import backend
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.reporter import Reporter

@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from mgrpo import cli
-from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config import Config, ConfigError
 from mgrpo.data.tokenizer import load_tokenizer
+from mgrpo.moving import from_values
 from mgrpo.run.commands import evaluate
 from mgrpo.run.commands.sample import first_prompts, num_of, show_completion, spans
 from mgrpo.run.produce import production

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from mgrpo.algo.training_samples import train_samples
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config
 from mgrpo.environments.environment import Observation
 from mgrpo.environments.loop.language import TemplateLanguage
 from mgrpo.environments.offered.description import Description, Offer
+from mgrpo.moving import from_values
 from mgrpo.run.inputs.toolset import Toolset, make_language, remarks
 from mgrpo.types import Score, ScoredGroup, TrainSample
 from tests.builders import prompt

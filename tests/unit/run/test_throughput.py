@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.models.family import shape_of
+from mgrpo.moving import from_values
 from mgrpo.packing import pack_lengths
 from mgrpo.planner.hardware import GPUS, gpu_of
 from mgrpo.run.report.throughput import Throughput

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.config import Config, from_values, parse
+from mgrpo.config import Config
 from mgrpo.config.validate import problems
 from mgrpo.data.mixture import open_data
 from mgrpo.data.tokenizer import load_tokenizer
@@ -20,6 +20,7 @@ from mgrpo.environments.loop.language import TemplateLanguage
 from mgrpo.environments.offered.description import Description, Offer
 from mgrpo.environments.tools.indexing import build
 from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.moving import from_values, parse
 from mgrpo.run.inputs import toolset as tools_of_a_run
 from mgrpo.run.inputs.prompts import Prompts, make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mgrpo.config import load_file
 from mgrpo.config.derived import layout_of
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
+from mgrpo.moving import load_file
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.sync import shared
 from mgrpo.sync.channel import Receiver, Sender

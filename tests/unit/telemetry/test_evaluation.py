@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.algo.training_samples import train_samples
-from mgrpo.config import ConfigError, parse
+from mgrpo.config import ConfigError
 from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
+from mgrpo.moving import parse
 from mgrpo.run.commands.evaluate import evaluate, for_evaluation
 from mgrpo.telemetry.metrics.evaluation import correctness, evaluation_metrics, pass_at_k, short_names
 from mgrpo.types import RewardScale, ScoredGroup

@@ -17,7 +17,7 @@ import pytest
 from mgrpo.algo.agreement import DRIFT
 from mgrpo.algo.loss_metrics import MAXIMA, METRICS
 from mgrpo.algo.own_loss import PREFIX
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.packing import pack_lengths
 from mgrpo.rewards.rewarder import logged_metrics
 from mgrpo.rewards.verifiers.code import Code

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgrpo.config import ConfigError, load_file
+from mgrpo.config import ConfigError
+from mgrpo.moving import load_file
 from mgrpo.run.nodes.launch_command import parser
 
 ROOT = Path(__file__).parents[4]

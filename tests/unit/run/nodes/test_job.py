@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values
+from mgrpo.moving import from_values
 from mgrpo.run.nodes.job import NodeJob, Share, about, gpu_problems, share_of
 
 EIGHT = tuple("01234567")

@@ -1,1 +1,0 @@
-"""Other trainers' names for settings of this project, their defaults as presets, and configs made from theirs."""

@@ -1,0 +1,145 @@
+"""The words that a launch script gives to a trainer: from a command line or a script as text, or from its words.
+
+`Shell` reads the text; here the trainer's command is told from others, and from launchers, which take it behind `--`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+
+from mgrpo.config.errors import ConfigError
+from mgrpo.moving.scripts.shell import Shell
+from mgrpo.moving.scripts.shell_lexer import MARK, UNKNOWN, Lexer, Token, known, line_of, reasons
+from mgrpo.moving.scripts.shell_values import Values
+
+LAUNCHERS = ("mason.py", "torchrun.py", "launch.py")
+"""Programs that start others."""
+JOINING = "mason.py"
+"""The one that joins the words behind `--` with blanks, for another shell."""
+PROGRAM = re.compile(r"(?<![^\s\"'])(?:[^\s\"'=]*\.py|\w+(?:\.\w+)*\.main\w*)(?![^\s\"';&|)])")
+"""A script, or a module whose name begins with main."""
+COMMENT = re.compile(r"(?m)^[ \t]*#.*$")
+OPERATOR = re.compile(r"[;&|<>()]+")
+
+
+def words_of(given: str | Path | Sequence[str]) -> list[str]:
+    """The flags in a command line, a script or the words of a command that starts a trainer of Open Instruct; else all words.
+
+    Raises:
+        ConfigError: several trainers, a script that cannot be read, or words that only a shell could compute.
+    """
+    return flags_of(command_of(given, trainer="grpo"))
+
+
+def command_of(given: str | Path | Sequence[str], *, trainer: str) -> list[str]:
+    """The words of the command that starts a trainer.
+
+    Args:
+        given: a command line, a script, the path of a script (.sh), or words, which are returned as they are.
+        trainer: a part of the program's name, by which it is told from others that the text starts.
+    Returns:
+        `Placed` words, with marks of what only a shell could compute.
+    Raises:
+        ConfigError: several trainers or none, or a script that cannot be read.
+    """
+    if not isinstance(given, (str, Path)):
+        return list(given)
+    text = _text_of(given)
+    without_comments = COMMENT.sub("", text)
+    programs = list(PROGRAM.finditer(without_comments))
+    commands = list(Shell(os.environ).commands(text, joins_lines=not programs))
+    if not programs:
+        return [word for command in commands for word in command]
+    trainers = [command for command in commands if _program_at(command) is not None]
+    named = [command for command in trainers if any(trainer in program for program in _programs(command))]
+    if not named and (len(trainers) != 1 or any(trainer in program[0] for program in programs)):
+        program = next((found for found in programs if trainer in found[0]), programs[0])
+        line = without_comments.count("\n", 0, program.start()) + 1
+        raise ConfigError(
+            [f"line {line}: {program[0]} is started in a way that is not read; give the command itself, from there on"]
+        )
+    if len(trainers) > 1 and len(named) != 1:
+        raise ConfigError([f"the text starts {len(named)} trainers; give one command at a time"])
+    return (named or trainers)[0]
+
+
+def _text_of(given: str | Path) -> str:
+    text = str(given)
+    if text.endswith(".sh") and len(text.split()) == 1:
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as err:
+            raise ConfigError([f"cannot read the script {given}: {err}"]) from None
+    return text.replace("\r\n", "\n")
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    """The words after the program and its launcher's arguments, from the first flag or YAML file on.
+
+    Raises:
+        ConfigError: words that only a shell could compute.
+    """
+    words = arguments_of(words)
+    starts = (i for i, word in enumerate(words) if word.startswith(("--", UNKNOWN)) or word.endswith((".yaml", ".yml")))
+    flags = words[next(starts, len(words)) :]
+    if unknown := [word for word in flags if UNKNOWN in word]:
+        raise ConfigError([unknown_value(known(word), word) for word in unknown])
+    return [str(word) for word in flags]
+
+
+def unknown_value(shown: str, word: str) -> str:
+    """The sentence for a word with a mark."""
+    return f"{shown!r} has a value that only a shell knows ({reasons(word)}); write it out"
+
+
+def arguments_of(words: Sequence[str]) -> list[str]:
+    """The words after the program; without one, all of them."""
+    program = _program_at(words)
+    if program is not None and any(PurePath(word).name == JOINING for word in words[:program]):
+        words = [part for word in words for part in _read_again(word)]
+        program = _program_at(words)
+    words = words[program + 1 :] if program is not None else words
+    return list(words[: next((i for i, word in enumerate(words) if OPERATOR.fullmatch(word)), len(words))])
+
+
+def _program_at(words: Sequence[str]) -> int | None:
+    """Where the trainer's program stands: the first that starts no other."""
+    return next((i for i, word in enumerate(words) if _is_program(word) and not _is_launcher(word)), None)
+
+
+def _programs(words: Sequence[str]) -> list[str]:
+    return [word for word in words if _is_program(word)]
+
+
+def _is_program(word: str) -> bool:
+    return PROGRAM.fullmatch(MARK.sub("_", word)) is not None
+
+
+def _is_launcher(word: str) -> bool:
+    return PurePath(word).name in LAUNCHERS
+
+
+def _read_again(word: str) -> list[str]:
+    """The words that another shell makes of one; a JSON object stays whole, as its launcher quotes it."""
+    if UNKNOWN in word or ("{" in word and "${" not in word):
+        return [word]
+    values = Values(os.environ)
+    try:
+        return [part for field in _fields(word) for part in values.expanded(Token(field, line_of(word), is_word=True))]
+    except ConfigError:
+        return [word]
+
+
+def _fields(text: str) -> Iterator[str]:
+    """The parts between blanks that are not quoted."""
+    lexer, at = Lexer(text), 0
+    while at < len(text):
+        begin = at
+        while at < len(text) and text[at] not in " \t\n":
+            at = lexer.after(at)
+        if at > begin:
+            yield text[begin:at]
+        at += 1
