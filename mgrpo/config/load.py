@@ -1,6 +1,6 @@
 """The texts of a command line, a YAML file or Python values as values of the right types, with every problem collected.
 
-Which names may be given, and what those mean that are no settings, is `Names`'s matter; what follows from the values is `Resolution`'s.
+Which names may be given, and what those mean that are no settings, is `SettingNames`'s matter; what follows from the values is `Resolution`'s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIDDEN = "(hidden)"
 """Stands for a value that must not be repeated."""
 
 
-class Names:
+class SettingNames:
     """The names that may be given: those of the settings. Other trainers' names are added by a room above."""
 
     def setting_of(self, name: str) -> Setting | None:
@@ -70,7 +70,7 @@ def raise_problems(config: Config) -> Config:
     return config
 
 
-def read_values(values: Mapping[str, object], names: Names, problems: list[str]) -> tuple[Layer, str | None]:
+def read_values(values: Mapping[str, object], names: SettingNames, problems: list[str]) -> tuple[Layer, str | None]:
     """Python values by name, and the preset among them."""
     layer, preset = Layer(rank=FLAG, origin="argument"), None
     for name, value in values.items():
@@ -86,7 +86,7 @@ def read_values(values: Mapping[str, object], names: Names, problems: list[str])
     return layer, preset
 
 
-def _take(name: str, text: Text, where: str, layer: Layer, names: Names, problems: list[str]) -> None:
+def _take(name: str, text: Text, where: str, layer: Layer, names: SettingNames, problems: list[str]) -> None:
     """Put the value of `text` into `layer`, or a sentence into `problems`."""
     setting = names.setting_of(name)
     if setting is None:
@@ -115,7 +115,7 @@ def _as_text(value: object) -> Text:
 
 
 def split_argv(
-    argv: Sequence[str], names: Names, problems: list[str]
+    argv: Sequence[str], names: SettingNames, problems: list[str]
 ) -> tuple[dict[str, str | None], list[tuple[str, list[str]]]]:
     """The flags that are not settings, and `(name, values)` of every other flag.
 
@@ -151,7 +151,7 @@ def split_argv(
     return general, [flag for flag in flags if flag[0] not in GENERAL]
 
 
-def read_flags(flags: Iterable[tuple[str, list[str]]], names: Names, problems: list[str]) -> Layer:
+def read_flags(flags: Iterable[tuple[str, list[str]]], names: SettingNames, problems: list[str]) -> Layer:
     """A flag given again replaces what was given before: scripts end in "$@" so that their settings can be changed."""
     layer = Layer(rank=FLAG, origin="flag")
     given: dict[str, list[list[str]]] = {}
@@ -169,7 +169,7 @@ def read_flags(flags: Iterable[tuple[str, list[str]]], names: Names, problems: l
     return layer
 
 
-def _read_flag(setting: Setting, words: list[str], layer: Layer, names: Names, problems: list[str]) -> None:
+def _read_flag(setting: Setting, words: list[str], layer: Layer, names: SettingNames, problems: list[str]) -> None:
     where = "command line"
     if not words and setting.is_switch:
         layer.values[setting.name] = True
@@ -186,7 +186,7 @@ def _read_flag(setting: Setting, words: list[str], layer: Layer, names: Names, p
     layer.unsound.update(names.targets_of(setting.name))
 
 
-def read_file(path: Path, names: Names, problems: list[str]) -> tuple[Layer, str | None]:
+def read_file(path: Path, names: SettingNames, problems: list[str]) -> tuple[Layer, str | None]:
     """Values of a flat YAML file, and the preset that it names.
 
     The file is read as a tree of text, not as YAML's own types: YAML 1.1 would make a string of `2e-5`, a date of
@@ -224,7 +224,7 @@ def _kind(node: yaml.Node) -> str:
     return "a sequence" if isinstance(node, yaml.SequenceNode) else "a scalar"
 
 
-def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, names: Names, problems: list[str]) -> None:
+def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, names: SettingNames, problems: list[str]) -> None:
     setting = names.setting_of(name)
     if isinstance(node, yaml.MappingNode) and not (setting and setting.is_mapping):
         problems.append(f"{name} holds a mapping ({where}); settings are flat: write them at the top level")

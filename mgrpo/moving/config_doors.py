@@ -13,7 +13,7 @@ from typing import Any
 
 from mgrpo.config.fields import Setting, Text, settings, shown
 from mgrpo.config.load import (
-    Names,
+    SettingNames,
     raise_problems,
     read_file,
     read_flags,
@@ -40,7 +40,7 @@ EXPLAINED = (
 OTHER_NAMES = "Names of Open Instruct and TRL are also accepted: docs/config.md."
 
 
-class EveryName(Names):
+class EveryName(SettingNames):
     """The settings' own names, and those of the table."""
 
     def setting_of(self, name: str) -> Setting | None:

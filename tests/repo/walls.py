@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.repo.allowed import APPLICATION, UNTIL_MERGED
+from tests.repo.allowed import APPLICATION
 from tests.repo.sources import PACKAGE, Graph, cycle, files, imported, modules, rooms_imported, source
 
 DOOR = "__init__"
@@ -37,8 +37,8 @@ class Folder:
         return 1 + max(map(self._floor, self.graph[unit]), default=0)
 
 
-def folders(package: Path = PACKAGE, *, going: Mapping[str, set[tuple[str, str]]] = UNTIL_MERGED) -> list[Folder]:
-    """The package and every folder in it that has a file, without the arrows that are about to go."""
+def folders(package: Path = PACKAGE) -> list[Folder]:
+    """The package and every folder in it that has a file."""
     known = modules(package)
     graphs: dict[str, Graph] = {}
     for name, path in known.items():
@@ -50,9 +50,6 @@ def folders(package: Path = PACKAGE, *, going: Mapping[str, set[tuple[str, str]]
                 continue
             inside = {target[depth] for target in targets if target[:depth] == list(parts[:depth]) and target[depth:]}
             graph.setdefault(unit, set()).update(inside - {unit})
-    for name, arrows in going.items():
-        for unit, target in arrows:
-            graphs.get(f"{package.name}.{name}", {}).get(unit, set()).discard(target)
     return [Folder(name=short(name, package), graph=graph) for name, graph in sorted(graphs.items())]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.moving import from_values
 from mgrpo.config.fields import flat, settings
+from mgrpo.moving import from_values
 from mgrpo.run.inputs.lesser_runs import for_evaluation, for_one_step
 
 CHANGED_FOR_EVALUATION = {
