@@ -97,7 +97,7 @@ def test_a_refused_upload_is_one_warning_with_the_command_that_repeats_it(hub, e
 def test_without_a_token_nothing_is_asked_and_one_sentence_says_so(hub, export, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     code = (
-        "from mgrpo.config import from_values\nfrom pathlib import Path\nfrom mgrpo.run.report.upload import Uploads, token_warning\n"
+        "from mgrpo.moving import from_values\nfrom pathlib import Path\nfrom mgrpo.run.report.upload import Uploads, token_warning\n"
         "config = from_values({'push_to_hub': True})\nprint(token_warning(config))\n"
         "Uploads(config).finish(Path('x'), 4)"
     )
