@@ -27,13 +27,13 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
         return Reward()
     from mgrpo.config.errors import ConfigError
     from mgrpo.config.fields import build, flat, settings
-    from mgrpo.config.load import SettingNames, read_values
+    from mgrpo.config.load import read_values
 
     for name in values:
         if name not in settings() or settings()[name].section != "reward":
             raise TypeError(f"verify has no setting {name}; those of the reward section are in docs/config.md")
     problems: list[str] = []
-    layer, _ = read_values(values, Names(), problems)
+    layer, _ = read_values(values, SettingNames(), problems)
     if problems:
         raise ConfigError(problems)
     config = build(layer.values)
