@@ -27,7 +27,7 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
         return Reward()
     from mgrpo.config.errors import ConfigError
     from mgrpo.config.fields import build, flat, settings
-    from mgrpo.config.load import read_values
+    from mgrpo.config.load import SettingNames, read_values
 
     for name in values:
         if name not in settings() or settings()[name].section != "reward":
