@@ -9,10 +9,10 @@ from mgrpo.algo.aggregation import denominators, loss_denominator
 from mgrpo.algo.agreement import agreement
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
-from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import policy_loss
-from mgrpo.algo.metrics import MetricSums, add_metrics, metric_sums, reduce_metrics
+from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
+from mgrpo.algo.loss_metrics import MetricSums, add_metrics, metric_sums, reduce_metrics
 from mgrpo.algo.own_loss import load_loss, loss_problems, loss_remarks
 from mgrpo.config.loss import LossConfig
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mgrpo.algo.kl import at_least_fp32
-from mgrpo.algo.metrics import MISMATCH, MISMATCH_MAX, MISMATCH_STD, MISMATCH_TAIL, ROLLOUT_KL
+from mgrpo.algo.loss_metrics import MISMATCH, MISMATCH_MAX, MISMATCH_STD, MISMATCH_TAIL, ROLLOUT_KL
 
 DRIFT = "async/logprob_diff_age_"
 """Before the age, in the name of a metric."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mgrpo import ops
-from mgrpo.algo.inputs import LossInputs
+from mgrpo.algo.loss_inputs import LossInputs
 
 LOG_RHO_LIMIT = 10.0
 

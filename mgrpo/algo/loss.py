@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mgrpo import ops
-from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.kl import at_least_fp32
+from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.losses import NAMED
 from mgrpo.algo.own_loss import own_loss
 from mgrpo.config.loss import LossConfig

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
+from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
+from mgrpo.algo.loss_metrics import OF_THE_SURROGATE
 from mgrpo.algo.losses import NAMED
-from mgrpo.algo.metrics import OF_THE_SURROGATE
 from mgrpo.algo.surrogate import surrogate_loss
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.user_functions import user_function

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mgrpo import ops
 from mgrpo.algo.correction import Correction, correction
-from mgrpo.algo.inputs import LossInputs, PolicyLoss
-from mgrpo.algo.metrics import KL, RHO, summarise
+from mgrpo.algo.loss_inputs import LossInputs, PolicyLoss
+from mgrpo.algo.loss_metrics import KL, RHO, summarise
 
 
 def surrogate_loss(

@@ -18,7 +18,7 @@ from mgrpo.checkpoint.stored import Stored
 from mgrpo.models.table import Box, Shape
 
 
-def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> StoredCheckpoint:
     """The complete checkpoint at a path or URL `.../step_N`.
 
     Args:
@@ -29,10 +29,10 @@ def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Che
         DamagedCheckpoint: there is one that differs from what was written.
     """
     folder, step = split_path(path)
-    return Checkpoint(folder, step, cache=None if cache is None else Path(cache))
+    return StoredCheckpoint(folder, step, cache=None if cache is None else Path(cache))
 
 
-class Checkpoint:
+class StoredCheckpoint:
     """A train state on storage. Its files are read when a box is requested."""
 
     def __init__(self, root: Folder, step: int, *, cache: Path | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgrpo.checkpoint.boxes import assign
-from mgrpo.checkpoint.reader import Checkpoint
+from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.table import Box, Shape, hf_tensors
@@ -62,7 +62,7 @@ class TrainState:
         }
         return {kind: dict(tensors) for kind in kinds} | {RANDOM: random}
 
-    def restore_optimizer(self, checkpoint: Checkpoint, *, num_updates: int) -> None:
+    def restore_optimizer(self, checkpoint: StoredCheckpoint, *, num_updates: int) -> None:
         """Load masters, moments and Adam's step count; call after `prepare_training` and after the weights are loaded.
 
         Raises:
@@ -78,7 +78,7 @@ class TrainState:
                     checkpoint.read(kind, box, out=view)
             shard.set_num_updates(num_updates)
 
-    def restore_random(self, checkpoint: Checkpoint) -> None:
+    def restore_random(self, checkpoint: StoredCheckpoint) -> None:
         """Load this rank's random states, if the checkpoint was written by the same number of ranks."""
         names = set(checkpoint.names(RANDOM))
         states = backend.random_states()

@@ -16,7 +16,7 @@ from mgrpo.data.templates import override_system, render, with_bos, with_opening
 from mgrpo.data.tokenizer import token_ids
 
 
-class Tools(Protocol):
+class ToolSchemas(Protocol):
     """The tools of a run."""
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ class Recipe:
     max_tokens: int
     overlong: Literal["filter", "truncate_left", "error"]
     contract: Contract
-    tools: Tools | None = None
+    tools: ToolSchemas | None = None
     """Whose schemas the template is given. None: there are no tools, or it is not told of them."""
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mgrpo.data.amounts import Entry, entries
 from mgrpo.data.building import Selection, build
 from mgrpo.data.cache import Cache, digest
 from mgrpo.data.checking import MOST_SHOWN
-from mgrpo.data.encoding import Recipe, Tools
+from mgrpo.data.encoding import Recipe, ToolSchemas
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
 from mgrpo.data.sources import DataSource, SourceReader
@@ -118,7 +118,7 @@ class Mixture:
             for count, content in zip(self.counts, contents, strict=True)
         ]
 
-    def try_out(self, tokenizer: Any, *, tools: Tools | None = None) -> None:
+    def try_out(self, tokenizer: Any, *, tools: ToolSchemas | None = None) -> None:
         """Render one conversation with the chat template, which may be anyone's, where it cannot do harm.
 
         Args:
@@ -140,7 +140,7 @@ class Mixture:
                 f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
             )
 
-    def encode(self, tokenizer: Any, *, tools: Tools | None = None) -> PromptSet:
+    def encode(self, tokenizer: Any, *, tools: ToolSchemas | None = None) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 
         Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
@@ -180,7 +180,7 @@ class Mixture:
         _warn_of_long_prompts(prompts.statistics)
         return prompts
 
-    def _recipe(self, tokenizer: Any, tools: Tools | None) -> Recipe:
+    def _recipe(self, tokenizer: Any, tools: ToolSchemas | None) -> Recipe:
         data, template = self._data, None
         sources = self._selection.sources
         conversation = next(

@@ -36,10 +36,10 @@ from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint, checkpoint_by
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.family import ModelShape, is_on_hub, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, torch_dist_folder
 from mgrpo.models.hub import Part, fetch
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.weight_files import MEGATRON, torch_dist_folder
 from mgrpo.policy.weights import Read
 
 TOLERANCE = 1e-3

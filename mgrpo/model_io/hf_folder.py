@@ -20,8 +20,8 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
 from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
 from mgrpo.policy.weights import Read
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

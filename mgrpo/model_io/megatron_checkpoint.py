@@ -25,7 +25,6 @@ from mgrpo.model_io.hf_folder import Header, Tell, dtype_name, header_bytes, row
 from mgrpo.model_io.megatron_folder import parameter_dtypes
 from mgrpo.model_io.torch_dist import CHUNK_BYTES, DTYPES, TorchDistFolder, write_torch_dist
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import TRACKER, some, torch_dist_folder
 from mgrpo.models.megatron_names import (
     EMBEDDING,
     OTHER_STATE,
@@ -36,6 +35,7 @@ from mgrpo.models.megatron_names import (
     stored_names,
 )
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
+from mgrpo.models.weight_files import TRACKER, some, torch_dist_folder
 from mgrpo.policy.weights import Read, parameter_rows
 
 RELEASE = "release"

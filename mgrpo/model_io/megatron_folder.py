@@ -32,8 +32,8 @@ from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_te
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import MEGATRON
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
+from mgrpo.models.weight_files import MEGATRON
 from mgrpo.policy.weights import Read, parameter_rows
 
 VERSION = 2

@@ -1,13 +1,17 @@
-"""Reads a model's weights from a folder of any format."""
+"""Reads a model's weights from a folder of any format, and tells them from other weights of the same shape."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+
+import torch
 
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint
 from mgrpo.model_io.megatron_folder import is_megatron_folder, megatron_reader
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import torch_dist_folder
+from mgrpo.models.table import Box, hf_tensors
+from mgrpo.models.weight_files import torch_dist_folder
 from mgrpo.policy.weights import Read, hf_reader
 
 
@@ -22,3 +26,16 @@ def model_reader(folder: str | Path, shape: ModelShape) -> Read:
     if torch_dist_folder(folder):
         return MegatronCheckpoint(folder, shape).read
     return hf_reader(folder, shape)
+
+
+def fingerprint(read: Read, shape: ModelShape) -> str:
+    """SHA-256 over the first row of every tensor, in the type in which it is stored: not all weights are read.
+
+    Training changes every row of the matrices that it trains; folders of other formats or files have the same.
+    """
+    digest = hashlib.sha256()
+    for name, full in hf_tensors(shape).items():
+        row = read(Box(name, (0,) * len(full), (1, *full[1:]) if len(full) > 1 else full))
+        digest.update(f"{name} {row.dtype}".encode())
+        digest.update(row.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

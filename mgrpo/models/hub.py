@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mgrpo.models.files import INDEX
+from mgrpo.models.weight_files import INDEX
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

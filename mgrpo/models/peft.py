@@ -12,8 +12,8 @@ from typing import Any
 
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, adapter_tensors
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import FLOATS, read_header, some
 from mgrpo.models.table import Shape, hf_tensors
+from mgrpo.models.weight_files import FLOATS, read_header, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "adapter"

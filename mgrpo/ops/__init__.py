@@ -3,11 +3,11 @@
 Imports torch, and nothing from the rest of the project. Life of an op: csrc/README.md.
 """
 
-from mgrpo.ops.kept import KeptSets
-from mgrpo.ops.library import build_info
+from mgrpo.ops.compiled import build_info
+from mgrpo.ops.kept_tokens import KeptSets
 from mgrpo.ops.linear import linear_logits, linear_logprobs
 from mgrpo.ops.logprobs import token_logprobs
-from mgrpo.ops.loss import policy_loss, segment_mean, segment_sums
+from mgrpo.ops.packed_loss import policy_loss, segment_mean, segment_sums
 from mgrpo.ops.reference_loss import per_token
 from mgrpo.ops.settings import COLUMNS, LossSettings, SurrogateFunction
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
-from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
-from mgrpo.ops.library import ops_for
+from mgrpo.ops.kept_tokens import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
 from mgrpo.ops.products import head_gradients, product
 
 GRADIENT_COLUMNS = 16384

@@ -8,9 +8,9 @@ from mgrpo.packing.bins import pack
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.lengths import pack_lengths
-from mgrpo.packing.ranks import balance, mini_batches
+from mgrpo.packing.rank_balance import balance, mini_batches
+from mgrpo.packing.slices import Slice, from_slice, to_slices
 from mgrpo.packing.step import plan_step
-from mgrpo.packing.wire import Slice, from_slice, to_slices
 
 __all__ = [
     "Cost",

@@ -11,7 +11,7 @@ from mgrpo.packing.bins import check_pack_length
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import documents
 from mgrpo.packing.lengths import Documents, completion_numbers, rounded_up, sample_lengths, sums
-from mgrpo.packing.ranks import balance, mini_batches
+from mgrpo.packing.rank_balance import balance, mini_batches
 from mgrpo.types import TrainSample
 
 StepPlan = list[list[list[Documents]]]

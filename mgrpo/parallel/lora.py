@@ -27,7 +27,7 @@ _ALIGNMENT = 8
 """Grouped products on CUDA want rows of a multiple of 16 bytes."""
 
 
-class Adapter(torch.nn.Module):
+class LoraAdapter(torch.nn.Module):
     """A and B of one linear layer; its `forward` is the product with W'.
 
     a: `[experts * parts * rank, inputs]` float32, b: `[experts * outputs, rank]` float32, of a layer of
@@ -136,7 +136,7 @@ def _grouped(layer: Any) -> Callable[..., torch.Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """See `Adapter.forward`. Messages for A and B: in the backward pass, one all-reduce of `[tokens, parts * rank]`; under
+    """See `LoraAdapter.forward`. Messages for A and B: in the backward pass, one all-reduce of `[tokens, parts * rank]`; under
     sequence parallelism an all-gather and a reduce-scatter of it instead."""
 
     @staticmethod
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
         weight: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
-        adapter: Adapter,
+        adapter: LoraAdapter,
         ends: torch.Tensor | None,
         reduces_dgrad: bool,
         sequence_parallel: bool,
@@ -162,7 +162,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, *_, ends = ctx.saved_tensors
-        adapter: Adapter = ctx.adapter
+        adapter: LoraAdapter = ctx.adapter
         group, is_shared = adapter.group, adapter.group.size() > 1
         rows, dy = x.flatten(0, -2), gradients[0].flatten(0, -2)
         dx = _times(dy, adapter.merged(weight).view(adapter.experts, -1, weight.shape[1]), ends)

@@ -56,7 +56,7 @@ REBOUND_WITHOUT_TE: tuple[tuple[str, str, str], ...] = (
 )
 
 
-class Stream:
+class IdleStream:
     """A CUDA stream, or an event in one, where everything has happened already."""
 
     cuda_stream, device = 0, CPU
@@ -86,14 +86,14 @@ class _Generators:
         return torch.default_generator
 
 
-_STREAM = Stream()
+_STREAM = IdleStream()
 _CUDA = {
     "current_device": lambda: CPU,
     "device_count": lambda: 1,
     "set_device": lambda device: None,
     "synchronize": lambda device=None: None,
-    "Stream": Stream,
-    "Event": Stream,
+    "Stream": IdleStream,
+    "Event": IdleStream,
     "stream": lambda stream: _STREAM,
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,

@@ -19,7 +19,7 @@ from mgrpo.models.hub import HubError, fetch
 from mgrpo.planner import comparison, roles
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
-from mgrpo.planner.report import as_json, show
+from mgrpo.planner.plan_report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
 
 SHIPPED = Path(__file__).with_name("models")

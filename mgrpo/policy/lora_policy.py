@@ -17,7 +17,7 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
 from mgrpo.models.table import Box, LocalParameter, Shape
-from mgrpo.parallel.lora import Adapter
+from mgrpo.parallel.lora import LoraAdapter
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.weights import Read
 
@@ -60,7 +60,7 @@ class Adapters:
             ValueError: a chunk of the model would have no adapter, and so nothing to train.
         """
         self.parameters, self.lora = parameters, lora
-        self.by_weight: dict[str, Adapter] = {}
+        self.by_weight: dict[str, LoraAdapter] = {}
         """Under the name of the weight that each adapts."""
         names = {id(parameter): name for name, parameter in parameters.live.items()}
         for chunk in chunks:
@@ -78,7 +78,7 @@ class Adapters:
         if places is None:
             return False
         experts, part_of_row = getattr(layer, "experts", 1), _part_of_row(*places)
-        adapter = self.by_weight[name] = Adapter(
+        adapter = self.by_weight[name] = LoraAdapter(
             layer,
             rank=self.lora.rank,
             scale=self.lora.scale,

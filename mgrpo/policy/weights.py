@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import tensor_files, weight_problems
 from mgrpo.models.table import Box, LocalParameter
+from mgrpo.models.weight_files import tensor_files, weight_problems
 
 Read = Callable[[Box], torch.Tensor]
 """Returns the values of one box of an HF tensor, wherever they are stored."""

@@ -103,7 +103,7 @@ def _answer_hooks() -> None:
         )
 
 
-class Stream(stand_in.Stream):
+class RehearsedStream(stand_in.IdleStream):
     """A stream or an event that says when the host waits for it."""
 
     device, stream_id = DEVICE, 0
@@ -114,14 +114,14 @@ class Stream(stand_in.Stream):
 
 
 def _rebind_cuda(memory_bytes: int, waits: Tell) -> None:
-    Stream.waits = staticmethod(waits)
+    RehearsedStream.waits = staticmethod(waits)
     properties = SimpleNamespace(
         total_memory=memory_bytes, name="rehearsal", major=9, minor=0, multi_processor_count=132
     )
     answers: dict[str, Any] = {
         "current_device": 0,
-        "current_stream": Stream(),
-        "default_stream": Stream(),
+        "current_stream": RehearsedStream(),
+        "default_stream": RehearsedStream(),
         "device_count": 8,
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
@@ -149,7 +149,7 @@ def _rebind_cuda(memory_bytes: int, waits: Tell) -> None:
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(cuda.random, name, getattr(cuda, name))
     cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = Stream
+    cuda.Stream = cuda.Event = RehearsedStream
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: 0
 
 

@@ -23,10 +23,10 @@ from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
-from mgrpo.ops import library
+from mgrpo.ops import compiled
 from mgrpo.packing.document import assemble
+from mgrpo.packing.slices import to_slices
 from mgrpo.packing.step import plan_step
-from mgrpo.packing.wire import to_slices
 from mgrpo.planner.roles import document_lengths
 from mgrpo.rehearsal.recorder import Recorder, site
 from mgrpo.rehearsal.restore import checkpoint_of
@@ -118,8 +118,8 @@ def _skip_what_asks_other_ranks() -> None:
     fsdp.sync_rng_states_across_tp_group = lambda self: None
     for module in (uneven_dtensor, param_and_grad_buffer):
         vars(module)["validate_uneven_dtensor"] = lambda *args, **kwargs: None
-    built = library.build_info() | {"cuda_archs": "9.0"}
-    vars(library)["build_info"] = lambda: built
+    built = compiled.build_info() | {"cuda_archs": "9.0"}
+    vars(compiled)["build_info"] = lambda: built
 
 
 def _nothing(box: Box) -> torch.Tensor:

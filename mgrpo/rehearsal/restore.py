@@ -14,7 +14,7 @@ from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.folder import MANIFEST, LocalFolder, step_folder, step_path
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, merge
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
+from mgrpo.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from mgrpo.checkpoint.shard import CODES, DTYPES
 from mgrpo.models.table import Box, Shape
 from mgrpo.run.train.learner import Learner
@@ -40,7 +40,7 @@ class _Unwritten(MappedFiles):
         return (torch.zeros(1, dtype=dtype).expand(shape) if values is None else values)[region]
 
 
-def checkpoint_of(learner: Learner, folder: str) -> Checkpoint:
+def checkpoint_of(learner: Learner, folder: str) -> StoredCheckpoint:
     """The checkpoint that all ranks would save now, opened: kinds, names, shapes and types are what this rank would write.
 
     Every tensor is one piece, as if a single rank had written it. Its manifest is written into `folder`, its tensors are not;

@@ -1,6 +1,6 @@
 """Verifiers in worker processes, under limits of time and memory: a worker that hangs or dies is replaced.
 
-A worker (`worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
+A worker (`verifier_worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
 score, and the items behind it are asked again.
 """
 
@@ -236,7 +236,7 @@ class _Worker:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.child = Child(
-            "mgrpo.rewards.worker",
+            "mgrpo.rewards.verifier_worker",
             # Without the run's secrets: what it reads is untrusted.
             environment=without_secrets("MGRPO_VERIFIER_"),
             folders=folders,

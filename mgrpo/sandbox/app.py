@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from fastapi import FastAPI, HTTPException, Request
 
-from mgrpo.sandbox.reading import Question, read_code, read_question
+from mgrpo.sandbox.code_requests import Question, read_code, read_question
 from mgrpo.sandbox.sandbox import Sandbox, Verdicts
 from mgrpo.sandbox.sessions import BusyError, Sessions
 

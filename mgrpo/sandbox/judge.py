@@ -13,8 +13,8 @@ import signal
 from types import TracebackType
 
 from mgrpo.sandbox import wire
-from mgrpo.sandbox.library import BUILTINS, MODULES
 from mgrpo.sandbox.plain_data import decode, encode
+from mgrpo.sandbox.plain_functions import BUILTINS, MODULES
 from mgrpo.sandbox.questions import ASK, RAISES, READ, RUN
 from mgrpo.sandbox.split import SplitProgram, split
 from mgrpo.sandbox.wire import Wire
@@ -111,7 +111,7 @@ class Trial:
         return self._answer("apply", operation, *values)
 
     def _answer(self, kind: str, text: str, *values: object) -> object:
-        """What the program answers to a question; for its kinds see `program`."""
+        """What the program answers to a question; for its kinds see `untrusted_program`."""
         if self._is_lost:
             raise ProgramLostError
         request = encode((kind, text, *values), _number)

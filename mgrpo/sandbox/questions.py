@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mgrpo.sandbox.library import BARE_NAMES, BUILTINS, EXCEPTIONS, METHODS, MODULES
+from mgrpo.sandbox.plain_functions import BARE_NAMES, BUILTINS, EXCEPTIONS, METHODS, MODULES
 
 ASK, RUN, READ, RAISES = "<ask>", "<run>", "<read>", "<raises>"
 """Names of the functions that the code calls: the value of an expression; a statement; the value of a name that exists

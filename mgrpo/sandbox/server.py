@@ -21,9 +21,9 @@ def serve_command(argv: Sequence[str]) -> int:
         sys.stderr.write("mgrpo: the code service needs uvicorn; install it with: pip install uvicorn\n")
         return 2
     from mgrpo.sandbox.app import create_app
+    from mgrpo.sandbox.code_requests import reading_processes
     from mgrpo.sandbox.connection import SandboxConnection
     from mgrpo.sandbox.interpreters import Kernels
-    from mgrpo.sandbox.reading import reading_processes
     from mgrpo.sandbox.sandbox import Sandbox
     from mgrpo.sandbox.sessions import Sessions
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from mgrpo.sandbox.library import BUILTINS
+from mgrpo.sandbox.plain_functions import BUILTINS
 from mgrpo.sandbox.questions import (
     RAISES,
     RUN,
@@ -33,7 +33,7 @@ from mgrpo.sandbox.questions import (
 @dataclass(frozen=True, slots=True)
 class SplitProgram:
     code: CodeType
-    """For `exec` with the names of `library` and the functions that `questions` names."""
+    """For `exec` with the names of `plain_functions` and the functions that `questions` names."""
     decides_inside: bool
     """Whether something that decides, such as a comparison of the program's objects, runs in the program's process."""
 

@@ -15,8 +15,8 @@ from mgrpo.processes.lifetime import ending
 from mgrpo.sandbox import wire
 from mgrpo.sandbox.child import ChildWatch, Event
 from mgrpo.sandbox.limits import Limits
-from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
 from mgrpo.sandbox.supervision import Cell, Keeper
+from mgrpo.sandbox.untrusted_program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
 from mgrpo.sandbox.wire import Wire
 
 # A top level is too slow if it times out twice in a row; once may be due to a busy machine.

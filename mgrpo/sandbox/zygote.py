@@ -25,11 +25,11 @@ from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import judge, linux, wire
 from mgrpo.sandbox.interpreter import Interpreter
 from mgrpo.sandbox.paths import inner_path
-from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
 from mgrpo.sandbox.session import Session, SessionBounds
 from mgrpo.sandbox.supervision import Cell, reap_descendants, remove_folder
 from mgrpo.sandbox.supervisor import Order, Supervisor
+from mgrpo.sandbox.untrusted_program import Job, prepare_names
 from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces, is_forbidden
 from mgrpo.sandbox.wire import Wire
 

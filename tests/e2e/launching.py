@@ -100,7 +100,7 @@ class Run:
             "engine actor": "ray::EngineActor",
             "raylet": "/raylet",
             "gcs": "gcs_server",
-            "verifier": "mgrpo.rewards.worker",
+            "verifier": "mgrpo.rewards.verifier_worker",
         }[kind]
         return next(p for p in family if words in " ".join(p.cmdline()[:3]) or words in p.name())
 

@@ -42,7 +42,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
 
     # The package has a function of the module's name.
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    all_reduce, merged = torch.distributed.all_reduce, lora.Adapter.merged
+    all_reduce, merged = torch.distributed.all_reduce, lora.LoraAdapter.merged
     broken = {
         "embeddings_want_no_gradient": patch.object(ResponseModel, "_preprocess", GPTModel._preprocess),
         "experts_are_not_marked": patch.object(
@@ -52,7 +52,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         "missing_sum_of_tokens": patch.object(
             finalize, "_allreduce_non_tensor_model_parallel_grads", lambda *args: None
         ),
-        "delta_on_each_rank": patch.object(lora.Adapter, "merged", twice),
+        "delta_on_each_rank": patch.object(lora.LoraAdapter, "merged", twice),
     }[sabotage]
     with broken:
         return cases.gradients(**arguments)

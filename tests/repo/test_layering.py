@@ -1,40 +1,16 @@
-"""The rooms may import only what the table allows, and heavy packages only where they belong."""
+"""The rooms may import only what the tables allow, and heavy packages only where they belong."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-ROOMS = {
-    "types": set(),
-    "layout": set(),
-    "processes": set(),
-    "ops": {"_C"},
-    "models": {"layout"},
-    "packing": {"types"},
-    "parallel": {"layout"},
-    "telemetry": {"processes", "types"},
-    "sandbox": {"processes"},
-    "config": {"models", "layout"},
-    "sync": {"processes", "models", "layout"},
-    "algo": {"ops", "config", "types"},
-    "data": {"config", "types"},
-    "rewards": {"sandbox", "config", "processes", "types"},
-    "rollout": {"environments", "models", "config", "processes", "types"},
-    "environments": {"sandbox", "data", "processes", "types"},
-    "planner": {"models", "config", "layout"},
-    "policy": {"parallel", "models", "ops", "config", "layout", "types"},
-    "checkpoint": {"policy", "parallel", "models", "layout"},
-    "model_io": {"checkpoint", "policy", "parallel", "packing", "models", "layout", "types"},
-}
-"""What each room imports of the others; an import that is missing here is a decision, not an accident."""
-APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal", "trl"}
-"""May import every room. A rehearsal is the application itself, in a process of its own."""
+from tests.repo import walls
+from tests.repo.allowed import APPLICATION, INNER, ROOMS
+from tests.repo.sources import PACKAGE, files, source
+
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
     "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py", "rollout/vllm/actor.py"},
@@ -43,76 +19,77 @@ HEAVY = {
         "environments/formats/vllm_door.py",
     },
 }
+"""The rooms and files that may import it."""
 
 
-def files() -> list[Path]:
-    return sorted((ROOT / "mgrpo").rglob("*.py"))
+def differences(found: dict[str, set[str]], rows: dict[str, set[str]]) -> list[str]:
+    """Imports that a row lacks, rows that allow more than is used, and places without a row: doors that nobody decided."""
+    said = []
+    for name in sorted(found.keys() | rows.keys()):
+        if name not in found or name not in rows:
+            said.append(f"{name} is gone: it needs no row" if name in rows else f"{name} has no row")
+            continue
+        said += [f"{name} imports {other}, which its row lacks" for other in sorted(found[name] - rows[name])]
+        said += [f"{name} does not import {other} of its row" for other in sorted(rows[name] - found[name])]
+    return said
 
 
-def room_of(path: Path) -> str:
-    place = path.relative_to(ROOT / "mgrpo")
-    within = next((room for room in APPLICATION if str(place.parent) == room), None)
-    return within or place.parts[0].removesuffix(".py")
-
-
-def imports(path: Path) -> set[str]:
-    """Modules that a file names in its imports, also in those inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
-            if node.module.split(".")[0] == "mgrpo":
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_room_imports_only_what_the_table_allows(path):
+def test_rooms_import_what_the_table_says():
     """A room that knows its neighbours can no longer be read, tested or replaced alone."""
-    room = room_of(path)
-    if room in APPLICATION:
-        return
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("mgrpo.")} - {room}
-    assert used <= ROOMS[room], f"{room} imports {sorted(used - ROOMS[room])}"
+    found = {name: used for name, used in walls.outer().items() if name not in APPLICATION}
+    said = differences(found, ROOMS)
+    assert not said, "\n".join(said)
 
 
-@pytest.mark.parametrize("package", HEAVY)
-def test_heavy_packages_stay_in_their_room(package):
+def test_folders_inside_a_room_import_what_the_table_says():
+    """A big room without inner walls is one drawer; those of `run` hold half of the application each."""
+    found = walls.inner(walls.folders())
+    said = differences(found, INNER)
+    assert not said, "\n".join(said)
+
+
+def test_differences_are_found():
+    """In both directions, and where a whole row is missing."""
+    assert differences({"a": {"b"}}, {"a": {"b"}}) == []
+    assert differences({"a": {"b", "c"}, "d": {"a"}}, {"a": {"b", "e"}, "f": set()}) == [
+        "a imports c, which its row lacks",
+        "a does not import e of its row",
+        "d has no row",
+        "f is gone: it needs no row",
+    ]
+
+
+def test_heavy_packages_stay_in_their_room():
     """An engine process that loads Megatron, or a learner that loads vLLM, costs seconds and gigabytes."""
+    strays = []
     for path in files():
-        if any(name.split(".")[0] == package for name in imports(path)):
-            allowed = HEAVY[package]
-            place = str(path.relative_to(ROOT / "mgrpo"))
-            assert room_of(path) in allowed or place in allowed, f"{place} imports {package}"
-
-
-def test_the_table_allows_no_more_than_is_used():
-    """An allowance without a user is a door that nobody decided to open."""
-    used: dict[str, set[str]] = {}
-    for path in files():
-        names = {name.split(".")[1] for name in imports(path) if name.startswith("mgrpo.")}
-        used.setdefault(room_of(path), set()).update(names - {room_of(path)})
-    assert {room: used.get(room) for room in ROOMS} == ROOMS
+        place, packages = str(path.relative_to(PACKAGE)), {each.module.split(".")[0] for each in source(path).imports}
+        strays += [
+            f"{place} imports {package}"
+            for package in sorted(packages & HEAVY.keys())
+            if not {place, place.split("/")[0]} & HEAVY[package]
+        ]
+    assert not strays, "\n".join(strays)
 
 
 def test_only_the_start_of_the_engines_knows_what_they_are():
     """Other engines are started in one place; everything else talks to the protocol."""
+    allowed = {"rollout/start.py"}
+    strays = []
     for path in files():
-        place = str(path.relative_to(ROOT / "mgrpo"))
-        if any(f"{name}.".startswith("mgrpo.rollout.vllm.") for name in imports(path)):
-            assert place == "rollout/start.py" or place.startswith("rollout/vllm/"), f"{place} imports rollout.vllm"
+        names = {f"{name}." for each in source(path).imports for name in each.names()}
+        place = str(path.relative_to(PACKAGE))
+        if any(name.startswith("mgrpo.rollout.vllm.") for name in names) and not place.startswith("rollout/vllm/"):
+            strays.append(place)
+    assert set(strays) == allowed
 
 
 def test_only_the_backend_asks_for_the_device():
     """CPU and GPU differ in a handful of files; a check elsewhere is a second code path that no test runs."""
     allowed = {"parallel/backend.py", "parallel/stand_in.py", "rehearsal/cuda.py"}
     allowed |= {"sync/vllm_plugin.py", "sync/device_memory.py"}
-    for path in files():
-        place = str(path.relative_to(ROOT / "mgrpo"))
-        assert "torch.cuda" not in path.read_text() or place in allowed, f"{place} asks for the device"
+    asking = {str(path.relative_to(PACKAGE)) for path in files() if "torch.cuda" in path.read_text()}
+    assert asking - allowed == set()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +100,7 @@ def test_only_the_backend_asks_for_the_device():
         ("mgrpo.planner.plan_command", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.run.produce.production", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.run.start.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
-        ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
+        ("mgrpo.rewards.verifier_worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),
         ("mgrpo.environments.formats", {"torch", "ray", "vllm", "megatron", "numpy", "transformers"}),
         ("mgrpo.sync.vllm_plugin", {"ray", "megatron"}),

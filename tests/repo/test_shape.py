@@ -1,56 +1,13 @@
-"""The shape of the package: no import cycles, no class and no file too long to read in one go."""
+"""The shape of the package: no cycles, no folder with more in it than a reader holds, no file too long or too short to stand alone."""
 
 from __future__ import annotations
 
-import ast
-import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "mgrpo"
-DOOR = "__init__"
-"""`mgrpo.train` imports the application, which imports everything else, when it is called: not an import of a layer."""
-MAX_CLASS_LINES = 250
-MAX_FILE_LINES = 500
-
-Graph = dict[str, set[str]]
-
-
-def modules(package: Path) -> dict[str, Path]:
-    """Every module by its dotted name."""
-    paths = {path.relative_to(package.parent).with_suffix(""): path for path in sorted(package.rglob("*.py"))}
-    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def statements(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """The code that runs on import; with `lazy` also the bodies of functions and what only type checkers read."""
-    for child in ast.iter_child_nodes(node):
-        if not lazy and (
-            isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_type_checking(child)
-        ):
-            continue
-        yield child
-        yield from statements(child, lazy=lazy)
-
-
-def imported(path: Path, known: dict[str, Path], *, lazy: bool) -> set[str]:
-    """The modules of the package that a file names in its imports."""
-    names = set()
-    for node in statements(ast.parse(path.read_text()), lazy=lazy):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= members & known.keys()
-            if members - known.keys():
-                names.add(node.module)
-    return names & known.keys()
+from tests.repo import allowed, walls
+from tests.repo.sources import PACKAGE, Graph, cycle, files, imported, modules, source
 
 
 def module_graph(package: Path, *, lazy: bool) -> Graph:
@@ -62,49 +19,26 @@ def module_graph(package: Path, *, lazy: bool) -> Graph:
     graph: Graph = {}
     for name, path in known.items():
         graph[name] = set()
-        for target in imported(path, known, lazy=lazy and room_of(name) != DOOR) - {name}:
+        for target in imported(path, known, lazy=lazy and name != package.name) - {name}:
             parts = target.split(".")
             around = {".".join(parts[:length]) for length in range(1, len(parts))}
             graph[name] |= {target} | {outer for outer in around if not f"{name}.".startswith(f"{outer}.")}
     return graph
 
 
-def room_graph(package: Path) -> Graph:
-    """All imports between rooms, wherever they stand, except the package door."""
-    known = modules(package)
-    graph: Graph = {}
-    for name, path in known.items():
-        targets = {room_of(target) for target in imported(path, known, lazy=True)} - {room_of(name)}
-        graph.setdefault(room_of(name), set()).update(targets if room_of(name) != DOOR else ())
-    return graph
+def cycles(found: list[walls.Folder]) -> list[str]:
+    """A cycle of each folder that has one."""
+    return [f"{folder.name}: {met}" for folder in found if (met := cycle(folder.graph))]
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else DOOR
+def long_files(package: Path) -> list[str]:
+    sizes = {str(path.relative_to(package)): source(path).lines for path in files(package)}
+    return [f"{name} has {lines} lines" for name, lines in sizes.items() if lines > allowed.MAX_FILE_LINES]
 
 
-def cycle(graph: Graph) -> str:
-    """Some cycle, or nothing."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as err:
-        # It names each node's predecessor, which here is what imports it.
-        return " -> ".join(reversed(err.args[1]))
-    return ""
-
-
-def long_classes(path: Path) -> dict[str, int]:
-    """Classes above the limit, with their lines."""
-    sizes = {
-        node.name: (node.end_lineno or 0) - node.lineno + 1
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    return {name: size for name, size in sizes.items() if size > MAX_CLASS_LINES}
-
-
-def in_package(path: Path) -> str:
-    return str(path.relative_to(PACKAGE.parent))
+def report(said: list[str], found: list[walls.Folder]) -> str:
+    """The sentences, and what there is, from which `allowed.py` can be set right."""
+    return "\n".join([*said, "", walls.table(found)])
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at import", "with imports in functions"])
@@ -113,16 +47,49 @@ def test_modules_do_not_import_each_other_in_a_cycle(lazy):
     assert cycle(module_graph(PACKAGE, lazy=lazy)) == ""
 
 
-def test_rooms_do_not_import_each_other_in_a_cycle():
-    """Rooms that need each other, even inside a function, are one room: neither can be read or tested alone."""
-    assert cycle(room_graph(PACKAGE)) == ""
+def test_units_of_a_folder_do_not_import_each_other_in_a_cycle():
+    """Rooms that need each other, even inside a function, are one room: neither can be read or tested alone. So are folders."""
+    found = walls.folders()
+    said = cycles(found)
+    assert not said, report(said, found)
 
 
-@pytest.mark.parametrize("path", modules(PACKAGE).values(), ids=in_package)
-def test_nothing_is_too_long_to_read_in_one_go(path):
-    """A longer class or file holds more than one noun."""
-    assert long_classes(path) == {}
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+def test_arrows_that_are_about_to_go_are_there():
+    """The list ends empty."""
+    graphs = {folder.name: folder.graph for folder in walls.folders(going={})}
+    gone = [
+        f"{room}: {unit} -> {target}"
+        for room, arrows in allowed.UNTIL_MERGED.items()
+        for unit, target in sorted(arrows)
+        if target not in graphs[room].get(unit, ())
+    ]
+    assert not gone, "\n".join(gone)
+
+
+def test_folders_have_no_more_units_than_a_reader_holds():
+    """A list of twenty files says nothing about which to open first."""
+    found = walls.folders()
+    said = walls.above(allowed.MAX_UNITS, walls.crowds(found), allowed.LARGE)
+    assert not said, report(said, found)
+
+
+def test_folders_have_no_more_floors_than_a_reader_climbs():
+    """To know what the top does, its reader goes down every floor."""
+    found = walls.folders()
+    said = walls.above(allowed.MAX_FLOORS, {folder.name: folder.floors for folder in found}, allowed.TALL)
+    assert not said, report(said, found)
+
+
+def test_files_are_long_enough_to_stand_alone():
+    """A journey through the package is as long as the files that it crosses are many."""
+    said = walls.unlisted(walls.small(allowed.MIN_FILE_LINES), allowed.SMALL)
+    assert not said, "\n".join(said)
+
+
+def test_no_file_is_too_long_to_read_in_one_go():
+    """A longer file holds more than one noun."""
+    said = long_files(PACKAGE)
+    assert not said, "\n".join(said)
 
 
 @pytest.fixture
@@ -137,10 +104,10 @@ def package(tmp_path):
         "high/__init__.py": "from p.high.a import f\n",
         "high/a.py": "from p.low.c import g\n",
     }
-    for name, source in sources.items():
+    for name, text in sources.items():
         path = tmp_path / "p" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+        path.write_text(text)
     return tmp_path / "p"
 
 
@@ -148,31 +115,71 @@ def test_layers_and_the_package_door_are_no_cycle(package):
     """Otherwise the checks above would fail on every tree."""
     for lazy in (False, True):
         assert cycle(module_graph(package, lazy=lazy)) == ""
-    assert cycle(room_graph(package)) == ""
+    assert cycles(walls.folders(package)) == []
 
 
 @pytest.mark.parametrize(
-    ("source", "at_import", "between_rooms"),
+    ("text", "at_import", "between_folders"),
     [
-        ("from p.low.c import g\n", True, False),
-        ("import p.low.c\n", True, False),
-        ("class B:\n    from p.low import c\n", True, False),
-        ("from p.high import f\n", True, True),
-        ("def h():\n    from p.low.c import g\n", False, False),
-        ("def h():\n    from p.high import a\n", False, True),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.high.a import f\n", False, True),
+        ("from p.low.c import g\n", True, ["low: "]),
+        ("import p.low.c\n", True, ["low: "]),
+        ("class B:\n    from p.low import c\n", True, ["low: "]),
+        ("from p.high import f\n", True, ["p: "]),
+        ("def h():\n    from p.low.c import g\n", False, ["low: "]),
+        ("def h():\n    from p.high import a\n", False, ["p: "]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.high.a import f\n", False, ["p: "]),
     ],
 )
-def test_cycles_are_found(package, source, at_import, between_rooms):
-    """`low.b` closes a cycle with what imports it: at once, or lazily."""
-    (package / "low" / "b.py").write_text(source)
+def test_cycles_are_found(package, text, at_import, between_folders):
+    """`low.b` closes a cycle with what imports it: at once, or lazily; inside its room, or between rooms."""
+    (package / "low" / "b.py").write_text(text)
     assert bool(cycle(module_graph(package, lazy=False))) == at_import
     assert cycle(module_graph(package, lazy=True))
-    assert bool(cycle(room_graph(package))) == between_rooms
+    found = walls.folders(package)
+    assert [said[:3] if said[0] == "p" else said[:5] for said in cycles(found)] == between_folders
+    assert "cycle" in walls.table(found)
 
 
-def test_long_classes_are_found(tmp_path):
-    """One line above the limit."""
-    body = "    x = 1\n"
-    (tmp_path / "a.py").write_text("class A:\n" + body * MAX_CLASS_LINES + "class B:\n" + body * (MAX_CLASS_LINES - 1))
-    assert long_classes(tmp_path / "a.py") == {"A": MAX_CLASS_LINES + 1}
+def test_an_arrow_that_is_about_to_go_closes_no_cycle(package):
+    """But only that one."""
+    (package / "low" / "b.py").write_text("from p.low.c import g\n")
+    assert cycles(walls.folders(package, going={"low": {("b", "c")}})) == []
+    assert cycles(walls.folders(package, going={"low": {("a", "c")}, "high": {("b", "c")}})) != []
+
+
+def test_units_floors_and_arrows_are_counted(package):
+    """A door is no unit, and a folder is one, whatever is in it."""
+    (package / "low" / "inner").mkdir()
+    (package / "low" / "inner" / "d.py").write_text("def f():\n    from p.low.c import g\n    from p.low.c import h\n")
+    (package / "low" / "inner" / "e.py").write_text("from p.low.inner import d\n")
+    found = {folder.name: folder for folder in walls.folders(package)}
+    numbers = {name: (len(each.graph), each.floors, each.arrows) for name, each in found.items()}
+    assert numbers == {"p": (3, 3, 2), "high": (1, 1, 0), "low": (3, 3, 2), "low.inner": (2, 2, 1)}
+    assert found["low"].graph == {"b": set(), "c": {"b"}, "inner": {"c"}}
+    assert walls.inner(found.values()) == {"low.inner": {"c"}}
+    assert walls.crowds(found.values()) == {"p": 3, "low": 3, "low.inner": 2}, "high has no arrow: a catalogue"
+
+
+def test_folders_above_a_limit_are_found():
+    """Without a row, with a number that is out of date in either direction, and with a row that is needed no more."""
+    rows = {"b": (14, ""), "c": (14, ""), "d": (14, ""), "e": (14, ""), "f": (14, "")}
+    assert walls.above(12, {"a": 12, "b": 14}, {"b": (14, "")}) == []
+    assert walls.above(12, {"a": 13, "b": 15, "c": 13, "d": 12, "e": 14}, rows) == [
+        "a has 13, more than 12",
+        "b has 15, more than 14",
+        "c has 13: lower its row",
+        "d needs no row",
+        "f needs no row",
+    ]
+
+
+def test_small_and_long_files_are_found(package):
+    """One line beside the limits. Doors may be short."""
+    (package / "run.py").write_text("\n" * allowed.MIN_FILE_LINES)
+    (package / "low" / "b.py").write_text("\n" * (allowed.MIN_FILE_LINES - 1))
+    (package / "low" / "c.py").write_text("\n" * (allowed.MAX_FILE_LINES + 1))
+    (package / "high" / "a.py").write_text("\n" * allowed.MAX_FILE_LINES)
+    found = walls.small(allowed.MIN_FILE_LINES, package)
+    assert found == {"low/b.py": allowed.MIN_FILE_LINES - 1}
+    assert walls.unlisted(found, {"run.py": "gone or grown"}) == ["low/b.py has no row", "run.py needs no row"]
+    assert long_files(package) == [f"low/c.py has {allowed.MAX_FILE_LINES + 1} lines"]

@@ -7,7 +7,7 @@ Two bounds: DAPO, arXiv 2503.14476; delta: INTELLECT-2, arXiv 2505.07291; dual c
 
 from __future__ import annotations
 
-from mgrpo.algo.inputs import LossInputs, PolicyLoss
+from mgrpo.algo.loss_inputs import LossInputs, PolicyLoss
 from mgrpo.algo.surrogate import surrogate_loss
 
 REMARK = ""

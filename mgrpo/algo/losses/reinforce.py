@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgrpo.algo.inputs import LossInputs, PolicyLoss
+from mgrpo.algo.loss_inputs import LossInputs, PolicyLoss
 from mgrpo.algo.surrogate import surrogate_loss
 
 REMARK = ""

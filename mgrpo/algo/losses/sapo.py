@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgrpo.algo.inputs import LossInputs, PolicyLoss
+from mgrpo.algo.loss_inputs import LossInputs, PolicyLoss
 from mgrpo.algo.surrogate import surrogate_loss
 from mgrpo.ops import SurrogateFunction
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgrpo import ops
 from mgrpo.algo.correction import correction
-from mgrpo.algo.inputs import LossInputs, PolicyLoss
+from mgrpo.algo.loss_inputs import LossInputs, PolicyLoss
 from mgrpo.algo.surrogate import surrogate_loss
 
 REMARK = "its weight is computed in PyTorch, the extension has no kernel for it"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from mgrpo.rewards.constraints.formats import count_placeholders, is_json, quoted, title
 from mgrpo.rewards.constraints.label_arguments import Character, Checker, Filled, Quantifier, Text, Texts, Whole
 from mgrpo.rewards.constraints.languages import checked_language, language_of
+from mgrpo.rewards.constraints.text_formats import count_placeholders, is_json, quoted, title
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
 _ASTERISKS = re.compile(r"\*+")

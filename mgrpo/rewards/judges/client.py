@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -75,6 +75,7 @@ class ChatClient:
         timeout_s: float,
         max_connections: int,
         backoff_s: float = 1.0,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """Opens nothing.
 
@@ -82,11 +83,13 @@ class ChatClient:
             timeout_s: for one attempt, from its connection to the last byte of the reply.
             max_connections: requests under way at once; others wait, and their time limits start after the wait.
             backoff_s: wait after the first failed attempt; twice as long after the second.
+            sleep: waits so many seconds.
         """
 
         self.usage = Usage()
         self.endpoint = endpoint
         self.backoff_s = backoff_s
+        self._sleep = sleep
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
@@ -109,7 +112,7 @@ class ChatClient:
             except _MayPass as err:
                 failure, wait_s = err, err.wait_s
             if attempt < ATTEMPTS - 1:
-                await asyncio.sleep(max(wait_s, self.backoff_s * 2**attempt))
+                await self._sleep(max(wait_s, self.backoff_s * 2**attempt))
         raise NoVerdict(f"{self.endpoint.model} gave no verdict in {ATTEMPTS} attempts; the last one: {failure}")
 
     async def close(self) -> None:

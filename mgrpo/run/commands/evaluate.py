@@ -18,7 +18,7 @@ from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mgrpo import packing
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout

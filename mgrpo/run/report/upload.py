@@ -1,6 +1,6 @@
 """Trained models on their way to the Hub: a process of its own for each, so that no upload delays or breaks a run.
 
-`python -m mgrpo.run.report.upload FOLDER REPOSITORY REVISION PRIVATE MESSAGE FILE...` uploads.
+`python -m mgrpo.run.report.upload FOLDER REPOSITORY REVISION PRIVATE MESSAGE PAUSE_S FILE...` uploads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILES = (
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
 )
 """Files of an export that go to the Hub. Others beside a model may be the user's own."""
-ATTEMPTS, PAUSE_S = 3, 5.0
+ATTEMPTS = 3
 REFUSED = (400, 401, 403, 404)
 """Answers that another attempt does not change."""
 
@@ -40,8 +40,10 @@ class Uploads:
     folder: ClassVar[Path]
     """The folder of that upload."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, pause_s: float = 5.0) -> None:
+        """`pause_s` is the pause after the first failed attempt, four times as long after the second."""
         self.settings, self.run_name = config.hub, config.experiment.run_name
+        self.pause_s = pause_s
 
     @property
     def repository(self) -> str:
@@ -77,7 +79,14 @@ class Uploads:
 
     def _start(self, folder: Path, message: str, files: Sequence[str]) -> None:
         own = self.settings
-        words = [str(folder), self.repository, own.hub_revision or "", str(own.hub_private_repo), message]
+        words = [
+            str(folder),
+            self.repository,
+            own.hub_revision or "",
+            str(own.hub_private_repo),
+            message,
+            str(self.pause_s),
+        ]
         Uploads.folder = folder
         Uploads.current = subprocess.Popen(
             [sys.executable, "-m", "mgrpo.run.report.upload", *words, *files],
@@ -144,7 +153,7 @@ def upload(
 
 def _main(argv: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
-    folder, repository, revision, private, message, *files = argv
+    folder, repository, revision, private, message, pause_s, *files = argv
     branch, is_private = revision or None, private == "True"
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -156,7 +165,7 @@ def _main(argv: list[str]) -> int:
             if attempt == ATTEMPTS or status in REFUSED:
                 print(f"{type(err).__name__}: {line}", file=sys.stderr)
                 return 1
-            time.sleep(PAUSE_S * 4 ** (attempt - 1))
+            time.sleep(float(pause_s) * 4 ** (attempt - 1))
     return 1
 
 

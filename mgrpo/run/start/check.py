@@ -17,7 +17,7 @@ from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
@@ -181,8 +181,7 @@ def _about(
 def _base(config: Config, shape: ModelShape) -> str | None:
     """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
     prepare_environment(config)
-    from mgrpo.model_io.fingerprint import fingerprint
-    from mgrpo.model_io.model_reader import model_reader
+    from mgrpo.model_io.model_reader import fingerprint, model_reader
 
     try:
         return fingerprint(model_reader(config.model_path, shape), shape)

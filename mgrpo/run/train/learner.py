@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from mgrpo import algo, packing
-from mgrpo.checkpoint.reader import Checkpoint
+from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.model_io.fingerprint import fingerprint
-from mgrpo.model_io.model_reader import model_reader
+from mgrpo.model_io.model_reader import fingerprint, model_reader
 from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
@@ -70,7 +69,7 @@ class Learner:
         shape: ModelShape,
         layout: Layout,
         host_group: dist.ProcessGroup,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: StoredCheckpoint | None = None,
         weights: Read | None = None,
         loss: algo.LossFunction | None = None,
         on_progress: Callable[[], None] = lambda: None,
@@ -122,7 +121,7 @@ class Learner:
             "adapters": self._adapters,
         }
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: StoredCheckpoint) -> None:
         saved = checkpoint.state["learner"]
         self.policy.restore_counters(saved)
         if self.entropy_control and saved["entropy_control"]:
@@ -130,7 +129,7 @@ class Learner:
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
         self.state.restore_random(checkpoint)
 
-    def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
+    def _load(self, checkpoint: StoredCheckpoint | None, weights: Read | None) -> None:
         """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
         read = weights or model_reader(self.config.model_path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None

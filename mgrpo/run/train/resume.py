@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, step_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
-from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
+from mgrpo.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from mgrpo.checkpoint.saver import SaveError, Saver
 from mgrpo.checkpoint.shard import Part
 from mgrpo.checkpoint.space import OutputError, no_room
@@ -35,7 +35,7 @@ ROLLOUTS = "rollouts"
 """Kind of the arrays of what was sampled and not trained on."""
 
 
-def saved_rollouts(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def saved_rollouts(checkpoint: StoredCheckpoint) -> dict[str, np.ndarray]:
     """The arrays of rollouts that `States.save` was given."""
     names = checkpoint.names(ROLLOUTS)
     boxes = [Box(name, (0,), checkpoint.shape(ROLLOUTS, name)) for name in names]
@@ -57,7 +57,7 @@ class States:
             timeout_s=60 * config.experiment.backend_timeout,
         )
 
-    def open(self, path: str | None, shape: ModelShape) -> Checkpoint | None:
+    def open(self, path: str | None, shape: ModelShape) -> StoredCheckpoint | None:
         """The checkpoint that the run continues, once its files have been compared with their checksums.
 
         With resume=intact a damaged one is passed over for the one before it.
@@ -82,7 +82,7 @@ class States:
             found = problems[0][1]
         return None
 
-    def _try(self, path: str, shape: ModelShape) -> tuple[Checkpoint | None, str, str | None]:
+    def _try(self, path: str, shape: ModelShape) -> tuple[StoredCheckpoint | None, str, str | None]:
         """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
         try:
             checkpoint = open_checkpoint(path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgrpo.algo import LossConfig, MetricSums, add_metrics, agreement, metric_sums, policy_loss, reduce_metrics
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from tests import builders
 
 MEAN, STD, MAX, KL, TAIL = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgrpo.algo import loss_denominator, policy_loss
-from mgrpo.algo.metrics import MAXIMA, METRICS, MetricSums, add_metrics, metric_sums
+from mgrpo.algo.loss_metrics import MAXIMA, METRICS, MetricSums, add_metrics, metric_sums
 from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, loss_config, plain, reduced
 
 NAN, INF = float("nan"), float("inf")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgrpo.algo import LossConfig, policy_loss
-from mgrpo.algo.metrics import MAXIMA, METRICS
+from mgrpo.algo.loss_metrics import MAXIMA, METRICS
 from tests.unit.algo.loss_cases import batch, loop_loss, loss_config, plain, reduced, whole_denominator
 
 SURROGATES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")

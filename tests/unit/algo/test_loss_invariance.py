@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mgrpo.algo import LossConfig, policy_loss
-from mgrpo.algo.metrics import MAXIMA, METRICS
+from mgrpo.algo.loss_metrics import MAXIMA, METRICS
 from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, reduced, select, whole_denominator
 
 CONFIGS = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mgrpo.algo import LossConfig, LossInputs, load_loss, loss_problems, loss_remarks, policy_loss
+from mgrpo.algo.loss_metrics import METRICS
 from mgrpo.algo.losses import NAMED
-from mgrpo.algo.metrics import METRICS
 from mgrpo.config.loss import NAMED_LOSSES
 from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, reduced
 

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.types import ScoredGroup
 from tests import builders
 

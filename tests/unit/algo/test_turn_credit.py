@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.types import Completion, ScoredGroup
 from tests import builders

@@ -705,12 +705,12 @@ RUN = """
 import asyncio, sys, time
 from mgrpo.environments.workers import fleet
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.pool import Environments, Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, Spec
 
 fleet._CLOSE_LIMIT_S = 0.5
 
 async def main():
-    environments = Environments([Spec(entry=sys.argv[1] + ":run")], pool_size=2, num_workers=2)
+    environments = EnvironmentPool([Spec(entry=sys.argv[1] + ":run")], pool_size=2, num_workers=2)
     try:
         await environments.start()
         for _ in range(2):

@@ -169,8 +169,8 @@ def test_engine_of_another_machine_has_the_same_commit_in_its_own_cache(hub, tmp
     hub.repositories["someone/tiny"].branches["old"] = hub.repositories["someone/tiny"].branches["main"]
     hub.repositories["someone/tiny"].branches["main"] = {"config.json": b"{}"}
     code = (
-        "from pathlib import Path\nfrom mgrpo.models.hub import Snapshot, fetch_apart\nimport sys\n"
-        "there = Snapshot(name='someone/tiny', commit=sys.argv[1], part='model', folder=Path('/elsewhere'))\n"
+        "from pathlib import Path\nfrom mgrpo.models.hub import HubSnapshot, fetch_apart\nimport sys\n"
+        "there = HubSnapshot(name='someone/tiny', commit=sys.argv[1], part='model', folder=Path('/elsewhere'))\n"
         "print(fetch_apart(there))"
     )
     environment = hub.environment(tmp_path, HF_HUB_OFFLINE="1")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgrpo.ops import KeptSets, kept, linear, linear_logits, linear_logprobs, reference, token_logprobs
+from mgrpo.ops import KeptSets, kept_tokens, linear, linear_logits, linear_logprobs, reference, token_logprobs
 
 N, HIDDEN, VOCAB = 64, 96, 500
 Head = Callable[..., tuple[Tensor, Tensor | None]]
@@ -69,7 +69,7 @@ def test_the_head_no_longer_rounds(head: Head) -> None:
 @pytest.mark.parametrize("wide_entries", [7, 4096])
 def test_the_head_of_kept_sets_does_not_round(monkeypatch: pytest.MonkeyPatch, wide_entries: int) -> None:
     """With top_k the chunked head computes single dot products, whose rounding is that of a logit."""
-    monkeypatch.setattr(kept, "WIDE_ENTRIES", wide_entries)
+    monkeypatch.setattr(kept_tokens, "WIDE_ENTRIES", wide_entries)
     hidden, weight, targets = operands()
     ids = torch.stack((targets, (targets + 7) % VOCAB, (targets + 130) % VOCAB), 1).sort(1).values
     sets = KeptSets(ids=ids.flatten().int(), offsets=3 * torch.arange(N + 1, dtype=torch.int32))

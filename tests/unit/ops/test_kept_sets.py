@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import mgrpo.ops
 from mgrpo.ops import KeptSets, linear_logprobs, reference, token_logprobs
-from mgrpo.ops.kept import WIDE_ENTRIES, picked_logits
+from mgrpo.ops.kept_tokens import WIDE_ENTRIES, picked_logits
 
 HEADS = ("logits", "linear")
 DTYPES = tuple(VALUE_TOLERANCE)
@@ -153,7 +153,7 @@ def test_gradient_is_the_derivative_of_the_forward(head: str) -> None:
         if head == "logits":
             # token_logprobs takes no float64; its parts do.
             values = picked_logits(operands[0], problem.rows, problem.kept, vocab_start=0, valid_cols=11, inplace=False)
-            return mgrpo.ops.kept.kept_logprobs(
+            return mgrpo.ops.kept_tokens.kept_logprobs(
                 values, problem.kept, problem.targets, 1 / problem.temperature.double(), None, True
             )
         return linear_logprobs(*operands, problem.targets, logits_chunk=4, **options)

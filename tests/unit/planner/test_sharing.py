@@ -11,7 +11,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
-from mgrpo.planner.report import as_json
+from mgrpo.planner.plan_report import as_json
 
 WEIGHTS = 7_615_616_512
 LEARNERS = 8

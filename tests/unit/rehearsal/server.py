@@ -97,19 +97,19 @@ def restored_on_the_host() -> Iterator[None]:
 @contextmanager
 def restored_through_a_copy() -> Iterator[None]:
     """What was read is copied to the device before it is copied to its place."""
-    from mgrpo.checkpoint.reader import Checkpoint
+    from mgrpo.checkpoint.reader import StoredCheckpoint
 
-    read = Checkpoint.read
+    read = StoredCheckpoint.read
 
     def copying(self: Any, kind: str, box: Any, out: Any = None) -> Any:
         values = read(self, kind, box)
         return values if out is None else out.copy_(values.to(out.device))
 
-    Checkpoint.read = copying
+    StoredCheckpoint.read = copying
     try:
         yield
     finally:
-        Checkpoint.read = read
+        StoredCheckpoint.read = read
 
 
 MUTATIONS = {

@@ -163,7 +163,7 @@ def test_the_format_check_is_linear_in_hostile_text() -> None:
 def test_importing_the_worker_loads_nothing_heavy() -> None:
     """Its start overlaps with the engines' only if it is short, and a torch in every worker costs its memory."""
     code = (
-        "import sys, mgrpo.rewards.worker, mgrpo.rewards.worker_pool, mgrpo.data;"
+        "import sys, mgrpo.rewards.verifier_worker, mgrpo.rewards.worker_pool, mgrpo.data;"
         "print([name for name in ('torch', 'numpy', 'ray', 'math_verify', 'sympy', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,20 +41,37 @@ TRACES = [Path(folder) / "mgrpo-hostile" for folder in ("/tmp", "/var/tmp", "/de
 @pytest.fixture
 def marker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The folder for temporary files, which everything started from here carries in its environment."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return str(tmp_path)
+    return _temporary_files_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scorer, str]]:
+    """Workers with every local verifier, and their folder for temporary files."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = _temporary_files_in(tmp_path_factory.mktemp("temporary"), patch)
+        with nothing_left(folder):
+            scorer = Scorer(Reward(verifier_timeout=4.0, verifier_workers=2), LOCAL)
+            try:
+                yield scorer, folder
+            finally:
+                scorer.close()
+
+
+def _temporary_files_in(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setenv("TMPDIR", str(folder))
+    patch.setattr(tempfile, "tempdir", None)
+    return str(folder)
 
 
 @contextlib.contextmanager
-def nothing_left(word: str) -> Iterator[None]:
-    """No process, file or mount more than before."""
+def nothing_left(word: str, running: Callable[[], Iterable[int]] = tuple) -> Iterator[None]:
+    """No process beside those that are still running, and no file or mount more than before."""
     mounts = Path("/proc/self/mountinfo").read_text()
     yield
     deadline = time.monotonic() + 10
-    while processes_with(word) and time.monotonic() < deadline:
+    while processes_with(word) != set(running()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not processes_with(word)
+    assert processes_with(word) == set(running())
     assert not [path for path in TRACES if path.exists()]
     assert Path("/proc/self/mountinfo").read_text() == mounts
     assert not os.listdir(word)
@@ -66,22 +83,19 @@ def test_the_corpus_is_as_large_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
+def test_no_text_breaks_a_verifier(name: str, local: tuple[Scorer, str]) -> None:
     """One answer that takes the worker along costs a step its rewards; one that scores is a policy's shortest way."""
+    scorer, folder = local
     texts = [*TEXTS.values(), *PROGRAMS.values(), *INJECTIONS.values()]
     items = [item(name, text, LABELS.get(name, "the right answer"), "question", 1000) for text in texts]
-    with nothing_left(marker):
-        scorer = Scorer(Reward(verifier_timeout=4.0, verifier_workers=2), [name])
-        try:
-            scores = scorer.verify_many([*items, GOOD])
-            assert scores[-1] == 1.0
-            assert len(scorer.pool.pids) == 2
-            unscored = [
-                key for key, score in zip([*TEXTS, *PROGRAMS, *INJECTIONS], scores, strict=False) if math.isnan(score)
-            ]
-            assert not unscored, f"no score for {unscored}"
-        finally:
-            scorer.close()
+    with nothing_left(folder, lambda: scorer.pool.pids):
+        scores = scorer.verify_many([*items, GOOD])
+        assert scores[-1] == 1.0
+        assert len(scorer.pool.pids) == 2
+        unscored = [
+            key for key, score in zip([*TEXTS, *PROGRAMS, *INJECTIONS], scores, strict=False) if math.isnan(score)
+        ]
+        assert not unscored, f"no score for {unscored}"
 
 
 @pytest.mark.parametrize("name", ["code", "code_stdio"])

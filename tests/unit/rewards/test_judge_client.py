@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 
@@ -150,15 +151,23 @@ def test_every_form_of_error_message_is_shown_shortly(content, words):
 
 def test_a_hanging_server_and_one_that_drips_both_run_into_the_time_limit():
     """A limit on each read alone lets a server that sends one byte a second hold a training step for ever."""
-    for slow in (Reply(wait_s=60), Reply(content=SEVEN.content, drip_s=0.2)):
+
+    def is_late(slow: Reply) -> None:
         with ScriptedJudge([slow, SEVEN]) as judge:
             begun = time.monotonic()
             assert ask(client_of(judge.url, timeout_s=1.5)) == [7.0]
             assert time.monotonic() - begun < 15
+
+    def is_given_up(slow: Reply) -> None:
         with ScriptedJudge(slow) as judge:
             client = client_of(judge.url, timeout_s=0.2)
             assert "no reply within 0.2 s" in failure(client)
         assert client.usage.requests == 3
+
+    slow = (Reply(wait_s=60), Reply(content=SEVEN.content, drip_s=0.2))
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(check, reply) for check in (is_late, is_given_up) for reply in slow]:
+            done.result()
 
 
 def test_a_refused_connection_is_no_verdict():
@@ -208,18 +217,23 @@ def test_an_error_of_the_program_is_not_tried_again(monkeypatch):
 
 def test_attempts_wait_twice_as_long_each_time_and_as_long_as_the_server_says():
     """Without back-off a rate limit is met again at once; without Retry-After, too early."""
+    waits: list[tuple[int, float]] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append((len(judge.requests), seconds))
+
     with ScriptedJudge(Reply(status=500)) as judge:
-        failure(client_of(judge.url, backoff_s=0.2))
-    first, second, third = (request.at for request in judge.requests)
-    assert second - first >= 0.2 and third - second >= 0.4
-    with ScriptedJudge([Reply(status=429, headers={"Retry-After": "0.5"}), SEVEN]) as judge:
-        assert ask(client_of(judge.url)) == [7.0]
-    assert judge.requests[1].at - judge.requests[0].at >= 0.5
+        failure(client_of(judge.url, backoff_s=1.0, sleep=sleep))
+    assert waits == [(1, 1.0), (2, 2.0)]
+    waits.clear()
+    with ScriptedJudge([Reply(status=429, headers={"Retry-After": "7.5"}), SEVEN]) as judge:
+        assert ask(client_of(judge.url, sleep=sleep)) == [7.0]
+    assert waits == [(1, 7.5)]
 
 
 def test_retry_after_is_read_in_both_forms_and_bounded():
     """An hour of Retry-After, or a wrong one, must not stop the run."""
-    assert ChatClient.__init__.__kwdefaults__["backoff_s"] == 1.0
+    assert ChatClient.__init__.__kwdefaults__ == {"backoff_s": 1.0, "sleep": asyncio.sleep}
     assert [_retry_after_s(value) for value in ("2", "1.5", "-3", "3600", "inf", "nan", "soon", "")] == [
         2.0, 1.5, 0.0, 30.0, 0.0, 0.0, 0.0, 0.0,
     ]  # fmt: skip

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,16 +146,32 @@ SETTINGS = Reward(verifier_modules=("bad_verifiers",), verifier_weights=("intege
 SMALL = dataclasses.replace(SETTINGS, verifier_memory_mb=600)
 
 
+@pytest.fixture(scope="module")
+def bad_verifiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Verifiers that misbehave, as a module of the user's own; its folder, which workers carry in their environment."""
+    folder = tmp_path_factory.mktemp("verifiers")
+    (folder / "bad_verifiers.py").write_text(BAD_VERIFIERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.syspath_prepend(str(folder))
+        patch.setattr(registry, "_added", {})
+        registry.add_modules(SETTINGS.verifier_modules)
+        yield str(folder)
+        del sys.modules["bad_verifiers"]
+
+
+@pytest.fixture(scope="module")
+def shared(bad_verifiers: str) -> Iterator[VerifierPool]:
+    with VerifierPool(1, timeout_s=10, settings=SMALL) as pool:
+        yield pool
+
+
 @pytest.fixture
-def bad_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifiers that misbehave, as a module of the user's own."""
-    (tmp_path / "bad_verifiers.py").write_text(BAD_VERIFIERS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "_added", {})
-    registry.add_modules(SETTINGS.verifier_modules)
-    yield
-    del sys.modules["bad_verifiers"]
+def healthy(shared: VerifierPool) -> VerifierPool:
+    """A pool with its one worker, for tests that need no limits of their own."""
+    shared.errors.clear()
+    shared.start()
+    return shared
 
 
 def _around(bad: Item) -> list[Item]:
@@ -165,7 +182,7 @@ def _around(bad: Item) -> list[Item]:
     ("name", "num_workers"),
     [("hang", 1), ("hang", 2), ("sleep_deaf", 1), ("crash", 1), ("eat_memory", 1), ("leave", 1), ("nan", 1)],
 )
-def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, num_workers: int) -> None:
+def test_one_bad_item_costs_only_its_own_score(bad_verifiers: str, name: str, num_workers: int) -> None:
     """A verifier that hangs, dies or fails would otherwise stop the run or take a whole step's rewards along."""
     with VerifierPool(num_workers, timeout_s=0.5, settings=SMALL) as pool:
         scores = pool.verify_many(_around(item(name, "x", 1)))
@@ -176,41 +193,39 @@ def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, n
 
 
 @pytest.mark.parametrize("name", ["leave", "nan", "eat_memory"])
-def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: str) -> None:
+def test_a_failing_verifier_does_not_cost_its_worker(healthy: VerifierPool, name: str) -> None:
     """Replacing the process on every exception would cost its imports each time."""
-    with VerifierPool(1, timeout_s=10, settings=SMALL) as pool:
-        before = pool.pids
-        assert math.isnan(pool.verify_many([item(name, "x", 1)])[0])
-        assert pool.pids == before
+    before = healthy.pids
+    assert math.isnan(healthy.verify_many([item(name, "x", 1)])[0])
+    assert healthy.pids == before
 
 
 @pytest.mark.parametrize("name", ["leave_processes", "fork_for_ever"])
-def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: None, name: str, tmp_path: Path) -> None:
+def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: str, name: str) -> None:
     """Each of a step's thousands of calls could otherwise leave its daemons on the machine, sessions of their own or not."""
+    before = processes_with(bad_verifiers)
     with VerifierPool(1, timeout_s=1.5, settings=SETTINGS) as pool:
         scores = pool.verify_many([GOOD, item(name, "x", 1), GOOD])
         assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
-        assert processes_with(str(tmp_path)) == set(pool.pids)
+        assert processes_with(bad_verifiers) - before == set(pool.pids)
 
 
-def test_a_verifier_may_use_a_program_that_ends(bad_verifiers: None) -> None:
+def test_a_verifier_may_use_a_program_that_ends(healthy: VerifierPool) -> None:
     """Proof checkers are programs of their own."""
-    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([item("use_process", "x", 1)]) == [1.0]
-        assert pool.verify_many([item("slow_process", "x", 1)] * 30) == [1.0] * 30
+    assert healthy.verify_many([item("use_process", "x", 1)]) == [1.0]
+    assert healthy.verify_many([item("slow_process", "x", 1)] * 30) == [1.0] * 30
 
 
-def test_a_verifier_that_cannot_be_loaded_is_named_and_costs_the_others_nothing(bad_verifiers: None) -> None:
+def test_a_verifier_that_cannot_be_loaded_is_named_and_costs_the_others_nothing(healthy: VerifierPool) -> None:
     """A missing package is no property of the answers; and the pool goes on for who does not need it."""
-    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([GOOD]) == [1.0]
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"needs_library cannot be loaded .*: .*no_such_library"):
-                pool.verify_many([GOOD, item("needs_library", "x", 1)])
-        assert pool.verify_many([GOOD]) == [1.0]
+    assert healthy.verify_many([GOOD]) == [1.0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"needs_library cannot be loaded .*: .*no_such_library"):
+            healthy.verify_many([GOOD, item("needs_library", "x", 1)])
+    assert healthy.verify_many([GOOD]) == [1.0]
 
 
-def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: None) -> None:
+def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: str) -> None:
     """SIGTERM during a batch of answers that hang: the run must end within its grace."""
     pool = VerifierPool(1, timeout_s=60, settings=SETTINGS)
     heard: list[BaseException] = []
@@ -233,7 +248,7 @@ def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: None) -> None:
 
 
 def test_a_worker_sees_little_of_the_environment_and_no_key(
-    bad_verifiers: None, monkeypatch: pytest.MonkeyPatch
+    bad_verifiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What reads untrusted text must have nothing to give away, however the next service names its key."""
     hidden = (
@@ -248,20 +263,18 @@ def test_a_worker_sees_little_of_the_environment_and_no_key(
         assert pool.verify_many([item("sees", name, 1) for name in visible]) == [1.0] * len(visible)
 
 
-def test_a_verifier_reads_the_settings_as_the_run_has_them(bad_verifiers: None) -> None:
+def test_a_verifier_reads_the_settings_as_the_run_has_them(healthy: VerifierPool) -> None:
     """JSON has no tuples: a verifier would fail on settings that work everywhere else."""
-    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([item("weigh", "x", 1)]) == [2.0]
+    assert healthy.verify_many([item("weigh", "x", 1)]) == [2.0]
 
 
-def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
+def test_what_a_verifier_prints_does_not_reach_the_protocol(healthy: VerifierPool) -> None:
     """A library that prints would otherwise hand out scores of its own, or block on the pipe."""
-    with VerifierPool(1, timeout_s=5, settings=SETTINGS) as pool:
-        assert pool.verify_many(_around(item("chatter", "x", 1))) == [1.0] * 81
-        assert not pool.errors
+    assert healthy.verify_many(_around(item("chatter", "x", 1))) == [1.0] * 81
+    assert not healthy.errors
 
 
-def test_killing_the_worker_in_mid_batch_costs_one_score(bad_verifiers: None) -> None:
+def test_killing_the_worker_in_mid_batch_costs_one_score(bad_verifiers: str) -> None:
     """The kernel may kill a verifier for memory at any time; the step must go on."""
     with VerifierPool(1, timeout_s=60, settings=SETTINGS) as pool:
         assert pool.verify_many([GOOD]) == [1.0]
@@ -317,12 +330,11 @@ def test_adversarial_mathematics_never_blocks_longer_than_the_limit() -> None:
         assert pool.errors["math"] == slow
 
 
-def test_a_label_the_verifier_cannot_read_is_no_score() -> None:
+def test_a_label_the_verifier_cannot_read_is_no_score(healthy: VerifierPool) -> None:
     """Scored 0 it would enter the group's baseline as wrong answers."""
-    with VerifierPool(1, timeout_s=10) as pool:
-        scores = pool.verify_many([GOOD, item("integer", "5", "five"), GOOD])
-        assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
-        assert pool.errors == {"integer": 1}
+    scores = healthy.verify_many([GOOD, item("integer", "5", "five"), GOOD])
+    assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
+    assert healthy.errors == {"integer": 1}
 
 
 def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
@@ -334,7 +346,7 @@ def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
         assert all(math.isnan(score) for score in scores[1::2])
 
 
-def test_a_worker_that_hangs_does_not_block_whoever_writes_to_it(bad_verifiers: None) -> None:
+def test_a_worker_that_hangs_does_not_block_whoever_writes_to_it(bad_verifiers: str) -> None:
     """Behind a verifier that hangs its pipe fills up: a write that waits for it would wait past the limit, for ever."""
     with VerifierPool(1, timeout_s=0.5, settings=SETTINGS) as pool:
         scores = pool.verify_many([item("hang", "x", 1)] + [item("integer", " " * 100_000 + "5", 5)] * 8)
@@ -351,20 +363,19 @@ def test_scores_keep_the_order_of_the_items_with_any_number_of_workers() -> None
             assert pool.verify_many([]) == []
 
 
-def test_threads_may_share_a_pool() -> None:
+def test_threads_may_share_a_pool(healthy: VerifierPool) -> None:
     """Training and evaluation score through one pool."""
-    with VerifierPool(1, timeout_s=10) as pool:
-        results: dict[int, list[float]] = {}
+    results: dict[int, list[float]] = {}
 
-        def score(number: int) -> None:
-            results[number] = pool.verify_many([item("integer", str(number), index) for index in range(8)])
+    def score(number: int) -> None:
+        results[number] = healthy.verify_many([item("integer", str(number), index) for index in range(8)])
 
-        threads = [threading.Thread(target=score, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert results == {number: [float(number == index) for index in range(8)] for number in range(8)}
+    threads = [threading.Thread(target=score, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [float(number == index) for index in range(8)] for number in range(8)}
 
 
 def test_the_thread_that_started_the_pool_may_end() -> None:
@@ -391,7 +402,7 @@ def test_workers_end_with_the_pool() -> None:
     pool.close()
 
 
-def test_a_busy_worker_ends_with_its_killed_parent(bad_verifiers: None) -> None:
+def test_a_busy_worker_ends_with_its_killed_parent(bad_verifiers: str) -> None:
     """kill -9 of the trainer must not leave a verifier that computes for ever."""
     receiving, sending = os.pipe()
     child = os.fork()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,20 +135,42 @@ def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
         LoadedModel(str(folder), {})
 
 
-def test_a_process_that_dies_or_fails_is_an_error_with_the_models_name(folder: Path) -> None:
-    """No scores, or those of an earlier question, would train on noise."""
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardModel]:
+    """A model whose head is NaN. Its process is started by who needs it."""
+    from safetensors.torch import load_file, save_file
+
+    folder = _save(tmp_path_factory.mktemp("models") / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"].fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model = RewardModel(folder)
-    try:
-        model.start()
-        os.kill(model.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="tiny-reward died of SIGKILL"):
-            model(["a"], ["b"])
-        # A completion that the template cannot render; the model has to be loaded anew for that.
-        with pytest.raises(RuntimeError, match=r"reward model .*tiny-reward failed: TypeError"):
-            model([[{"role": "user", "content": "a"}]], ["no messages"])
-        assert model.pid is None
-    finally:
-        model.close()
+    yield model
+    model.close()
+
+
+def test_a_process_that_dies_is_an_error_with_the_models_name(broken: RewardModel) -> None:
+    """No scores, or those of an earlier question, would train on noise."""
+    broken.start()
+    os.kill(broken.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="broken died of SIGKILL"):
+        broken(["a"], ["b"])
+    assert broken.pid is None
+
+
+def test_a_model_without_a_number_is_a_warning_once(broken: RewardModel, caplog: pytest.LogCaptureFixture) -> None:
+    """No completion has a reward then, and the run goes on with nothing to learn; somebody must be told, not each step."""
+    for _ in range(2):
+        assert all(map(math.isnan, broken(["a", "b"], ["c", "d"])))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "broken gave NaN for 2 of 2 completions" in warning
+
+
+def test_a_failure_of_the_process_is_an_error_with_the_models_name(broken: RewardModel) -> None:
+    """A completion that the template cannot render. The process may still hold the question, and ends."""
+    with pytest.raises(RuntimeError, match=r"reward model .*broken failed: TypeError"):
+        broken([[{"role": "user", "content": "a"}]], ["no messages"])
+    assert broken.pid is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the worker says which device it was asked for")
@@ -199,24 +222,6 @@ def test_closing_does_not_wait_for_a_model_that_is_stuck(folder: Path) -> None:
     finally:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
-
-
-def test_a_model_without_a_number_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No completion has a reward then, and the run goes on with nothing to learn; somebody must be told, not each step."""
-    from safetensors.torch import load_file, save_file
-
-    folder = _save(tmp_path / "broken")
-    weights = load_file(folder / "model.safetensors")
-    weights["score.weight"].fill_(math.nan)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    model = RewardModel(folder)
-    try:
-        for _ in range(2):
-            assert all(map(math.isnan, model(["a", "b"], ["c", "d"])))
-    finally:
-        model.close()
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "broken gave NaN for 2 of 2 completions" in warning
 
 
 def test_what_is_no_reward_model_is_refused_before_the_start(folder: Path, tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ import json, sys
 from mgrpo.config import parse
 from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.snapshots import located
-config = parse(sys.argv[1:], defer=True)
-config = located(config, look_for_state(config)[0])
-snapshots = {name: [s.name, s.commit, s.part, str(s.folder)] for name, s in config.provenance.snapshots.items()}
-print(json.dumps([config.model_path, config.tokenizer_path, snapshots, config.provenance.problems]))
+for flags in json.loads(sys.argv[1]):
+    config = parse(flags, defer=True)
+    config = located(config, look_for_state(config)[0])
+    snapshots = {name: [s.name, s.commit, s.part, str(s.folder)] for name, s in config.provenance.snapshots.items()}
+    print(json.dumps([config.model_path, config.tokenizer_path, snapshots, config.provenance.problems]))
 """
 
 
@@ -47,14 +48,15 @@ def run(hub: Hub, home: Path, *command: str, cwd: Path = ROOT, **more: str) -> s
     )
 
 
-def located(hub: Hub, home: Path, *flags: str, cwd: Path = ROOT) -> list:
-    done = run(hub, home, "-c", LOCATED, *flags, cwd=cwd)
+def located(hub: Hub, home: Path, *configurations: list[str], cwd: Path = ROOT) -> list[list]:
+    """Model, tokenizer, snapshots and problems of each configuration, one after the other in one process."""
+    done = run(hub, home, "-c", LOCATED, json.dumps(configurations), cwd=cwd)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_a_name_becomes_the_folder_that_everything_reads(hub, tmp_path):
-    model, tokenizer, snapshots, found = located(hub, tmp_path, "--model_name_or_path", "someone/tiny")
+    ((model, tokenizer, snapshots, found),) = located(hub, tmp_path, ["--model_name_or_path", "someone/tiny"])
     commit = hub.repositories["someone/tiny"].commit("main")
     assert model == tokenizer and model.endswith(commit) and not found
     assert snapshots == {"model_name_or_path": ["someone/tiny", commit, "model", model]}
@@ -63,7 +65,8 @@ def test_a_name_becomes_the_folder_that_everything_reads(hub, tmp_path):
 def test_a_folder_of_the_same_name_comes_first(hub, tmp_path):
     """A run must not change because somebody publishes a model of its folder's name."""
     (tmp_path / "someone/tiny").mkdir(parents=True)
-    model, _, snapshots, found = located(hub, tmp_path, "--model_name_or_path", "someone/tiny", cwd=tmp_path)
+    flags = ["--model_name_or_path", "someone/tiny"]
+    ((model, _, snapshots, found),) = located(hub, tmp_path, flags, cwd=tmp_path)
     assert (model, snapshots, found) == ("someone/tiny", {}, []) and not hub.requests
 
 
@@ -71,13 +74,12 @@ def test_tokenizer_of_another_name_or_revision_is_its_own_download(hub, tmp_path
     repository = hub.repositories["someone/tiny"]
     repository.branches["v2"] = {**repository.branches["main"], "README.md": b"second"}
     hub.add("someone/words", {"tokenizer.json": b"{}", "model.safetensors": b"x" * 100})
-    flags = ("--model_name_or_path", "someone/tiny")
-    model, tokenizer, *_ = located(hub, tmp_path, *flags, "--tokenizer_name_or_path", "someone/words")
+    others = ("--tokenizer_name_or_path", "someone/words"), ("--tokenizer_revision", "v2"), ("--model_revision", "v2")
+    found = located(hub, tmp_path, *(["--model_name_or_path", "someone/tiny", *other] for other in others))
+    (model, tokenizer, *_), (model_2, tokenizer_2, *_), (model_3, tokenizer_3, *_) = found
     assert model != tokenizer and [path.name for path in Path(tokenizer).iterdir()] == ["tokenizer.json"]
-    model, tokenizer, *_ = located(hub, tmp_path, *flags, "--tokenizer_revision", "v2")
-    assert Path(model).name == repository.commit("main") and Path(tokenizer).name == repository.commit("v2")
-    model, tokenizer, *_ = located(hub, tmp_path, *flags, "--model_revision", "v2")
-    assert model == tokenizer and Path(model).name == repository.commit("v2")
+    assert Path(model_2).name == repository.commit("main") and Path(tokenizer_2).name == repository.commit("v2")
+    assert model_3 == tokenizer_3 and Path(model_3).name == repository.commit("v2")
 
 
 def test_a_run_goes_on_with_the_commit_that_it_began_with(hub, tmp_path):
@@ -88,16 +90,15 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub, tmp_path):
     state = {"config": flat(from_values(words)), "commits": {"model_name_or_path": began}}
     save(out / "checkpoints", 2, make_values(2), state=state)
     flags = [word for name, value in words.items() for word in (f"--{name}", value)]
-    located(hub, tmp_path, *flags)
+    located(hub, tmp_path, flags)
     repository.branches |= {
         "main": {**repository.branches["main"], "README.md": b"moved"},
         "old": repository.branches["main"],
     }
-    model, *_ = located(hub, tmp_path, *flags)
-    assert Path(model).name == began
-    for other in (["--resume", "never"], ["--model_revision", "main"]):
-        model, *_ = located(hub, tmp_path, *flags, *other)
-        assert Path(model).name == repository.commit("main") != began
+    others = [], ["--resume", "never"], ["--model_revision", "main"]
+    names = [Path(model).name for model, *_ in located(hub, tmp_path, *([*flags, *other] for other in others))]
+    assert names == [began, repository.commit("main"), repository.commit("main")]
+    assert repository.commit("main") != began
 
 
 def test_every_wrong_name_is_in_the_list_of_problems(hub, tmp_path):

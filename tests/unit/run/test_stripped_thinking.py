@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.config import Config, from_values
 from mgrpo.environments.environment import Observation
 from mgrpo.environments.loop.language import TemplateLanguage

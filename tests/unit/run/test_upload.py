@@ -47,7 +47,7 @@ def export(tmp_path) -> Path:
 
 
 def uploads(**values: object) -> Uploads:
-    return Uploads(from_values({"push_to_hub": True, "exp_name": "sums", **values}))
+    return Uploads(from_values({"push_to_hub": True, "exp_name": "sums", **values}), pause_s=0.1)
 
 
 def test_the_trained_model_arrives_and_nothing_beside_it(hub, export, capsys):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.packing import pack_lengths, plan_step
 from mgrpo.telemetry.batch import (
     advantage_histogram,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mgrpo.algo.agreement import DRIFT
-from mgrpo.algo.metrics import MAXIMA, METRICS
+from mgrpo.algo.loss_metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_lengths
 from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import evaluation_metrics

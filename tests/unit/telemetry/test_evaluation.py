@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgrpo.algo.samples import train_samples
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.config import ConfigError, parse
 from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 LAUNCH = """
 import os, subprocess, sys, threading, time
-from mgrpo.run.nodes import agent, launch_command as command
+from mgrpo.run.nodes import agent, launch_command
 from mgrpo.run.ranks import local_ranks as ranks
 
 class Ray:
@@ -38,7 +38,7 @@ real = subprocess.Popen
 ranks.subprocess.Popen = lambda words, **kwargs: real([sys.executable, "-c", sys.argv[1], *words[4:]], **kwargs)
 ranks.GRACE_S = agent.GRACE_S = 2.0
 agent.RayNode, agent.serving_gpus = Ray, lambda: []
-sys.exit(command.launch_command(sys.argv[2:]))
+sys.exit(launch_command.launch_command(sys.argv[2:]))
 """
 RANK = """
 import os, signal, sys, time

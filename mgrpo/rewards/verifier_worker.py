@@ -1,4 +1,4 @@
-"""The program that runs verifiers: `python -m mgrpo.rewards.worker` (`json_lines`).
+"""The program that runs verifiers: `python -m mgrpo.rewards.verifier_worker` (`json_lines`).
 
 In:  {"verifiers": [name, ...], "settings": {...}, "memory_mb": n}  -> {"ready": [name, ...], "failed": {name: text}}
      {"id": n, "verifier": name, "answer": {...}}                   -> {"id": n, "score": x} or {"id": n, "error": text}

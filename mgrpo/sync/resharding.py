@@ -31,10 +31,6 @@ class ReshardPlan:
     lower_bound: int
     """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
 
-    def sent_by(self, source: int) -> dict[int, list[Box]]:
-        """What one rank sends, by worker."""
-        return {worker: incoming[source] for worker, incoming in enumerate(self.received_by) if source in incoming}
-
     @property
     def num_slices(self) -> int:
         """How many boxes are sent."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mgrpo.ops import reference
-from mgrpo.ops.library import ops_for
+from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.reference_loss import per_token
 from mgrpo.ops.settings import LossSettings
 

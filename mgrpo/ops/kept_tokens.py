@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.head import describe, gather, op_cotangents
-from mgrpo.ops.library import ops_for
 
 WIDE_ENTRIES = 4096
 """Entries whose factors exist in fp32 at a time, where their products are wider than these."""
