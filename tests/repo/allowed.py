@@ -179,6 +179,7 @@ DOUBLED_FILES = {
     "limits": "of a worker's environment; of a program",
     "loss": "the loss, and its section of the settings",
     "losses": "the named losses; trajectories that were lost",
+    "plan": "of a run; of a weight sync, where users import it from",
     "policy": "a room and its main class",
     "process": "the process of a rank; that of a tracker",
     "report": "a run tells of itself; the page that shows a run",
