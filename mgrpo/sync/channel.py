@@ -1,6 +1,6 @@
 """Both ends of the weight sync: what a training rank sends and what an engine's worker writes into its live weights.
 
-Both go through the rounds of `mgrpo.sync.resharding.rounds`: the sender prepares the next round while one is under way, and the
+Both go through the rounds of `mgrpo.sync.plan.rounds`: the sender prepares the next round while one is under way, and the
 receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
 hold two together; where they share memory, both ends hold the same two.
 """
@@ -25,13 +25,13 @@ from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.joining import SyncMembers, meet
 from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
-from mgrpo.sync.resharding import Incoming, ReshardPlan, messages, plan, rounds
+from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
 
 
 class Cut(Protocol):
-    """The messages of one pair; see `mgrpo.sync.resharding.messages`."""
+    """The messages of one pair; see `mgrpo.sync.plan.messages`."""
 
     def __call__(self, *, limit: int | None) -> list[list[Box]]: ...
 

@@ -28,7 +28,7 @@ from mgrpo.rollout.fleet import Calls, Fleet
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import connect_store, open_store
-from mgrpo.sync.resharding import ReshardPlan
+from mgrpo.sync.plan import ReshardPlan
 
 
 class EngineWeights:

@@ -27,7 +27,7 @@ from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import ProcessGroup, open_store
 from mgrpo.sync.joining import SyncMembers
 from mgrpo.sync.live import LiveBoxes
-from mgrpo.sync.resharding import plan
+from mgrpo.sync.plan import plan
 from mgrpo.sync.shared import Listener, SharedMemory
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import (

@@ -10,7 +10,7 @@ import pytest
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors
-from mgrpo.sync.resharding import ReshardPlan, buckets, messages, plan, reshard, rounds
+from mgrpo.sync.plan import ReshardPlan, buckets, messages, plan, reshard, rounds
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import SHIPPED, sharded_holdings, shipped
 
