@@ -177,6 +177,7 @@ DOUBLED_FILES = {
     "model": "Megatron's model, and its section of the settings",
     "optimizer": "the optimizer, and its section of the settings",
     "parallel": "a room and its section of the settings",
+    "plan": "of a run; of a weight sync, where users import it from",
     "policy": "a room and its main class",
     "process": "the process of a rank; that of a tracker",
     "report": "a run tells of itself; the page that shows a run",
