@@ -47,7 +47,7 @@ UNREACHED = {
     "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
     "group.py is_due": "a peer does not answer",
-    "library.py ops_for": "kernels for CUDA are taken to be built",
+    "compiled.py ops_for": "kernels for CUDA are taken to be built",
     "products.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
     "vllm_plugin.py": "runs in an engine, not in a learner",
