@@ -87,6 +87,15 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield from _names(child)
 
 
+def written(package: Path, texts: dict[str, str]) -> Path:
+    """A package with these files, for the checks to find something in."""
+    for name, text in texts.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
 def modules(package: Path) -> dict[str, Path]:
     """Every module by its dotted name."""
     paths = {path.relative_to(package.parent).with_suffix(""): path for path in files(package)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.repo import allowed, walls
-from tests.repo.sources import PACKAGE, Graph, cycle, files, imported, modules, source
+from tests.repo.sources import PACKAGE, Graph, cycle, files, imported, modules, source, written
 
 
 def module_graph(package: Path, *, lazy: bool) -> Graph:
@@ -92,11 +92,7 @@ def package(tmp_path):
         "high/__init__.py": "from p.high.a import f\n",
         "high/a.py": "from p.low.c import g\n",
     }
-    for name, text in sources.items():
-        path = tmp_path / "p" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / "p"
+    return written(tmp_path / "p", sources)
 
 
 def test_layers_and_the_package_door_are_no_cycle(package):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.repo import allowed, walls
-from tests.repo.sources import PACKAGE, modules, source
+from tests.repo.sources import PACKAGE, modules, source, written
 
 
 def doubled(names: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -53,10 +53,6 @@ def test_doubled_names_are_found(tmp_path):
         "low/__init__.py": "class _Own: ...\n",
         "low/fleet/__init__.py": "class Fleet: ...\ndef f():\n    class Other: ...\n",
     }
-    for name, text in sources.items():
-        path = tmp_path / "p" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    package = tmp_path / "p"
+    package = written(tmp_path / "p", sources)
     assert doubled(file_names(package)) == {"fleet": ["fleet", "low.fleet"]}
     assert doubled(class_names(package)) == {"Fleet": ["fleet", "low.fleet"]}
