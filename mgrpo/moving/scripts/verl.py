@@ -13,7 +13,7 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import find, words
-from mgrpo.moving.scripts.command_config import Given, Read, Text, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_config import NOTHING, Given, Read, Text, clip_bounds, config_of, precision_of_moments
 from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 
@@ -21,10 +21,11 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TEMPLATE_KWARGS = "data.apply_chat_template_kwargs"
 POLICY_LOSSES: dict[str, dict[str, str]] = {
     "vanilla": {},
-    "gspo": {"ratio_level": "sequence", "aggregation": "seq_mean"},
+    "gspo": {"ratio_level": "sequence_token", "aggregation": "seq_mean"},
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean"},
+    "cispo": {"policy_loss": "cispo"},
 }
-"""The settings of each loss_mode. Those beside vanilla average over each sequence first, whatever loss_agg_mode is, and have no clip_ratio_c."""
+"""The settings of each loss_mode; those with an aggregation average the policy term so, whatever loss_agg_mode is."""
 STRATEGIES: dict[str, str] = {"": "fsdp", "null": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 SCHEDULES: dict[str, str] = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -307,14 +308,13 @@ def _batch(given: Given) -> None:
 
 def _loss(given: Given) -> None:
     values = given.values
-    values["beta"] = given.text(f"{ACTOR}kl_loss_coef") if given.is_on(f"{ACTOR}use_kl_loss") else 0.0
-    for side, name in (("clip_lower", "clip_ratio_low"), ("clip_higher", "clip_ratio_high")):
-        values[side] = given.text(f"{ACTOR}{name if given.has(f'{ACTOR}{name}') else 'clip_ratio'}")
+    has_kl = given.is_on(f"{ACTOR}use_kl_loss")
+    values["beta"] = given.text(f"{ACTOR}kl_loss_coef") if has_kl else 0.0
     losses = given.choice(f"{ACTOR}policy_loss.loss_mode", POLICY_LOSSES)
     if isinstance(losses, dict):
         values |= losses
-        if losses:
-            values.pop("dual_clip", None)
+        _clips(given, has_dual=not losses)
+    _average(given, has_kl=has_kl)
     if given.choice("algorithm.adv_estimator", {"grpo": True}):
         by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
         values |= {"advantage_normalization_type": "standard" if by_std else "centered"}
@@ -329,6 +329,50 @@ def _loss(given: Given) -> None:
         values |= {"use_rho_correction": True, "rho_level": level, "rho_clamp_upper_bound": cap}
     if given.is_on("reward_model.reward_kwargs.overlong_buffer_cfg.enable"):
         values["overlong_cache_length"] = given.count("reward_model.reward_kwargs.overlong_buffer_cfg.len")
+
+
+def _clips(given: Given, *, has_dual: bool) -> None:
+    """The bounds of the ratio. Both sides have defaults, and so clip_ratio is read in place of a null only."""
+    mode, either = given.text(f"{ACTOR}policy_loss.loss_mode"), f"{ACTOR}clip_ratio"
+    low, high = (
+        either if given.text(f"{either}_{side}").lower() in NOTHING else f"{either}_{side}" for side in ("low", "high")
+    )
+    if mode == "sapo":
+        given.leave_out([either, f"{either}_low", f"{either}_high"], "loss_mode=sapo has no clip")
+    else:
+        clip_bounds(given, low, high)
+    if either not in (low, high):
+        given.leave_out(
+            [either], "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 where they are not given"
+        )
+    if not has_dual:
+        given.values.pop("dual_clip", None)
+        given.leave_out([f"{ACTOR}clip_ratio_c"], f"loss_mode={mode} has no dual clip")
+
+
+def _average(given: Given, *, has_kl: bool) -> None:
+    """Refuse terms of the loss that have an average of their own there."""
+    word, mode = words("verl")[f"{ACTOR}loss_agg_mode"], given.text(f"{ACTOR}loss_agg_mode")
+    loss = given.text(f"{ACTOR}policy_loss.loss_mode")
+    averages_itself = "aggregation" in POLICY_LOSSES.get(loss, {})
+    if averages_itself and has_kl and given.number(f"{ACTOR}kl_loss_coef") and mode != "seq-mean-token-mean":
+        given.refuse(
+            word,
+            mode,
+            f"loss_mode={loss} averages over each sequence first, whatever this is, but the KL term does as this says, and here both "
+            "have one average; give seq-mean-token-mean, or turn the KL term off",
+        )
+    elif averages_itself and mode != "seq-mean-token-mean":
+        given.notes.append(
+            f"aggregation is seq_mean: loss_mode={loss} averages over each sequence first, whatever loss_agg_mode is"
+        )
+    elif mode == "seq-mean-token-sum-norm":
+        given.notes.append(
+            "loss_agg_mode=seq-mean-token-sum-norm: verl divides the sum over a micro-batch by the response length alone, so that "
+            "its gradient grows with the sequences in a micro-batch; here it is also divided by their number"
+        )
+    if given.number(f"{ACTOR}entropy_coeff") and mode != "token-mean":
+        given.refuse_entropy(words("verl")[f"{ACTOR}entropy_coeff"], f"loss_agg_mode={mode}")
 
 
 def _optimizer(given: Given) -> None:
