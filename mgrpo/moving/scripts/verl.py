@@ -13,19 +13,13 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import find, words
-from mgrpo.moving.scripts.command_config import NOTHING, Given, Read, Text, clip_bounds, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_config import Given, Read, Text, config_of, precision_of_moments
 from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
+from mgrpo.moving.scripts.verl_loss import ACTOR, set_loss
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+ROLLOUT, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 TEMPLATE_KWARGS = "data.apply_chat_template_kwargs"
-POLICY_LOSSES: dict[str, dict[str, str]] = {
-    "vanilla": {},
-    "gspo": {"ratio_level": "sequence_token", "aggregation": "seq_mean"},
-    "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean"},
-    "cispo": {"policy_loss": "cispo"},
-}
-"""The settings of each loss_mode; those with an aggregation average the policy term so, whatever loss_agg_mode is."""
 STRATEGIES: dict[str, str] = {"": "fsdp", "null": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 SCHEDULES: dict[str, str] = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -238,7 +232,7 @@ def combine(given: Given) -> None:
     """Set what only several names together decide, and refuse those that contradict each other."""
     _gpus(given)
     _batch(given)
-    _loss(given)
+    set_loss(given)
     _optimizer(given)
     precision_of_moments(given, f"{ACTOR}optim.override_optimizer_config.use_precision_aware_optimizer")
     _data(given)
@@ -304,75 +298,6 @@ def _batch(given: Given) -> None:
         values["total_episodes"] = steps * prompts * samples
     else:
         values["num_train_epochs"] = given.text("trainer.total_epochs")
-
-
-def _loss(given: Given) -> None:
-    values = given.values
-    has_kl = given.is_on(f"{ACTOR}use_kl_loss")
-    values["beta"] = given.text(f"{ACTOR}kl_loss_coef") if has_kl else 0.0
-    losses = given.choice(f"{ACTOR}policy_loss.loss_mode", POLICY_LOSSES)
-    if isinstance(losses, dict):
-        values |= losses
-        _clips(given, has_dual=not losses)
-    _average(given, has_kl=has_kl)
-    if given.choice("algorithm.adv_estimator", {"grpo": True}):
-        by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
-        values |= {"advantage_normalization_type": "standard" if by_std else "centered"}
-        values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
-    # There every group is trained on, also one whose advantages are all 0.
-    values["filter_zero_std_samples"] = values.get("active_sampling", False)
-    level = given.choice(
-        "algorithm.rollout_correction.rollout_is", {"null": "", "": "", "token": "token", "sequence": "sequence_sum"}
-    )
-    if level:
-        cap = given.text("algorithm.rollout_correction.rollout_is_threshold")
-        values |= {"use_rho_correction": True, "rho_level": level, "rho_clamp_upper_bound": cap}
-    if given.is_on("reward_model.reward_kwargs.overlong_buffer_cfg.enable"):
-        values["overlong_cache_length"] = given.count("reward_model.reward_kwargs.overlong_buffer_cfg.len")
-
-
-def _clips(given: Given, *, has_dual: bool) -> None:
-    """The bounds of the ratio. Both sides have defaults, and so clip_ratio is read in place of a null only."""
-    mode, either = given.text(f"{ACTOR}policy_loss.loss_mode"), f"{ACTOR}clip_ratio"
-    low, high = (
-        either if given.text(f"{either}_{side}").lower() in NOTHING else f"{either}_{side}" for side in ("low", "high")
-    )
-    if mode == "sapo":
-        given.leave_out([either, f"{either}_low", f"{either}_high"], "loss_mode=sapo has no clip")
-    else:
-        clip_bounds(given, low, high)
-    if either not in (low, high):
-        given.leave_out(
-            [either], "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 where they are not given"
-        )
-    if not has_dual:
-        given.values.pop("dual_clip", None)
-        given.leave_out([f"{ACTOR}clip_ratio_c"], f"loss_mode={mode} has no dual clip")
-
-
-def _average(given: Given, *, has_kl: bool) -> None:
-    """Refuse terms of the loss that have an average of their own there."""
-    word, mode = words("verl")[f"{ACTOR}loss_agg_mode"], given.text(f"{ACTOR}loss_agg_mode")
-    loss = given.text(f"{ACTOR}policy_loss.loss_mode")
-    averages_itself = "aggregation" in POLICY_LOSSES.get(loss, {})
-    if averages_itself and has_kl and given.number(f"{ACTOR}kl_loss_coef") and mode != "seq-mean-token-mean":
-        given.refuse(
-            word,
-            mode,
-            f"loss_mode={loss} averages over each sequence first, whatever this is, but the KL term does as this says, and here both "
-            "have one average; give seq-mean-token-mean, or turn the KL term off",
-        )
-    elif averages_itself and mode != "seq-mean-token-mean":
-        given.notes.append(
-            f"aggregation is seq_mean: loss_mode={loss} averages over each sequence first, whatever loss_agg_mode is"
-        )
-    elif mode == "seq-mean-token-sum-norm":
-        given.notes.append(
-            "loss_agg_mode=seq-mean-token-sum-norm: verl divides the sum over a micro-batch by the response length alone, so that "
-            "its gradient grows with the sequences in a micro-batch; here it is also divided by their number"
-        )
-    if given.number(f"{ACTOR}entropy_coeff") and mode != "token-mean":
-        given.refuse_entropy(words("verl")[f"{ACTOR}entropy_coeff"], f"loss_agg_mode={mode}")
 
 
 def _optimizer(given: Given) -> None:

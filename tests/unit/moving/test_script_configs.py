@@ -228,6 +228,7 @@ VERL_REFUSED = {
     "actor_rollout_ref.actor.strategy=veomni": "actor_rollout_ref.actor.strategy=veomni is refused (line 4)",
     "actor_rollout_ref.actor.policy_loss.loss_mode=gpg": "policy_loss.loss_mode=gpg is refused (line 4): choose from vanilla, gspo",
     "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.use_kl_loss=True": "loss_agg_mode=token-mean is refused",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=cispo algorithm.rollout_correction.bypass_mode=True": "loss_mode=cispo is refused (line 4)",
     "actor_rollout_ref.actor.entropy_coeff=0.1 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean": "entropy_coeff=0.1 is refused (line 4)",
     "actor_rollout_ref.actor.use_kl_loss=maybe": "actor_rollout_ref.actor.use_kl_loss=maybe must be true or false (line 4)",
     "actor_rollout_ref.actor.ppo_mini_batch_size=300": "ppo_mini_batch_size=300 does not divide data.train_batch_size=1024 (line 4)",
