@@ -361,8 +361,8 @@ def loss_by_formula(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tens
 SETTINGS = LossSettings(
     surrogate="ppo_clip",
     ratio_level="token",
-    clip_low=0.8,
-    clip_high=1.2,
+    ratio_low=0.8,
+    ratio_high=1.2,
     delta=0.0,
     dual_clip=0.0,
     beta=0.05,

@@ -4,8 +4,8 @@
 // the batch, the reference and the engine, A the advantage and k the factor `keep`:
 //
 //   r      = e^(l - l_old), or one value per sequence (RatioLevel)
-//   ppo    = -min(min(r, delta) A, clip(r, clip_low, clip_high) A), for A < 0 at most -A dual_clip
-//   cispo  = -A min(r, clip_high) l, r a constant
+//   ppo    = -min(min(r, delta) A, clip(r, ratio_low, ratio_high) A), for A < 0 at most -A dual_clip
+//   cispo  = -A clip(r, ratio_low, ratio_high) l, r a constant
 //   reinforce = -A l
 //   rho    = e^(l_old - l_roll), clamped; 0 where it lies outside the mask bounds; a constant
 //   kl     = one of d, d^2/2, e^-d - 1 + d, r d with d = l - l_ref, times r under bias correction
@@ -35,14 +35,14 @@ enum class RatioLevel { kToken, kSequence, kSequenceToken, kCount };
 enum class KlEstimator { k0, k1, k2, k3, kCount };
 
 // Every setting, as (type, name), in the order in which the op takes their values: the only list of them in C++.
-//   clip_low, clip_high   bounds of the ratio
-//   delta, dual_clip      0: off
-//   rho_*                 0: off
+//   ratio_low, ratio_high   bounds of the ratio; ratio_low 0: no lower one
+//   delta, dual_clip        0: off
+//   rho_*                   0: off
 #define MGRPO_POLICY_SETTINGS(X) \
   X(Surrogate, surrogate)        \
   X(RatioLevel, ratio_level)     \
-  X(float, clip_low)             \
-  X(float, clip_high)            \
+  X(float, ratio_low)            \
+  X(float, ratio_high)           \
   X(float, delta)                \
   X(float, dual_clip)            \
   X(float, beta)                 \
@@ -149,15 +149,16 @@ MGRPO_HOST_DEVICE Dual policy_ratio(const PolicyConfig& config, float log_ratio,
 template <class Sums>
 MGRPO_HOST_DEVICE Dual surrogate_loss(const PolicyConfig& config, Dual r, float logprob, float advantage, Sums& sums) {
   if (config.surrogate == Surrogate::kReinforce) return {-advantage * logprob, -advantage, 0.f};
-  const float low = config.clip_low, high = config.clip_high;
+  const float low = config.ratio_low, high = config.ratio_high;
+  const float held = r.value < low ? low : (r.value > high ? high : r.value);
   if (config.surrogate == Surrogate::kCispo) {
-    const float factor = r.value > high ? high : r.value;
+    sums[kClippedLow] = r.value < low;
     sums[kClippedHigh] = r.value > high;
-    return {-advantage * factor * logprob, -advantage * factor, 0.f};
+    return {-advantage * held * logprob, -advantage * held, 0.f};
   }
   const bool is_above_delta = config.delta > 0.f && r.value > config.delta;
   const float unclipped = (is_above_delta ? config.delta : r.value) * advantage;
-  const float clipped = (r.value < low ? low : (r.value > high ? high : r.value)) * advantage;
+  const float clipped = held * advantage;
   const bool takes_clipped = clipped < unclipped;
   const bool is_inside = r.value >= low && r.value <= high;
   float loss = takes_clipped ? -clipped : -unclipped;

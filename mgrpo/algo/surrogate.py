@@ -19,8 +19,8 @@ def surrogate_loss(
     inputs: LossInputs,
     surrogate: str | ops.SurrogateFunction,
     *,
-    clip_low: float = 0.0,
-    clip_high: float = math.inf,
+    ratio_low: float = 0.0,
+    ratio_high: float = math.inf,
     delta: float | None = None,
     dual_clip: float | None = None,
     factors: Correction | None = None,
@@ -29,7 +29,7 @@ def surrogate_loss(
 
     Args:
         surrogate: one of `mgrpo.ops.settings.SURROGATES`, or a function in PyTorch.
-        clip_low, clip_high: bounds of the ratio.
+        ratio_low, ratio_high: bounds of the ratio; ratio_low 0 is off.
         delta, dual_clip: as in `LossConfig`.
         factors: the corrections, where the caller has them; None: what the settings ask for.
     """
@@ -50,8 +50,8 @@ def surrogate_loss(
         settings=ops.LossSettings(
             surrogate=surrogate,
             ratio_level=config.ratio_level,
-            clip_low=clip_low,
-            clip_high=clip_high,
+            ratio_low=ratio_low,
+            ratio_high=ratio_high,
             delta=delta or 0.0,
             dual_clip=dual_clip or 0.0,
             beta=config.beta,

@@ -39,6 +39,13 @@ WITH_RHO = Needs("use_rho_correction=true", lambda use_rho_correction: use_rho_c
 WITH_CLIP = Needs(
     "policy_loss=ppo_clip", lambda policy_loss, is_own_function: policy_loss == "ppo_clip" or is_own_function
 )
+WITH_LOWER_CLIP = Needs(
+    "policy_loss=ppo_clip, or cispo with cispo_two_sided=true",
+    lambda policy_loss, cispo_two_sided, is_own_function: (
+        policy_loss == "ppo_clip" or (policy_loss == "cispo" and cispo_two_sided) or is_own_function
+    ),
+)
+WITH_CISPO = Needs("policy_loss=cispo", lambda policy_loss: policy_loss == "cispo")
 WITH_CAP = Needs(
     "policy_loss=ppo_clip or cispo",
     lambda policy_loss, is_own_function: policy_loss in ("ppo_clip", "cispo") or is_own_function,
@@ -61,10 +68,12 @@ class LossConfig:
     """token: mean over the response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
     local_batch_size: Annotated[int, ONE_OR_MORE] = 8
     """With aggregation local_token: completions in one mean over tokens, however they are packed."""
-    clip_lower: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, WITH_CLIP] = 0.2
+    clip_lower: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, WITH_LOWER_CLIP] = 0.2
     """The ratio is clipped below at 1 - clip_lower."""
     clip_higher: Annotated[float, POSITIVE, OPEN_INSTRUCT, WITH_CAP] = 0.2
     """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap."""
+    cispo_two_sided: Annotated[bool, WITH_CISPO] = False
+    """CISPO's weight is also at least 1 - clip_lower, as in verl and slime."""
     delta: Annotated[float | None, POSITIVE, TRL, WITH_CLIP] = None
     """Two-sided clip: upper bound of the unclipped ratio."""
     dual_clip: Annotated[float | None, Range(low=1, low_open=True), WITH_CLIP] = None

@@ -257,6 +257,8 @@ class Keywords(TypedDict, total=False):
     """The ratio is clipped below at 1 - clip_lower. (default: 0.2)"""
     clip_higher: float
     """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap. (default: 0.2)"""
+    cispo_two_sided: bool
+    """CISPO's weight is also at least 1 - clip_lower, as in verl and slime. (default: false)"""
     delta: float | None
     """Two-sided clip: upper bound of the unclipped ratio. (default: none)"""
     dual_clip: float | None

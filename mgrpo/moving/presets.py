@@ -47,6 +47,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 3.0,
         "recompute_granularity": "full",
+        "kl_bias_correction": True,
     },
 }
 """Values of settings by preset."""

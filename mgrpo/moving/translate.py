@@ -128,8 +128,6 @@ def loss(r: Resolution) -> None:
         policy_loss, aggregation = LOSS_TYPES[loss_type]
         r.put("policy_loss", policy_loss, "loss_type")
         r.put("aggregation", aggregation, "loss_type")
-        if loss_type == "luspo":
-            r.put("ratio_level", "sequence", "loss_type", weak=True)
     if "masked_mean_axis" in r.peers:
         r.put("aggregation", "token" if r.peer("masked_mean_axis") is None else "seq_mean", "masked_mean_axis")
 

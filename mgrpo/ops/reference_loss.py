@@ -151,9 +151,10 @@ def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: T
     if settings.surrogate == "reinforce":
         return _Term(-a * logprobs, no, no, no)
     if settings.surrogate == "cispo":
-        return _Term(-a * r.clamp(max=settings.clip_high) * logprobs, no, r > settings.clip_high, no)
+        weight = r.clamp(settings.ratio_low, settings.ratio_high)
+        return _Term(-a * weight * logprobs, r < settings.ratio_low, r > settings.ratio_high, no)
     unclipped = (ratio.clamp(max=settings.delta) if settings.delta > 0 else ratio) * a
-    clipped = ratio.clamp(settings.clip_low, settings.clip_high) * a
+    clipped = ratio.clamp(settings.ratio_low, settings.ratio_high) * a
     policy, is_clipped, is_bounded = -torch.minimum(unclipped, clipped), clipped < unclipped, no
     if settings.delta > 0:
         is_bounded = (clipped >= unclipped) & (r > settings.delta) & (a != 0)
@@ -161,7 +162,7 @@ def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: T
         worst = -a * settings.dual_clip
         is_bounded = is_bounded | ((a < 0) & (policy > worst))
         policy = torch.where(a < 0, torch.minimum(policy, worst), policy)
-    return _Term(policy, is_clipped & (r < settings.clip_low), is_clipped & (r > settings.clip_high), is_bounded)
+    return _Term(policy, is_clipped & (r < settings.ratio_low), is_clipped & (r > settings.ratio_high), is_bounded)
 
 
 def segment_sums(x: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Tensor:

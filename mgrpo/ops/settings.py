@@ -52,9 +52,9 @@ class LossSettings:
     """One of SURROGATES, or a function in PyTorch, with which the reference computes the whole loss."""
     ratio_level: str
     """One of RATIO_LEVELS."""
-    clip_low: float
-    """Smallest ratio that is not clipped."""
-    clip_high: float
+    ratio_low: float
+    """Smallest ratio that is not clipped; 0 is off."""
+    ratio_high: float
     """Largest ratio that is not clipped."""
     delta: float
     """Bound of the unclipped ratio; 0 is off."""

@@ -90,8 +90,8 @@ void for_each_config(Check check) {
         PolicyConfig config{};
         config.surrogate = surrogate;
         config.ratio_level = level;
-        config.clip_low = 0.8f;
-        config.clip_high = 1.3f;
+        config.ratio_low = 0.8f;
+        config.ratio_high = 1.3f;
         config.kl_estimator = static_cast<KlEstimator>(next(4));
         config.kl_bias_correction = next(2) == 1;
         config.delta = next(2) ? 1.6f : 0.f;

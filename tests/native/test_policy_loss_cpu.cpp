@@ -60,14 +60,15 @@ Columns columns_of(const PolicyConfig& config, const Token& token, double logpro
   if (config.surrogate == Surrogate::kReinforce) {
     policy = -advantage * logprob;
   } else if (config.surrogate == Surrogate::kCispo) {
-    policy = -advantage * std::min<double>(constant_r, config.clip_high) * logprob;
-    columns[kClippedHigh] = constant_r > config.clip_high;
+    policy = -advantage * std::clamp<double>(constant_r, config.ratio_low, config.ratio_high) * logprob;
+    columns[kClippedLow] = constant_r < config.ratio_low;
+    columns[kClippedHigh] = constant_r > config.ratio_high;
   } else if (advantage >= 0) {
-    policy = -advantage * std::min<double>(r, config.clip_high);
-    columns[kClippedHigh] = r > config.clip_high;
+    policy = -advantage * std::min<double>(r, config.ratio_high);
+    columns[kClippedHigh] = r > config.ratio_high;
   } else {
-    policy = -advantage * std::max<double>(r, config.clip_low);
-    columns[kClippedLow] = r < config.clip_low;
+    policy = -advantage * std::max<double>(r, config.ratio_low);
+    columns[kClippedLow] = r < config.ratio_low;
     for (double bound : {config.delta, config.dual_clip}) {
       if (bound == 0 || policy <= -advantage * bound) continue;
       policy = -advantage * bound;
@@ -188,8 +189,8 @@ int main() {
     check_config(batch, config, 0);
   });
   PolicyConfig config{};
-  config.clip_low = 0.8f;
-  config.clip_high = 1.3f;
+  config.ratio_low = 0.8f;
+  config.ratio_high = 1.3f;
   config.use_rho = true;
   config.rho_clamp_high = 1.25f;
   config.rho_mask_low = 0.7f;

@@ -114,8 +114,8 @@ int main() {
   DeviceBatch device(batch);
   for_each_config([&](const PolicyConfig& config) { check(batch, device, config, kSeqRho | kSeqRhoMask); });
   PolicyConfig config{};
-  config.clip_low = 0.8f;
-  config.clip_high = 1.3f;
+  config.ratio_low = 0.8f;
+  config.ratio_high = 1.3f;
   config.use_rho = true;
   config.rho_clamp_high = 1.25f;
   config.rho_mask_low = 0.7f;

@@ -174,15 +174,15 @@ def _meaning(name: Name) -> str:
 
 def _losses() -> str:
     rows = (
-        (f"`loss_type={name}`", f"`{policy_loss}`", f"`{aggregation}`", "`sequence`" if name == "luspo" else "")
+        (f"`loss_type={name}`", f"`{policy_loss}`", f"`{aggregation}`")
         for name, (policy_loss, aggregation) in LOSS_TYPES.items()
     )
     lines = [
         "## Losses of TRL",
         "",
-        *markdown.table(("TRL", "policy_loss", "aggregation", "ratio_level"), rows),
+        *markdown.table(("TRL", "policy_loss", "aggregation"), rows),
         "",
-        "GSPO is `importance_sampling_level=sequence`. TRL's `dapo` is a way to average tokens, Open Instruct's",
+        "GSPO is `importance_sampling_level=sequence`, which `luspo` is meant for and, as in TRL, does not set. TRL's `dapo` is a way to average tokens, Open Instruct's",
         "`loss_fn=dapo` is the clipped loss.",
         "",
     ]

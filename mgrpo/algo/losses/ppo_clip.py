@@ -18,8 +18,8 @@ def loss(inputs: LossInputs) -> PolicyLoss:
     return surrogate_loss(
         inputs,
         "ppo_clip",
-        clip_low=1.0 - config.clip_lower,
-        clip_high=1.0 + config.clip_higher,
+        ratio_low=1.0 - config.clip_lower,
+        ratio_high=1.0 + config.clip_higher,
         delta=config.delta,
         dual_clip=config.dual_clip,
     )

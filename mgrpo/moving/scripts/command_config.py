@@ -19,7 +19,12 @@ WRITTEN = ("console", "file")
 """Trackers that every run has anyway: lines of its log, and metrics.jsonl."""
 NOTHING = ("", "null", "none")
 KL_TYPES = {"kl": "0", "k1": "0", "mse": "1", "k2": "1", "low_var_kl": "2", "k3": "2"}
-AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "seq_mean", "seq-mean-token-sum-norm": "dr_grpo"}
+AGGREGATIONS = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "seq_mean",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
 
 
 @dataclass(slots=True)
@@ -95,8 +100,7 @@ class Given:
         if UNKNOWN in text:
             return None
         if text.lower() not in choices:
-            word = words(self.trainer)[name]
-            self.refuse(word, text, f"choose from {', '.join(choices)}; {word.sentence}")
+            self.refuse(words(self.trainer)[name], text, f"choose from {', '.join(filter(None, choices))}")
             return None
         return choices[text.lower()]
 
@@ -117,6 +121,25 @@ class Given:
         else:
             self.problems.append(f"{word.name}={text} is refused{self.at(word.name)}: {why}")
 
+    def leave_out(self, names: Sequence[str], why: str) -> None:
+        """Note that those among the names that are given have no effect beside the others."""
+        if found := [name for name in names if self.has(name) and name not in self.left_out]:
+            self.idle.setdefault(why, []).extend(found)
+
+    @property
+    def left_out(self) -> set[str]:
+        """The names without effect."""
+        return {name for names in self.idle.values() for name in names}
+
+    def refuse_entropy(self, word: Word, average: str) -> None:
+        """The problem that the entropy bonus has an average there that it does not have here."""
+        self.refuse(
+            word,
+            self.text(word.name),
+            f"with {average} the bonus is averaged as the loss is, and here over all tokens of the mini-batch; "
+            "give entropy_coef if that is wanted",
+        )
+
     def part(self, whole: str, part: str, num_whole: int | None, num_part: int | None) -> int | None:
         """`num_whole / num_part`, which must be a whole number."""
         if num_whole is None or num_part is None:
@@ -125,6 +148,17 @@ class Given:
             self.problems.append(f"{part}={num_part} does not divide {whole}={num_whole}{self.at(part)}")
             return None
         return num_whole // num_part
+
+
+def clip_bounds(given: Given, low: str, high: str) -> None:
+    """The bounds of the ratio, which stand under these names; CISPO needs no lower one where that is 0 or less."""
+    values = given.values
+    least = given.number(low)
+    if values.get("policy_loss") == "cispo":
+        values["cispo_two_sided"] = least is not None and least < 1
+    if values.get("cispo_two_sided", True):
+        values["clip_lower"] = given.text(low)
+    values["clip_higher"] = given.text(high)
 
 
 def precision_of_moments(given: Given, name: str) -> None:
@@ -185,7 +219,12 @@ def _notes(given: Given) -> Iterator[str]:
     """The notes: the settings that each name of the command has become, or why it has no effect."""
     for name in given.texts:
         word = find(given.trainer, name)
-        if word is None or word.status not in ("alias", "combined") or word.targets == (name,):
+        if (
+            word is None
+            or word.status not in ("alias", "combined")
+            or word.targets == (name,)
+            or name in given.left_out
+        ):
             continue
         made = [f"{target} ({_shown(given.values[target])})" for target in word.targets if target in given.values]
         if made:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import words
-from mgrpo.moving.scripts.command_config import Given, Read, config_of, precision_of_moments
+from mgrpo.moving.scripts.command_config import Given, Read, clip_bounds, config_of, precision_of_moments
 from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 from mgrpo.moving.scripts.verl import SCHEDULES
@@ -20,6 +20,12 @@ VERIFIERS = {
     "ifbench": "ifeval",
 }
 """The verifier here for a rm_type."""
+POLICY_LOSSES: dict[str, dict[str, str]] = {
+    "grpo": {},
+    "gspo": {"ratio_level": "sequence"},
+    "cispo": {"policy_loss": "cispo"},
+}
+"""The settings of each advantage_estimator."""
 ARCHITECTURE = "${MODEL_ARGS[@]}"
 """The list that its scripts take from a file of the model's architecture, which is read from config.json here."""
 MOST_PROMPT_TOKENS = 2048
@@ -193,14 +199,24 @@ def _batch(given: Given) -> None:
 def _loss(given: Given) -> None:
     values = given.values
     values["beta"] = given.text("kl_loss_coef") if given.is_on("use_kl_loss") else 0.0
-    values["clip_lower"] = given.text("eps_clip")
-    values["clip_higher"] = given.text("eps_clip_high" if given.has("eps_clip_high") else "eps_clip")
-    values["aggregation"] = "token" if given.is_on("calculate_per_token_loss") else "seq_mean"
     values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
     centered = given.is_on("disable_grpo_std_normalization")
     values["advantage_normalization_type"] = "centered" if centered else "standard"
-    if given.choice("advantage_estimator", {"grpo": "token", "gspo": "sequence"}) == "sequence":
-        values["ratio_level"] = "sequence"
+    losses = given.choice("advantage_estimator", POLICY_LOSSES)
+    values |= losses if isinstance(losses, dict) else {}
+    if values.get("policy_loss") == "cispo":
+        values.pop("dual_clip", None)
+    clip_bounds(given, "eps_clip", "eps_clip_high" if given.has("eps_clip_high") else "eps_clip")
+    is_by_token = given.is_on("calculate_per_token_loss")
+    values["aggregation"] = "token" if is_by_token else "seq_mean"
+    if given.number("entropy_coef") and not is_by_token:
+        given.refuse_entropy(words("slime")["entropy_coef"], "calculate_per_token_loss off")
+    if values.get("ratio_level") == "sequence" and given.is_on("use_kl_loss") and given.is_on("use_unbiased_kl"):
+        given.refuse(
+            words("slime")["use_unbiased_kl"],
+            given.text("use_unbiased_kl"),
+            "with advantage_estimator=gspo the KL term is multiplied by the ratio of each token there, and here by the sequence's",
+        )
     values["filter_zero_std_samples"] = values.get("active_sampling", False)
     if given.is_on("use_tis"):
         values["rho_clamp_upper_bound"], values["rho_clamp_lower_bound"] = (

@@ -16,15 +16,10 @@ from mgrpo.moving.command_words import find, words
 from mgrpo.moving.scripts.command_config import Given, Read, Text, config_of, precision_of_moments
 from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
+from mgrpo.moving.scripts.verl_loss import ACTOR, set_loss
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+ROLLOUT, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 TEMPLATE_KWARGS = "data.apply_chat_template_kwargs"
-POLICY_LOSSES: dict[str, dict[str, str]] = {
-    "vanilla": {},
-    "gspo": {"ratio_level": "sequence", "aggregation": "seq_mean"},
-    "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean"},
-}
-"""The settings of each loss_mode. Those beside vanilla average over each sequence first, whatever loss_agg_mode is, and have no clip_ratio_c."""
 STRATEGIES: dict[str, str] = {"": "fsdp", "null": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 SCHEDULES: dict[str, str] = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -237,7 +232,7 @@ def combine(given: Given) -> None:
     """Set what only several names together decide, and refuse those that contradict each other."""
     _gpus(given)
     _batch(given)
-    _loss(given)
+    set_loss(given)
     _optimizer(given)
     precision_of_moments(given, f"{ACTOR}optim.override_optimizer_config.use_precision_aware_optimizer")
     _data(given)
@@ -303,32 +298,6 @@ def _batch(given: Given) -> None:
         values["total_episodes"] = steps * prompts * samples
     else:
         values["num_train_epochs"] = given.text("trainer.total_epochs")
-
-
-def _loss(given: Given) -> None:
-    values = given.values
-    values["beta"] = given.text(f"{ACTOR}kl_loss_coef") if given.is_on(f"{ACTOR}use_kl_loss") else 0.0
-    for side, name in (("clip_lower", "clip_ratio_low"), ("clip_higher", "clip_ratio_high")):
-        values[side] = given.text(f"{ACTOR}{name if given.has(f'{ACTOR}{name}') else 'clip_ratio'}")
-    losses = given.choice(f"{ACTOR}policy_loss.loss_mode", POLICY_LOSSES)
-    if isinstance(losses, dict):
-        values |= losses
-        if losses:
-            values.pop("dual_clip", None)
-    if given.choice("algorithm.adv_estimator", {"grpo": True}):
-        by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
-        values |= {"advantage_normalization_type": "standard" if by_std else "centered"}
-        values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
-    # There every group is trained on, also one whose advantages are all 0.
-    values["filter_zero_std_samples"] = values.get("active_sampling", False)
-    level = given.choice(
-        "algorithm.rollout_correction.rollout_is", {"null": "", "": "", "token": "token", "sequence": "sequence_sum"}
-    )
-    if level:
-        cap = given.text("algorithm.rollout_correction.rollout_is_threshold")
-        values |= {"use_rho_correction": True, "rho_level": level, "rho_clamp_upper_bound": cap}
-    if given.is_on("reward_model.reward_kwargs.overlong_buffer_cfg.enable"):
-        values["overlong_cache_length"] = given.count("reward_model.reward_kwargs.overlong_buffer_cfg.len")
 
 
 def _optimizer(given: Given) -> None:

@@ -162,8 +162,9 @@ def loop_loss(
                 if config.dual_clip is not None and a < 0 and policy > -a * config.dual_clip:
                     policy, bounded = -a * config.dual_clip, True
             elif config.policy_loss == "cispo":
-                policy = -a * min(r_fixed, high_clip) * live[t]
-                clipped_high = r_fixed > high_clip
+                floor = low_clip if config.cispo_two_sided else 0.0
+                policy = -a * max(min(r_fixed, high_clip), floor) * live[t]
+                clipped_low, clipped_high = r_fixed < floor, r_fixed > high_clip
             elif config.policy_loss == "sapo":
                 tau = config.sapo_temperature_pos if a > 0 else config.sapo_temperature_neg
                 policy = -a * (4 / tau) / (1 + math.exp(-tau * (r - 1)))

@@ -123,6 +123,22 @@ def test_every_kl_penalty_equals_a_loop_over_tokens(estimator, bias_correction):
 
 
 @pytest.mark.parametrize("ratio_level", RATIO_LEVELS)
+def test_two_sided_cispo_equals_a_loop_over_tokens(ratio_level):
+    """The lower bound would be another one, or have a gradient."""
+    b = batch(SEED)
+    for settings in (setting for kind in ("off", "clamp+mask", "off_policy_mask") for setting in CORRECTIONS[kind][:2]):
+        config = loss_config(
+            policy_loss="cispo",
+            cispo_two_sided=True,
+            ratio_level=ratio_level,
+            clip_lower=0.1,
+            use_rho_correction="rho_clamp_upper_bound" in settings,
+            **settings,
+        )
+        check(b, config)
+
+
+@pytest.mark.parametrize("ratio_level", RATIO_LEVELS)
 def test_both_bounds_of_bad_tokens_equal_a_loop_over_tokens(ratio_level):
     """Without them one token with a huge ratio and a negative advantage decides the step."""
     b = batch(SEED)

@@ -97,6 +97,15 @@ def test_cispo_caps_the_weight_and_never_the_gradient():
     assert metrics["policy/clipfrac_avg"] == pytest.approx(2 / 3)
 
 
+def test_two_sided_cispo_also_lifts_small_weights():
+    """Weights 1.2, max(0.5, 0.9) and 1.2; a weight at its lower bound has a gradient as well."""
+    got, grad, metrics = evaluate(loss_config(policy_loss="cispo", cispo_two_sided=True, clip_lower=0.1))
+    losses = [-1.2 * LOGPROBS[0], -0.9 * LOGPROBS[1], 1.2 * LOGPROBS[2]]
+    assert got == pytest.approx(sum(losses) / 3)
+    assert grad == pytest.approx([-1.2 / 3, -0.9 / 3, 1.2 / 3])
+    assert (metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) == pytest.approx((1 / 3, 2 / 3))
+
+
 def test_sapo_is_a_sigmoid_with_the_slope_of_the_plain_gradient():
     """-A 4/tau sigmoid(tau (r - 1)); its derivative in l is -A r 4 sigmoid (1 - sigmoid), which is -A at r = 1."""
     config = loss_config(policy_loss="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=2.0)

@@ -319,7 +319,7 @@ def test_every_setting_of_the_loss_reaches_it():
         "kl_bias_correction": True, "use_rho_correction": True, "rho_level": "sequence_mean", "rho_clamp_lower_bound": 0.4,
         "rho_clamp_upper_bound": 5.1, "rho_mask_level": "sequence_sum", "rho_mask_lower_bound": 0.5,
         "rho_mask_upper_bound": 6.1, "rho_mask_tv_divergence": True, "off_policy_mask_threshold": 0.6,
-        "loss_denominator": "9", "local_batch_size": 3,
+        "loss_denominator": "9", "local_batch_size": 3, "cispo_two_sided": True,
     }  # fmt: skip
     found = from_values(given).loss
     assert [name for name, value in given.items() if getattr(found, name) != value] == []

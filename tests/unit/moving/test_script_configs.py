@@ -96,7 +96,7 @@ def test_slime_commands_become_what_they_ask_for(name):
         (
             mgrpo.GRPOConfig.from_verl,
             verl_cases.REFUSED,
-            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.offload_policy=True", "swanlab is not among the trackers",
+            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=sample-mean", "fsdp_config.offload_policy=True", "swanlab is not among the trackers",
              "model.path=$MODEL_PATH", "custom_reward_function.path=reward.py", "unknown name nonsense.name", "rollout.n=many",
              "tensor_model_parallel_size=2 does not divide", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
         ),
@@ -226,7 +226,10 @@ VERL_REFUSED = {
     "$MORE": "$MORE' has a value that only a shell knows (line 4: $MORE is set nowhere)",
     "data.seed=$MORE": "data.seed=$MORE has a value that only a shell knows (line 4: $MORE is set nowhere)",
     "actor_rollout_ref.actor.strategy=veomni": "actor_rollout_ref.actor.strategy=veomni is refused (line 4)",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=cispo": "policy_loss.loss_mode=cispo is refused (line 4)",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=gpg": "policy_loss.loss_mode=gpg is refused (line 4): choose from vanilla, gspo",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.use_kl_loss=True": "loss_agg_mode=token-mean is refused",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=cispo algorithm.rollout_correction.bypass_mode=True": "loss_mode=cispo is refused (line 4)",
+    "actor_rollout_ref.actor.entropy_coeff=0.1 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean": "entropy_coeff=0.1 is refused (line 4)",
     "actor_rollout_ref.actor.use_kl_loss=maybe": "actor_rollout_ref.actor.use_kl_loss=maybe must be true or false (line 4)",
     "actor_rollout_ref.actor.ppo_mini_batch_size=300": "ppo_mini_batch_size=300 does not divide data.train_batch_size=1024 (line 4)",
     "actor_rollout_ref.model.lora_rank=2.5": "lora_rank=2.5 must be a whole number above -1 (line 4)",
@@ -249,6 +252,8 @@ SLIME_REFUSED = {
     "--moe-aux-loss-coeff 0.001": "moe_aux_loss_coeff=0.001 is refused (line 4)",
     "--moe-router-bias-update-rate 0.001": "moe_router_bias_update_rate=0.001 is refused (line 4)",
     "--sglang-kv-cache-dtype fp8_e5m2": "sglang_kv_cache_dtype=fp8_e5m2 is refused (line 4)",
+    "--entropy-coef 0.1": "entropy_coef=0.1 is refused (line 4): with calculate_per_token_loss off the bonus",
+    "--advantage-estimator gspo --use-kl-loss --use-unbiased-kl": "use_unbiased_kl=true is refused (line 4)",
     "--eval-top-k 20": "eval_top_k=20 is refused (line 4)",
     "--lr-decay-style cosine --lr-decay-iters 100": "lr_decay_iters=100 is refused (line 4)",
     "--rollout-max-context-len 100": "rollout_max_context_len=100 is refused (line 4)",
@@ -303,14 +308,28 @@ def test_what_slime_itself_demands_has_no_default_of_ours():
         assert len(found) == 1 and said in found[0], words_
 
 
-@pytest.mark.parametrize("mode", ["gspo", "sapo"])
-def test_losses_of_verl_that_ignore_the_average_keep_their_own(mode):
-    """Both average over each sequence first, whatever loss_agg_mode says, and have no second clip."""
-    config = mgrpo.GRPOConfig.from_verl(
-        f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode} "
-        "actor_rollout_ref.actor.loss_agg_mode=token-mean"
-    )
-    assert (config.loss.aggregation, config.loss.dual_clip) == ("seq_mean", None)
+ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("policy_loss.loss_mode=cispo clip_ratio_low=0.1", f"{ACTOR}clip_ratio_low -> clip_lower (0.1)"),
+        ("policy_loss.loss_mode=sapo clip_ratio_low=0.1", f"{ACTOR}clip_ratio_low has no effect: loss_mode=sapo has no clip"),
+        ("policy_loss.loss_mode=gspo clip_ratio_c=4", f"{ACTOR}clip_ratio_c has no effect: loss_mode=gspo has no dual clip"),
+        ("clip_ratio=0.3", f"{ACTOR}clip_ratio has no effect: verl reads clip_ratio_low and clip_ratio_high"),
+        ("clip_ratio=0.3 clip_ratio_low=null", f"{ACTOR}clip_ratio -> clip_lower (0.3), clip_higher (0.2)"),
+        ("policy_loss.loss_mode=gspo", "aggregation is seq_mean: loss_mode=gspo averages over each sequence first"),
+        ("loss_agg_mode=seq-mean-token-sum-norm", "here it is also divided by their number"),
+    ],
+)  # fmt: skip
+def test_a_word_of_verls_loss_that_is_not_read_is_not_said_to_be(given, said):
+    """A run that lists a bound that its loss never reads is believed."""
+    words_ = [f"{ACTOR}{word}" for word in given.split()]
+    notes = mgrpo.GRPOConfig.from_verl(["algorithm.adv_estimator=grpo", *words_]).notes
+    assert [note for note in notes if said in note]
+    named = [note for note in notes for word in words_ if note.startswith(f"{word.partition('=')[0]} ")]
+    assert len(named) == len(set(named)) <= len(words_)
 
 
 def test_references_in_a_file_of_verl_are_followed(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ TRL_RHO = {
         ({"loss_type": "dapo"}, {"aggregation": "token"}),
         ({"loss_type": "sapo"}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
         ({"loss_type": "vespo"}, {"policy_loss": "vespo", "aggregation": "token"}),
-        ({"loss_type": "luspo"}, {"aggregation": "luspo", "ratio_level": "sequence"}),
+        ({"loss_type": "luspo"}, {"aggregation": "luspo", "ratio_level": "token"}),
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
             {"scale_rewards": True},

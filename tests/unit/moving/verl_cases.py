@@ -43,7 +43,7 @@ DAPO = f"""
 """
 REFUSED = f"""
     python3 -m verl.trainer.main_ppo data.train_files=/data/a.parquet algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True
-    {A}.loss_agg_mode=seq-mean-token-sum {A}.fsdp_config.offload_policy=True trainer.logger=['console','swanlab'] {M}.path=$MODEL_PATH trainer.n_gpus_per_node=3
+    {A}.loss_agg_mode=sample-mean {A}.fsdp_config.offload_policy=True trainer.logger=['console','swanlab'] {M}.path=$MODEL_PATH trainer.n_gpus_per_node=3
     critic.optim.lr=1e-5 custom_reward_function.path=reward.py custom_reward_function.name=score nonsense.name=1
     data.train_batch_size=100 {A}.ppo_mini_batch_size=32 {R}.n=many
 """

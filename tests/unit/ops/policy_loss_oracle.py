@@ -61,13 +61,13 @@ def token_columns(token: dict[str, float], settings: dict, logprob: float, seq_l
         fixed_r = math.exp(held(token["seq_log_ratio"]))
         r = fixed_r * math.exp(logprob - fixed)
 
-    low, high, delta, dual = (settings[name] for name in ("clip_low", "clip_high", "delta", "dual_clip"))
+    low, high, delta, dual = (settings[name] for name in ("ratio_low", "ratio_high", "delta", "dual_clip"))
     sides = dict.fromkeys(("clipped_low", "clipped_high", "bounded"), False)
     if settings["surrogate"] == "reinforce":
         policy = -advantage * logprob
     elif settings["surrogate"] == "cispo":
-        policy = -advantage * min(fixed_r, high) * logprob
-        sides["clipped_high"] = fixed_r > high
+        policy = -advantage * max(low, min(fixed_r, high)) * logprob
+        sides["clipped_low"], sides["clipped_high"] = fixed_r < low, fixed_r > high
     elif advantage >= 0:
         policy = -advantage * min(r, high)
         sides["clipped_high"] = advantage > 0 and r > high

@@ -62,7 +62,7 @@ def test_without_the_library_the_reference_runs_and_says_so_once() -> None:
             for operands in (x, x.double()):
                 leaf = operands[0].clone().requires_grad_()
                 ratio = segment_mean(leaf - operands[1], operands[2].abs(), cu_seqlens)
-                settings = LossSettings(surrogate="ppo_clip", ratio_level="sequence", clip_low=0.8, clip_high=1.2,
+                settings = LossSettings(surrogate="ppo_clip", ratio_level="sequence", ratio_low=0.8, ratio_high=1.2,
                                         delta=0, dual_clip=0, beta=0.1, kl_estimator=2, kl_bias_correction=False,
                                         use_rho=False, rho_clamp_low=0, rho_clamp_high=0, rho_mask_low=0,
                                         rho_mask_high=0)

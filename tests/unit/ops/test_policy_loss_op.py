@@ -76,7 +76,9 @@ HAND_WORKED = {
     # The logprob is -0.7.
     "cispo caps the factor, not the gradient": (1.5, 2.0, {"surrogate": "cispo"}, 1.68, -2.4, ["clipped_high"]),
     "cispo also caps losses": (1.5, -2.0, {"surrogate": "cispo"}, -1.68, 2.4, ["clipped_high"]),
-    "cispo has no floor": (0.5, 2.0, {"surrogate": "cispo"}, 0.7, -1.0, []),
+    "cispo lifts the factor, not the gradient": (0.5, 2.0, {"surrogate": "cispo"}, 1.12, -1.6, ["clipped_low"]),
+    "cispo also lifts losses": (0.5, -2.0, {"surrogate": "cispo"}, -1.12, 1.6, ["clipped_low"]),
+    "cispo need not have a floor": (0.5, 2.0, {"surrogate": "cispo", "ratio_low": 0.0}, 0.7, -1.0, []),
     "reinforce knows no ratio": (5.0, 2.0, {"surrogate": "reinforce"}, 1.4, -2.0, []),
 }
 
@@ -241,7 +243,7 @@ def test_gradient_is_the_derivative_of_the_loss(surrogate: str, ratio_level: str
         settings = {"ratio_level": ratio_level, "surrogate": surrogate, **settings}
         if surrogate == "cispo":
             settings |= {
-                "clip_high": 0.1
+                "ratio_high": 0.1
             }  # its factor is a constant to autograd, so it must also be one to differences
         names = ["logprobs", *(["seq_log_ratio"] if ratio_level == "sequence" else [])]
         rest, options = chosen(operands, settings)
