@@ -13,7 +13,7 @@ import operator
 from dataclasses import InitVar
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mgrpo.config.load import started_ranks
 from mgrpo.moving.config_doors import from_values
@@ -31,7 +31,6 @@ KINDS: dict[str, Any] = {
     "json": dict[str, Any],
     "none": type(None),
 }
-Made = TypeVar("Made", bound=type)
 
 
 @cache
@@ -40,7 +39,7 @@ def recorded() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("trl_config.json").read_text(encoding="utf-8"))
 
 
-def with_recorded_fields(made: Made) -> Made:
+def with_recorded_fields(made: Any) -> Any:
     """`made` as a dataclass with TRL's fields."""
     for name, entry in recorded()["fields"].items():
         kinds = [_kind(word, entry.get("choices")) for word in entry["type"].split("|")]
@@ -94,7 +93,7 @@ class GRPOConfig:
         for name, entry in recorded()["fields"].items():
             if "json" in entry["type"] and isinstance(own[name], str) and own[name].startswith("{"):
                 own[name] = json.loads(own[name])
-        self.output_dir = self.output_dir or OUTPUT_DIR
+        own["output_dir"] = own["output_dir"] or OUTPUT_DIR
         own["_derived"].update(self._follows())
         own.update(own["_derived"])
         from_values(self.given(), preset="trl_main")
@@ -121,11 +120,11 @@ class GRPOConfig:
 
     def _history(self) -> tuple[dict[str, object], dict[str, object]]:
         """What the values of the fields do not tell: what was given all the same, and what was filled in."""
-        names = {field.name for field in dataclasses.fields(self)}
+        names = _defaults_of(self).keys()
         given = {name: value for name, value in self.given().items() if name not in names or name in self._explicit}
         return given, self._derived
 
-    _beside: InitVar[object] = dataclasses.field(default=property(_history), kw_only=True)
+    _beside: InitVar[object] = dataclasses.field(default=cast(Any, property(_history)), kw_only=True)
     """What `dataclasses.replace` reads of the object and hands to the new one beside the fields."""
 
 
