@@ -47,6 +47,10 @@ PRESETS: dict[str, dict[str, object]] = {
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 3.0,
         "recompute_granularity": "full",
+        "kl_bias_correction": True,
+        "output_dir": "trainer_output",
+        "hub_strategy": "every_save",
+        "keep_last_n_checkpoints": -1,
     },
 }
 """Values of settings by preset."""
@@ -56,6 +60,15 @@ PRESET_NOTES: dict[str, tuple[str, ...]] = {
         "preset open_instruct_main: a step waits for what would become older than async_steps, where Open Instruct drops it",
     ),
     "trl_seed": ("preset trl_seed: prompts beyond max_prompt_token_length are left out, where TRL cuts them",),
-    "trl_main": ("preset trl_main: prompts beyond max_prompt_token_length are left out, where TRL has no limit",),
 }
 """Where a preset differs from its trainer."""
+
+KEPT: dict[str, dict[str, str]] = {
+    "trl_main": {
+        "vllm_mode": "colocate applies there with use_vllm=True; engines here are always vLLM's, and on the learners' GPUs they need vllm_kv_cache_mb",
+        "report_to": "TensorBoard's files are written into output_dir, and nothing is sent anywhere",
+        "ddp_timeout": "learners first meet when the data are read and the engines have started, for which half an hour may be too short",
+        "hub_private_repo": "a repository that an upload makes is private unless false is given",
+    },
+}
+"""Defaults of a trainer that its preset does not take, by that trainer's name, and why."""

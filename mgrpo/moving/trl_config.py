@@ -116,6 +116,7 @@ class GRPOConfig:
         whole, steps = self.generation_batch_size, self.steps_per_generation
         steps = steps or (whole // step if whole else self.gradient_accumulation_steps)
         found = {"generation_batch_size": step * steps, "steps_per_generation": steps, "bf16": not self.fp16}
+        found["activation_checkpointing"] = self.gradient_checkpointing
         return {name: value for name, value in found.items() if getattr(self, name) is None}
 
     def _history(self) -> tuple[dict[str, object], dict[str, object]]:
