@@ -67,6 +67,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "vllm_server_base_url": {None: ""},
     "output_dir": {None: "trainer_output"},
     "reward_weights": {None: ""},
+    "remap_verifier": {None: ""},
+    "stop_strings": {None: ""},
     "hub_private_repo": {None: "true"},
     "lora_target_modules": {None: "all-linear"},
     "init_lora_weights": {"True": "true"},

@@ -83,6 +83,7 @@ def apply(r: Resolution) -> None:
     states(r)
     evaluations(r)
     open_instruct.evaluations(r)
+    open_instruct.remapped(r)
     open_instruct.reward_model(r)
     reference(r)
     trl.max_steps(r)

@@ -455,7 +455,7 @@ def test_functions_replace_all_that_only_verifiers_read():
         "llm_judge_model": "m",
         "max_length_verifier_max_length": 9,
         "non_stop_penalty": True,
-        "remap_verifier": "a=b",
+        "remap_verifier": ("a=b",),
         "remote_verifier_concurrency": 2,
         "rubric_judge_model": "m",
         "verification_reward": 2.0,

@@ -241,7 +241,9 @@ def test_a_script_of_trl_starts_with_a_small_model(bench, capsys):
     shown = capsys.readouterr().out
     assert "\nmax_prompt_token_length: 506  #" in shown and "\npack_length: 512  #" in shown
     words[words.index("6")] = "512"
-    with pytest.raises(ConfigError, match="= 1024 is more .* \\(max_prompt_token_length=512 of preset trl_main was not"):
+    with pytest.raises(
+        ConfigError, match=r"= 1024 is more .* \(max_prompt_token_length=512 of preset trl_main was not"
+    ):
         check.check_run(parse(words), None, "", functions=[], dataset=None, eval_dataset=None, loss=None)
 
 
