@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mgrpo.telemetry.records import read_records
 from mgrpo.telemetry.report.course import MAX_PLACES, Course, metric_points, running_mean
 from mgrpo.telemetry.report.figure import PICTURE, Series, Sheet, reward_svg
 from mgrpo.telemetry.report.frame import UNDER_TITLE, Frame, log_ticks, number, ticks
-from mgrpo.telemetry.samples import read_records
 from tests.unit.telemetry.report.runs import step_line
 
 
