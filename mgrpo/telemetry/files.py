@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from mgrpo.telemetry.records import record_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +54,16 @@ def take_over(path: Path, resumed_after: int | None) -> None:
 
 
 def lines_until(path: Path, *, step: int) -> list[str]:
-    """The lines of a JSONL file before the first one of a later step or the first incomplete one."""
+    """The lines of a JSONL file before the first one of a later step, without those that are incomplete or cannot be read."""
     kept: list[str] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                if json.loads(line)["step"] > step or not line.endswith("\n"):
-                    break
-            except json.JSONDecodeError:
+                found = record_of(line).get("step")
+            except ValueError:
+                continue
+            if isinstance(found, int) and found > step:
                 break
-            kept.append(line)
+            if isinstance(found, int) and line.endswith("\n"):
+                kept.append(line)
     return kept

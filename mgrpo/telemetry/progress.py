@@ -261,9 +261,15 @@ def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = Non
 def summary_lines(history: History, *, before: Metrics | None = None, after: Metrics | None = None) -> list[str]:
     """The end of a run: evaluations and rewards at its two ends, and the time per phase."""
     rows = []
-    first, last = (before or {}).get("eval/pass_at_1"), (after or {}).get("eval/pass_at_1")
-    if first is not None or last is not None:
-        rows.append(("held-out accuracy", _percent(first), _percent(last)))
+    evaluated = [before or {}, after or {}]
+    for what, metric, shown in (
+        ("accuracy", "eval/pass_at_1", lambda share: f"{100 * share:.1f} %"),
+        ("reward", "eval/scores", "{:.3f}".format),
+    ):
+        found = ["-" if (value := metrics.get(metric)) is None else shown(value) for metrics in evaluated]
+        # Where answers are right or wrong, the accuracy says what the reward would.
+        if not rows and set(found) != {"-"}:
+            rows.append((f"held-out {what}", *found))
     note = ""
     ends = history.reward_ends()
     if ends is not None:
@@ -276,10 +282,6 @@ def summary_lines(history: History, *, before: Metrics | None = None, after: Met
     if rows and note:
         lines[-1] += note
     return [*lines, *_time_lines(history)]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _time_lines(history: History) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
+from mgrpo.telemetry.records import Record
 from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, plain, text_of
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup, Turn
@@ -28,7 +29,6 @@ COLUMN_CHARACTERS = 2000
 """Characters that are kept of each of a row's own columns."""
 _LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
 """Columns that are in a record under another name."""
-Record = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
 """A function from tokens to the text of each."""
 
@@ -319,17 +319,6 @@ def tables(folder: Path) -> dict[int, list[Path]]:
         if named:
             found.setdefault(int(named[1]), []).append((int(named[2] or 0), path))
     return {step: [path for _, path in sorted(shards)] for step, shards in sorted(found.items())}
-
-
-def read_records(paths: Iterable[Path]) -> Iterator[Record]:
-    """The records of JSONL files; a line that a crash has cut off is left out."""
-    for path in paths:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
-                    continue
 
 
 def _spread(rewards: np.ndarray) -> float:

@@ -33,7 +33,7 @@ def read_status(folder: Path) -> Status | None:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
         state = found["state"]
         return Status(state=state, cause=str(found["cause"])) if state in get_args(State) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

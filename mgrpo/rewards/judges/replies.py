@@ -25,7 +25,8 @@ _QUOTATION = re.compile(
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
 _STATEMENT = re.compile(
-    r"\b(?:decision|verdict|judge?ment)\W{0,12}(?:is\W{1,12})?(yes|no)\b(?!\s*(?:/|or\b))", re.IGNORECASE
+    r"\b(?:decision|verdict|judge?ment)\W{0,12}(?:is\W{1,12})?(yes|no)\b(?!\s*(?:/|(?:or|doubt|question)\b))",
+    re.IGNORECASE,
 )
 _LAST_LINE = re.compile(
     r"[\s#*_(-]*(?:my\s+)?final\s+(decision|answer)\W{0,12}(?:is\W{1,12})?(yes|no)[\s.!*_)]*", re.IGNORECASE

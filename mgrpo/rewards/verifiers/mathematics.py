@@ -12,6 +12,7 @@ from mgrpo.rewards.verifiers.expressions import is_same_value, warm_up
 from mgrpo.rewards.verifiers.labels import accepted_texts
 from mgrpo.rewards.verifiers.places import minerva_answer, stated_answer, unboxed
 from mgrpo.rewards.verifiers.statements import Statement, has_words, read, spelling
+from mgrpo.rewards.verifiers.units import units
 
 # Of `verifier_timeout`, which is wall time and ends the worker.
 _SHARE_OF_TIME = 0.1
@@ -32,6 +33,11 @@ class Math(Verifier):
     """
 
     name: ClassVar[str] = "math"
+
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        labels_of(ground_truth)
+        return ""
 
     def score(self, answer: Answer) -> float:
         return self._judge(stated_answer(answer.completion.rpartition(THINK_END)[2]), answer.ground_truth)
@@ -95,13 +101,19 @@ def is_right(stated: str, label: str) -> bool:
     if spelling(stated) == spelling(label):
         return True
     answer, expected = read(stated), read(label)
-    if answer is None or expected is None:
+    if answer is None or expected is None or not _has_unit_of(label, stated):
         return False
     if bool(_BASED.search(answer.value)) or bool(_BASED.search(expected.value)):
         return spelling(answer.value) == spelling(expected.value)
     if _kind(answer) != _kind(expected) and None not in (_kind(answer), _kind(expected)):
         return False
     return is_same_value(*_comparable(answer, expected))
+
+
+def _has_unit_of(label: str, stated: str) -> bool:
+    """Whether the units of measure agree, where both have any."""
+    expected = units(label)
+    return not expected or units(stated) in ([], expected)
 
 
 def _read_by_value(label: str) -> None:

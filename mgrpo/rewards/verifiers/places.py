@@ -6,9 +6,11 @@ Exactly one place is read. Texts are what a model wrote, so every search here is
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from typing import NamedTuple
 
-from mgrpo.rewards.verifiers.statements import is_withdrawn
+from mgrpo.rewards.verifiers.denials import is_denied
+from mgrpo.rewards.verifiers.statements import compares, is_withdrawn
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -16,7 +18,7 @@ _UNBRACED_BOX = "\\boxed "
 _SENTENCE = "Final Answer: The final answer is"
 _SENTENCE_END = re.compile(". I hope it is correct.")
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:[^.!?\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])|[*_ ]*\n)(?:\s*:)?[*_\s]*")
-_STOP = re.compile(r"[.!?](?=[\s*\"'”)]|$)|\n|,\s+(?!and\b|or\b)(?=[a-z]{2,}\b)")
+_STOP = re.compile(r"[.!?](?=[\s*\"'”)]|$)|\n|,\s+(?!and\b|or\b)(?=[a-z]{2,}\b)|\sbut\b")
 _SENTENCE_STOP = re.compile(r"[.!?]\s|\n")
 _FORMULA_SIGN = re.compile(r"\\.|\$\$?|\n", re.DOTALL)
 _MONEY = re.compile(r"[0-9][0-9,.]*\s")
@@ -30,6 +32,14 @@ _WORD = re.compile(r"[A-Za-z]+(?:['’][a-z]+)?")
 _CLAUSE_END = re.compile(r"[.,;:!?\n$0-9]|\\[()\[\]]")
 
 _STEPS = frozenset(("so", "then", "thus", "hence", "therefore", "but", "gives", "implies", "later", "finally"))
+_REMARKS = frozenset(("but", "which", "because", "since"))
+_COPULAS = frozenset(("is", "are", "was", "were", "equals"))
+_PHRASES = (
+    (re.compile(r"(?i)\b(?:anything|everything|all) but\b"), "not"),
+    (re.compile(r"(?i)\b(?:nothing but|none other than|no other than|and nothing else)\b"), ""),
+    (re.compile(r"(?i)(?:\bnot|n['’]t|\bneither)\b(?! only| just| merely)[^.!?:;\n]{0,60}?\bbut\b(?! also)"), ""),
+)
+"""Turns of phrase, each with the plain one in its place: "anything but", "nothing but", "not 4 but"."""
 _MAX_BOX_DEPTH = 3
 _MAX_PARTS = 50
 # Characters between two parts of one answer, and words around one that say how it is meant.
@@ -45,8 +55,10 @@ class Span(NamedTuple):
 
 
 def stated_answer(text: str) -> str:
-    """The answer that the text states, with the few words around it; "" if it states none."""
-    for find in minerva_answer, boxed_answer, _anchored_answer, _last_formula, _last_number:
+    """The answer that the text states, with the few words around it; "" if it states none, or takes it back."""
+    for pattern, plain in _PHRASES:
+        text = pattern.sub(plain, text)
+    for find in minerva_answer, _answer_in_boxes, _anchored_answer, _last_formula, _last_number:
         found = find(text)
         if found is not None:
             return unboxed(found)
@@ -67,6 +79,15 @@ def boxed_answer(text: str, *, depth: int = 0) -> str | None:
     if not spans:
         return None
     return unboxed(_last_run(text, spans).content, depth=depth + 1)
+
+
+def _answer_in_boxes(text: str) -> str | None:
+    """As `boxed_answer`; "" where the words around the boxes deny them."""
+    spans = boxes(text)
+    if not spans:
+        return None
+    run = _last_run(text, spans)
+    return "" if is_denied(text, run.start, run.end) else unboxed(run.content, depth=1)
 
 
 def minerva_answer(text: str) -> str | None:
@@ -114,15 +135,19 @@ def _anchored_answer(text: str) -> str | None:
     anchors = list(_ANCHOR.finditer(text))
     if not anchors:
         return None
-    rest = text[anchors[-1].end() :]
+    begin = anchors[-1].end()
+    rest = text[begin:]
     formulas = _formulas(rest)
     start = formulas[0].end if formulas and not rest[: formulas[0].start].strip() else 0
     stop = _STOP.search(rest, start)
     clause = rest[: stop.start()] if stop else rest
     if copula := _COPULA.match(clause):
-        clause = clause[copula.end() :]
+        begin, clause = begin + copula.end(), clause[copula.end() :]
     inside = _formulas(clause)
-    return _in_its_words(clause, _first_run(clause, inside)) if inside else clause
+    if not inside:
+        return "" if is_denied(text, begin, begin + len(clause)) else clause
+    run = _first_run(clause, inside)
+    return "" if is_denied(text, begin + run.start, begin + run.end) else _in_its_words(clause, run)
 
 
 def _last_formula(text: str) -> str | None:
@@ -212,13 +237,20 @@ def _is_joint(between: str) -> bool:
 
 
 def _in_its_words(text: str, span: Span) -> str:
-    """The span with the words of its clause around it, which may say that it is not the answer."""
+    """The span with the words of its clause around it, which may say that it is not the answer; "" where they deny it."""
+    if is_denied(text, span.start, span.end):
+        return ""
     before = _CLAUSE_END.split(text[max(0, span.start - _LONGEST_WINDOW) : span.start])[-1]
     after = _CLAUSE_END.split(text[span.end : span.end + _LONGEST_WINDOW])[0]
     leading: list[str] = []
     for word in _WORD.findall(before)[-_NUM_WORDS:]:
-        leading = [] if word.lower() in _STEPS else [*leading, word]
-    trailing = _WORD.findall(after)[:_NUM_WORDS]
+        if word.lower() in _STEPS:
+            leading = []
+        elif word.lower() in _COPULAS:  # what is compared before it is the subject: "the least value is 5"
+            leading = [earlier for earlier in leading if not compares(earlier.lower())]
+        else:
+            leading.append(word)
+    trailing = list(takewhile(lambda word: word.lower() not in _REMARKS, _WORD.findall(after)[:_NUM_WORDS]))
     return rf"{_as_text(leading)} {span.content} {_as_text(trailing)}"
 
 

@@ -12,17 +12,21 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mgrpo.rewards.verifiers.expressions import is_same_value
+from mgrpo.rewards.verifiers.units import multiplied, multiplies
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_WITHDRAWING = _words(
-    "not no never neither nor cannot without except unless isn't aren't wasn't doesn't don't can't won't couldn't wrong "
-    "incorrect false about approximately approx around roughly nearly almost circa maybe perhaps possibly probably likely "
-    "might may could guess least most more less fewer greater smaller larger bigger higher lower over under above below "
-    "than between exceeding beyond rather instead actually wait sorry otherwise else either other another any up"
+_COMPARING = _words(
+    "not don't doesn't can't cannot without except least most more less fewer greater smaller larger bigger higher lower over under "
+    "above below than between exceeding beyond other another any up"
+)
+_WITHDRAWING = _COMPARING | _words(
+    "no never neither nor unless isn't aren't wasn't won't couldn't wrong incorrect false about approximately approx around roughly "
+    "nearly almost circa maybe perhaps possibly probably likely might may could guess rather instead actually wait sorry "
+    "otherwise else either"
 )
 _JOINING = frozenset(("and", "or"))
 _SHORT_WORDS = _words("is it to of in at we so be by an as on if are am pm cm mm km kg mg ml ft mi hr mph the rs per")
@@ -67,6 +71,7 @@ _REPLACED = (
     (re.compile(r"\\\\?%"), r"\\%"),
     (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[-0-9A-Za-z({])"), "^"),
     (re.compile(r"\*\*|__|`"), ""),
+    (re.compile(r"\b(?:wrong|incorrect|false) (?=[a-z]{3,20}s\b)"), ""),  # "5 wrong answers" are 5
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9]|\\pi)\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -110,6 +115,11 @@ def is_withdrawn(words: Iterable[str]) -> bool:
     return not _WITHDRAWING.isdisjoint(words)
 
 
+def compares(word: str) -> bool:
+    """Whether a word in lower case withdraws a value beside it only: of what stands before "is" it describes the subject."""
+    return word in _COMPARING
+
+
 def read(text: str) -> Statement | None:
     """The value that a text states; None if it states none, or several that are no list, or withdraws it."""
     text = _without_words(_plain(text))
@@ -140,7 +150,7 @@ def spelling(text: str) -> str:
 def _plain(text: str) -> str:
     if not _LIST_BRACKET.search(text):
         text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    text = _DROPPED.sub(_dropped, text.translate(_SIGNS))
+    text = multiplied(_DROPPED.sub(_dropped, text.translate(_SIGNS)))
     for pattern, new in _REPLACED:
         text = pattern.sub(new, text)
     return text
@@ -187,7 +197,7 @@ def _bare_word(match: re.Match[str]) -> str:
 
 def _meaning(word: str) -> str:
     word = word.lower().replace("’", "'")
-    return _JOIN if word in _JOINING else _NOTHING if word in _WITHDRAWING else ""
+    return _JOIN if word in _JOINING else _NOTHING if word in _WITHDRAWING or multiplies(word) else ""
 
 
 def _value(text: str) -> Statement | None:

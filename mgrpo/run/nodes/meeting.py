@@ -45,7 +45,7 @@ class Meeting:
         """The address at which the others reach node 0."""
         self._nodes: dict[int, TcpLink] = {}
         self._lock = threading.Lock()
-        self._links = TcpLinks("meeting", on_message=self._heard, on_lost=self._lost)
+        self._links = TcpLinks("meeting", on_message=self._heard, on_lost=self._lost, on_error=self._broken)
         self._links.listen(self._open(), secret=secret, refusal=self._refusal)
         self._links.start()
 
@@ -85,6 +85,8 @@ class Meeting:
                 ) from None
             if message is None:
                 raise MeetingError(f"{self.name(rank)} has gone before all nodes had come")
+            if "cause" in message:
+                raise MeetingError(f"{self.name(rank)}: {message['cause']}")
             if "twice" in message:
                 raise MeetingError(f"node {rank} has come twice, from {self.name(rank)} and from {message['twice']}")
             self.about[rank] = message
@@ -131,6 +133,9 @@ class Meeting:
             self.address = link.own_address
         self.events.put((rank, message))
 
+    def _broken(self, err: Exception) -> None:
+        self.events.put((0, {"ended": 1, "cause": f"its connections with the other nodes have failed: {err!r}"}))
+
     def _lost(self, link: TcpLink) -> None:
         assert link.number is not None, "it has come with its number"
         with self._lock:
@@ -165,6 +170,9 @@ class Guest:
             "node 0",
             on_message=lambda link, message: self.events.put((0, message)),
             on_lost=lambda link: self.events.put((0, None)),
+            on_error=lambda err: self.events.put(
+                (0, {"problems": [f"this node's connection with node 0 has failed: {err!r}"]})
+            ),
         )
         self._links.join(self._link)
         self._links.start()

@@ -45,7 +45,7 @@ def _serve(listener: socket.socket, roster: Roster) -> None:
             connection, _ = listener.accept()
         except OSError:
             return  # It is closed.
-        with connection, contextlib.suppress(OSError, ValueError):
+        with connection, contextlib.suppress(OSError, ValueError, RecursionError):
             if local_socket.is_own(connection):
                 connection.settimeout(QUESTION_S)
                 with connection.makefile("rw") as lines:

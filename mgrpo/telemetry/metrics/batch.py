@@ -56,6 +56,7 @@ def batch_metrics(
         **_scores(kept, sampled),
         **_verified(kept, scale),
         **reward_metrics(kept, scale),
+        **scorer_metrics(sampled, scale),
         **error_rates(sampled, scale),
         **_lengths(kept, sampled),
         **_training(samples, batch_size),
@@ -111,11 +112,9 @@ def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> 
     names = sorted({name for part in parts for name in part})
     given = {name: [part[name] for part in parts if name in part] for name in names}
     metrics = {f"objective/{name}_reward": mean_score(given[name]) for name in names}
-    scorers = names if scale is None else _verifiers(groups)
-    metrics |= {f"rewards/{name}/std": _sample_std(given[name]) for name in scorers}
     if scale is None:
         return metrics
-    metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in scorers}
+    metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in _verifiers(groups)}
     verified = scale.verification_reward * _known(_verifier_sums(groups, scale.weights))
     if verified.size:
         metrics["objective/verifiable_reward"] = mean_score(verified)
@@ -123,6 +122,17 @@ def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> 
     if "format" in given:
         metrics["val/format_scores"] = scale.format_reward * mean_score(given["format"])
     return metrics
+
+
+def scorer_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> dict[str, float]:
+    """Mean and spread of the scores of each verifier, or of each of the user's functions."""
+    parts = [score.parts for group in groups for score in group.scores]
+    names = sorted({name for part in parts for name in part}) if scale is None else _verifiers(groups)
+    given = {name: [part[name] for part in parts if name in part] for name in names}
+    return {
+        **{f"rewards/{name}/mean": mean_score(scores) for name, scores in given.items()},
+        **{f"rewards/{name}/std": _sample_std(scores) for name, scores in given.items()},
+    }
 
 
 def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> dict[str, float]:

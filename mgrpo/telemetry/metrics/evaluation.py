@@ -18,6 +18,7 @@ from mgrpo.telemetry.metrics.batch import (
     mean_score,
     no_score_rate,
     reward_metrics,
+    scorer_metrics,
     stopped,
     tokens_per_second,
 )
@@ -47,7 +48,8 @@ def evaluation_metrics(
         generate_s: seconds that generation took; None leaves out its speed.
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
-    others = reward_metrics(groups, scale) | error_rates(groups, scale) | turn_metrics(groups)
+    scored = reward_metrics(groups, scale) | scorer_metrics(groups, scale)
+    others = scored | error_rates(groups, scale) | turn_metrics(groups)
     metrics = {
         "eval/scores": mean_score([reward for group in groups for reward in group.rewards]),
         "eval/no_score_rate": no_score_rate(groups),

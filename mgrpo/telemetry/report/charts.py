@@ -6,7 +6,7 @@ The columns of charts.csv:
     title     the column `chart` of metrics.csv names it for each metric that it draws, those of evaluations as dots
     unit      "%" for shares of 1 that are shown as percentages; otherwise empty
     options   words: "log" (the axis may be logarithmic), "zero" (it begins at 0), "stacked" (areas on top of each other),
-              "large", "unsmoothed" (no running mean)
+              "large" (others are as well, where that fills their row), "unsmoothed" (no running mean)
     compared  the metric that a comparison of runs draws; empty for the first metric of the chart
     note      a sentence that says how to read the chart
 """
@@ -85,9 +85,8 @@ def chart_groups(run: RecordedRun, sheet: Sheet) -> str:
             series = _series(course, {name: curve for name, (_, curve) in curves.items()}, dots)
             if series:
                 names = " ".join(metric for metric, curve in curves.values() if curve.range() is not None)
-                figures.append(_figure(sheet, chart, series, names or " ".join(m for _, m in _held_out(chart, run))))
-        if figures:
-            parts.append(f"<h3>{text(heading)}</h3><div class='charts'>{''.join(figures)}</div>")
+                figures.append((chart, series, names or " ".join(m for _, m in _held_out(chart, run))))
+        parts.append(_section(sheet, heading, figures))
     return "".join([*parts, _constants(constant), _others(course, sheet, used)])
 
 
@@ -122,9 +121,8 @@ def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: S
                         note=chart.note + (f" Dots: {dotted.line}." if dotted and wanted else ""),
                         options=chart.options.replace("stacked", "zero"),
                     )
-                    figures.append(_figure(sheet, shown_as, series, wanted or (dotted.name if dotted else "")))
-        if figures:
-            parts.append(f"<h3>{text(heading)}</h3><div class='charts'>{''.join(figures)}</div>")
+                    figures.append((shown_as, series, wanted or (dotted.name if dotted else "")))
+        parts.append(_section(sheet, heading, figures))
     return "".join(parts)
 
 
@@ -171,7 +169,22 @@ def _series(course: Course, curves: Mapping[str, Curve], dots: Mapping[str, Poin
     ]
 
 
-def _figure(sheet: Sheet, chart: Chart, series: Sequence[Series], names: str) -> str:
+def num_large(total: int, *, least: int) -> int:
+    """The number of charts, at the beginning, in rows of two, so that no row of two or three is left half empty."""
+    full = [large for large in range(least, total + 1) if large % 2 == 0 and (total - large) % 3 == 0]
+    return full[0] if full else total
+
+
+def _section(sheet: Sheet, heading: str, figures: Sequence[tuple[Chart, Sequence[Series], str]]) -> str:
+    """The charts under a heading."""
+    if not figures:
+        return ""
+    large = num_large(len(figures), least=sum("large" in chart.words for chart, _, _ in figures))
+    drawn = [_figure(sheet, *found, is_large=number < large) for number, found in enumerate(figures)]
+    return f"<h3>{text(heading)}</h3><div class='charts'>{''.join(drawn)}</div>"
+
+
+def _figure(sheet: Sheet, chart: Chart, series: Sequence[Series], names: str, *, is_large: bool) -> str:
     return sheet.figure(
         chart.title,
         series,
@@ -181,7 +194,7 @@ def _figure(sheet: Sheet, chart: Chart, series: Sequence[Series], names: str) ->
         may_be_log="log" in chart.words,
         from_zero="zero" in chart.words,
         is_stacked="stacked" in chart.words,
-        **({"size": LARGE} if "large" in chart.words else {}),
+        **({"size": LARGE} if is_large else {}),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.telemetry.progress import clock_text
+from mgrpo.telemetry.records import Record
 from mgrpo.telemetry.report import overview
 from mgrpo.telemetry.report.charts import compared_charts
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Sheet
@@ -15,7 +16,7 @@ from mgrpo.telemetry.report.page import CHART_TOOLS, Follow, whole, with_tools
 from mgrpo.telemetry.report.run import RecordedRun
 from mgrpo.telemetry.report.sample_pages import Gallery, by_prompt, choose_prompts, mean_rewards
 from mgrpo.telemetry.report.text import percent, shown, table, text
-from mgrpo.telemetry.samples import Record, tables
+from mgrpo.telemetry.samples import tables
 
 OWN = {"output_dir", "exp_name", "run_name", "rollouts_save_path"}
 """Settings that identify a run and do not change what it computes."""
@@ -56,7 +57,11 @@ def comparison(folders: Sequence[Path], *, follow: Follow | None = None) -> str:
         "samples": ("Samples", with_tools(_samples(runs, labels, gallery), has_tokens=bool(gallery.tokens))),
     }
     title = f"Comparison of {len(runs)} runs"
-    header = f"<header><div class='title'><h1>{text(title)}</h1></div><p class='note'>{text(' · '.join(labels))}</p></header>"
+    found = sum((run.unread for run in runs), gallery.unread)
+    header = (
+        f"<header><div class='title'><h1>{text(title)}</h1></div><p class='note'>{text(' · '.join(labels))}</p>"
+        f"{overview.unread(found)}</header>"
+    )
     return whole(title, header, sections, sheet=sheet, gallery=gallery, follow=follow)
 
 
@@ -126,7 +131,7 @@ def _samples(runs: Sequence[RecordedRun], labels: Sequence[str], gallery: Galler
         evaluations = tables(run.folder / "rollouts")
         if evaluations:
             step, paths = list(evaluations.items())[-1]
-            records = by_prompt(paths).values()
+            records = by_prompt(paths, gallery.unread).values()
             # Other data may have other prompts under the same number.
             columns[f"{label}, step {step}"] = {answers[0].get("prompt"): answers for answers in records}
     if len(columns) < 2:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from mgrpo.telemetry.records import Record
 from mgrpo.telemetry.report.course import Course, Curve, Points, Values, evaluation_points, metric_points, window_of
 from mgrpo.telemetry.report.frame import HEIGHT, UNDER_TITLE, WIDTH, Frame
 from mgrpo.telemetry.report.text import text, visible
-from mgrpo.telemetry.samples import Record
 
 NUM_COLOURS = 8
 PICTURE = (760, 260)

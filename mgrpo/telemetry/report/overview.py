@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 
 from mgrpo.telemetry.alerts import help_page, replay
 from mgrpo.telemetry.progress import clock_text
+from mgrpo.telemetry.records import Record, Unread
 from mgrpo.telemetry.report.run import STATES, RecordedRun
 from mgrpo.telemetry.report.text import percent, shown, table, text
-from mgrpo.telemetry.samples import Record
 
 MAX_WARNINGS = 20
 SETTINGS = (
@@ -61,7 +61,7 @@ def header(run: RecordedRun) -> str:
     about = [str(value) for value in (model, data[0] if isinstance(data, list) and data else None) if value]
     return (
         f"<header><div class='title'><h1>{text(run.title)}</h1>{pill(run)}</div>"
-        f"<p class='note'>{text(' on '.join(about))}</p>{_progress(run)}{_cause(run)}{_tiles(run)}"
+        f"<p class='note'>{text(' on '.join(about))}</p>{_progress(run)}{_cause(run)}{unread(run.unread)}{_tiles(run)}"
         f"<p class='note'>{text('; '.join(_facts(run)))}</p></header>"
     )
 
@@ -90,6 +90,12 @@ def _progress(run: RecordedRun) -> str:
 
 def _cause(run: RecordedRun) -> str:
     return f"<p class='warning'>{text(STATES[run.state])}: {text(run.cause)}</p>" if run.cause else ""
+
+
+def unread(found: Unread) -> str:
+    """A sentence about the lines that could not be read."""
+    files = [f"{number} {'line' if number == 1 else 'lines'} of {name}" for name, number in found.items() if number]
+    return f"<p class='warning'>Damaged, and left out here: {text(', '.join(files))}.</p>" if files else ""
 
 
 def _tiles(run: RecordedRun) -> str:

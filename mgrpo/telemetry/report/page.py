@@ -49,7 +49,7 @@ def page(folder: Path, *, follow: Follow | None = None) -> str:
     if follow is None:
         follow = "" if run.is_over else "reload"
     steps = [line["step"] for line in (*run.steps, *run.evaluations) if isinstance(line.get("step"), int)]
-    sheet, gallery = Sheet(min(steps, default=0), max(steps, default=1)), Gallery()
+    sheet, gallery = Sheet(min(steps, default=0), max(steps, default=1)), Gallery(unread=run.unread)
     rollouts = folder / "rollouts"
     charts = chart_groups(run, sheet)
     kept = Path(str(run.settings.get("rollouts_save_path") or rollouts))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgrpo.telemetry.records import Record, Unread, is_engine_states, is_metrics, read_records
 from mgrpo.telemetry.report.course import metric_points
-from mgrpo.telemetry.samples import Record, read_records
 from mgrpo.telemetry.state import ENGINES, STATUS, read_status
 
 LOCK = "run.lock"
 """A file that is in the folder from the start of a run to its end, and is touched every 15 seconds."""
 LOST_S = 60.0
 """A run whose lock has not been touched for this many seconds has ended without recording it."""
+LATEST = 1e11
+"""Seconds since 1970 before which a line may have been written, some 3000 years from then."""
 FOLLOWED = ("config.yaml", "metrics.jsonl", STATUS, ENGINES, "rollouts")
 """The files that a page is made from."""
 STATES = {
@@ -47,6 +49,8 @@ class RecordedRun:
     """A key of `STATES`."""
     cause: str
     """The reason for its end, where that is known."""
+    unread: Unread = field(default_factory=Unread)
+    """What could not be read of its files, which whoever reads more of them adds to."""
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
@@ -58,20 +62,23 @@ class RecordedRun:
         metrics = folder / "metrics.jsonl"
         if not metrics.is_file():
             raise ValueError(f"{folder} holds no metrics.jsonl; give the output_dir of a run")
-        lines = [line for line in read_records([metrics]) if isinstance(line, dict)]
+        unread = Unread()
+        lines = list(read_records([metrics], is_metrics, unread))
         config_path, engines_path = folder / "config.yaml", folder / ENGINES
         config = config_path.read_text(encoding="utf-8", errors="replace") if config_path.is_file() else ""
         state, cause = state_of(folder)
+        unread[STATUS] += (folder / STATUS).is_file() and read_status(folder) is None
         evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
         return cls(
             folder=folder,
             config=config,
-            settings=_settings(config),
+            settings=_settings(config, unread),
             steps=[line for line in lines if not any(name.startswith("eval/") for name in line)],
             evaluations=evaluations,
-            engines=list(read_records([engines_path])) if engines_path.is_file() else [],
+            engines=list(read_records([engines_path], is_engine_states, unread)) if engines_path.is_file() else [],
             state=state,
             cause=cause,
+            unread=unread,
         )
 
     @property
@@ -110,7 +117,8 @@ class RecordedRun:
 
     def times(self) -> list[float]:
         """The times of the first and the last line, in seconds since 1970; empty without lines."""
-        times = [t for line in (*self.steps, *self.evaluations) if isinstance(t := line.get("time/unix"), (int, float))]
+        lines = (*self.steps, *self.evaluations)
+        times = [t for line in lines if isinstance(t := line.get("time/unix"), (int, float)) and 0 <= t < LATEST]
         return [min(times), max(times)] if times else []
 
     def remaining_s(self) -> float | None:
@@ -143,11 +151,14 @@ def state_of(folder: Path) -> tuple[str, str]:
     return "running", ""
 
 
-def _settings(config: str) -> Mapping[str, Any]:
+def _settings(config: str, unread: Unread) -> Mapping[str, Any]:
     import yaml
 
     try:
         settings = yaml.safe_load(config)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        settings = ""
+    if not isinstance(settings, dict):
+        unread["config.yaml"] += bool(config)
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return {str(name): value for name, value in settings.items()}

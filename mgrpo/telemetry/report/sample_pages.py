@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.telemetry.completions import NOT_PARTS
+from mgrpo.telemetry.records import Record, Unread, is_sample, read_records, record_of
 from mgrpo.telemetry.report.text import shown, text, visible
-from mgrpo.telemetry.samples import TRAIN_SAMPLES, Record, read_records, tables
+from mgrpo.telemetry.samples import TRAIN_SAMPLES, tables
+from mgrpo.telemetry.untrusted import plain
 
 MAX_COLUMNS = 4
 """The largest number of evaluations side by side."""
@@ -53,6 +55,8 @@ class Gallery:
     tokens: dict[str, list[Any]] = field(default_factory=dict)
     """The pieces of text of a sample, and the log-probability of each, by the sample's id."""
     room: int = MAX_TOKENS
+    unread: Unread = field(default_factory=Unread)
+    """What could not be read of the files of samples."""
     _numbers: Iterator[int] = field(default_factory=count)
 
     def sample(self, record: Record) -> str:
@@ -131,7 +135,7 @@ def held_out_samples(folder: Path, gallery: Gallery) -> str:
     if not evaluations:
         return ""
     steps = spread(list(evaluations), MAX_COLUMNS)
-    columns = {_after(step): by_prompt(evaluations[step]) for step in steps}
+    columns = {_after(step): by_prompt(evaluations[step], gallery.unread) for step in steps}
     first, last = next(iter(columns.values())), list(columns.values())[-1]
     shown_in = f" after steps {', '.join(map(str, steps))}" if len(steps) > 1 else ""
     return (
@@ -145,14 +149,12 @@ def _after(step: int) -> str:
     return f"after step {step}" if step else "before training"
 
 
-def by_prompt(paths: Iterable[Path]) -> dict[Any, list[Record]]:
+def by_prompt(paths: Iterable[Path], unread: Unread) -> dict[Any, list[Record]]:
     """The records of an evaluation by prompt; only the first `MAX_READ_BYTES` or so of a large one."""
     found: dict[Any, list[Record]] = {}
     left = MAX_READ_BYTES
     for path in paths:
-        for record in read_records([path]):
-            if not isinstance(record, dict):
-                continue
+        for record in read_records([path], is_sample, unread):
             found.setdefault(record.get("prompt_idx"), []).append(record)
             left -= len(str(record.get("completion"))) + len(str(record.get("prompt"))) + 400
             if left < 0:
@@ -194,7 +196,7 @@ def choose_prompts(first: Mapping[Any, float], last: Mapping[Any, float]) -> dic
 
 def train_samples(path: Path, gallery: Gallery) -> str:
     """Completions of one prompt for each of some steps, the newest step first."""
-    records = [r for r in read_records([path]) if isinstance(r, dict)] if path.is_file() else []
+    records = list(read_records([path], is_sample, gallery.unread)) if path.is_file() else []
     note = f"Of one prompt a step. rollouts/{TRAIN_SAMPLES} has these completions."
     return _by_step("training", "Training samples", note, records[-MAX_TRAIN_RECORDS:], gallery)
 
@@ -202,14 +204,14 @@ def train_samples(path: Path, gallery: Gallery) -> str:
 def traces(folder: Path, gallery: Gallery) -> str:
     """Some of the completions that `save_traces` has kept, spread over the whole run."""
     shards = sorted(folder.glob("*_rollouts_[0-9]*.jsonl")) if folder.is_dir() else []
-    readable = [r for r in _spread_records(shards) if isinstance(r, dict) and ("tokens" in r or "completion" in r)]
+    readable = [r for r in _spread_records(shards, gallery.unread) if "tokens" in r or "completion" in r]
     note = (
         f"From {NUM_PLACES} places of the completions that save_traces keeps; {folder.name}/*_rollouts_*.jsonl has all."
     )
     return _by_step("traces", "Traces", note, readable, gallery)
 
 
-def _spread_records(shards: Sequence[Path]) -> Iterator[Any]:
+def _spread_records(shards: Sequence[Path], unread: Unread) -> Iterator[Record]:
     """The records of a few lines from evenly spread places in large files."""
     sizes = [path.stat().st_size for path in shards]
     for place in range(NUM_PLACES):
@@ -221,10 +223,11 @@ def _spread_records(shards: Sequence[Path]) -> Iterator[Any]:
                         file.seek(position - 1)
                         file.readline(MAX_LINE_BYTES)
                     for _ in range(LINES_AT_PLACE):
+                        line = file.readline(MAX_LINE_BYTES)
                         try:
-                            yield json.loads(file.readline(MAX_LINE_BYTES))
+                            yield record_of(line, is_sample)
                         except ValueError:
-                            continue
+                            unread[path.name] += line.endswith(b"\n")
                 break
             position -= size
 
@@ -305,4 +308,4 @@ def _turns(record: Record) -> list[str]:
 def _json(value: object) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         return value[0]
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(plain(value), ensure_ascii=False)

@@ -27,7 +27,8 @@ def visible(value: str, *, limit: int | None = SHOWN_CHARACTERS) -> str:
 
 
 def _visible(char: str) -> str:
-    return char if char in "\n\t\u200d" or unicodedata.category(char)[0] != "C" else f"\\u{ord(char):04x}"
+    is_hidden = unicodedata.category(char)[0] == "C" or char in "\u2028\u2029"
+    return f"\\u{ord(char):04x}" if is_hidden and char not in "\n\t\u200d" else char
 
 
 def script_json(value: object) -> str:

@@ -177,6 +177,18 @@ def test_a_crowd_of_strangers_keeps_nobody_out(door) -> None:
     guest.links.close()
 
 
+@pytest.mark.parametrize("words", [b"[" * 200_000 + b"\n", b"x" * (MAX_LINE_BYTES + 1), b"[1]\n", b"\xff\n"])
+def test_a_right_proof_with_garbage_behind_it_is_a_stranger_still(door, words) -> None:
+    """It has said nothing, so there is nobody whose end could be told."""
+    link, nonce, _ = reach(door.address, timeout_s=20)
+    link.prove(SECRET, nonce, 1)
+    with contextlib.suppress(ConnectionError):
+        link.connection.sendall(words)
+    assert is_closed(link.connection)
+    door.comes(2)
+    assert door.next() == (2, {"word": 2})
+
+
 @pytest.mark.parametrize(
     "line", [b"[" * 200_000, b"{" + b"x" * MAX_LINE_BYTES, b"[1]", b"no JSON"], ids=lambda x: repr(x[:8])
 )

@@ -234,6 +234,7 @@ DECISIONS = [
     ("My decision is no. He writes:\nFinal Decision: Yes", None),
     ("Final Decision: Yes. To repeat: Final Decision: Yes", None),
     ("Final Decision: Yes or No", None),
+    ("Final Decision: No doubt about it: Yes", None),
     ("Final Answer: Yes", None),
     ("Final Decision: Yesterday", None),
     ("Final Decision: maybe", None),

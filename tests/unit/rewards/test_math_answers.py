@@ -170,6 +170,40 @@ RIGHT = [
     (r"6\text{ ways}", "6"),
     (r"5\text{ ft }3\text{ in}", r"5 \text{ ft } 3 \text{ in}"),
     ("x=3;y=4", "x=3,y=4"),
+    ("5 wrong answers", "5"),
+    ("5 million", "5000000"),
+    (r"5\text{ million}", "5,000,000"),
+    ("1.5 million", "1500000"),
+    ("5 million", "5 million"),
+    (r"\$5\text{ million}", "5000000"),
+    (r"5\text{ million dollars}", "5000000"),
+    ("3 dozen", "36"),
+    (r"3\text{ dozen}", "36"),
+    ("5 thousand", "5000"),
+    ("2 hundred thousand", "200000"),
+    ("50 percent", "0.5"),
+    ("50 percent", "50"),
+    (r"50\text{ percent}", r"50\%"),
+    ("5 hours", "5 hours"),
+    ("5 hours", "5"),
+    ("5", r"5\text{ hours}"),
+    (r"5\text{ hrs}", r"5\text{ hours}"),
+    (r"5\text{ cm}", r"5\text{ centimeters}"),
+    (r"5\text{ apples}", r"5\text{ pears}"),
+    (r"5\text{ square meters}", r"5\text{ m}^2"),
+    (r"5\text{ m}^2", r"5\text{ m}^{2}"),
+    (r"90^\circ", r"90\text{ degrees}"),
+    (r"\$5", "5 dollars"),
+    (r"60\text{ km/h}", r"60\text{ km/h}"),
+    ("5000000", "5 million"),
+    ("1 million", "10^6"),
+    ("5 thousands", "5000"),
+    (r"5\%", "5 percent"),
+    ("12 hundredths", "12 hundredths"),
+    ("100 students", "100"),
+    (r"0.25\text{ million}", "250000"),
+    ("1,200 thousand", "1200000"),
+    (r"\frac{1}{2}\text{ million}", r"\frac{1}{2}\text{ million}"),
 ]
 
 # An answer and a label that it is not.
@@ -283,7 +317,202 @@ WRONG = [
     (r"x = 3 \quad y = 4", "3"),
     (r"5\quad 6", "5"),
     (r"5\quad 6", "6"),
+    ("5 million", "5"),
+    (r"5\text{ million}", "5"),
+    (r"5\text{ thousand}", "5000000"),
+    (r"3\text{ dozen}", "3"),
+    ("5", "5 million"),
+    (r"\frac{1}{2}\text{ million}", "0.5"),
+    (r"5\text{ cm}", r"5\text{ m}"),
+    (r"5\text{ cm}", r"5\text{ cm}^2"),
+    (r"5\text{ hours}", r"5\text{ minutes}"),
+    (r"\$5", r"5\text{ cents}"),
+    ("5 hours", "5 days"),
+    (r"5\text{ square meters}", r"5\text{ meters}"),
+    (r"90^\circ", r"90\text{ radians}"),
+    (r"60\text{ km/h}", r"60\text{ km}"),
+    ("6 feet", "6 inches"),
+    (r"5\text{ kg}", r"5\text{ g}"),
+    ("5 hundred", "5"),
+    (r"5\text{ km}", r"5\text{ miles}"),
 ]
+
+# Sentences that state 42 beside words of denial, and sentences that deny or question it.
+AFFIRMED = r"""
+It is not 41 but \boxed{42}.
+What is wrong with this? Nothing. \boxed{42}
+Not only is it even, it is \boxed{42}.
+It is not hard to see that the answer is \boxed{42}.
+It is not hard to see that the answer is 42.
+The answer is not obvious, but it is \boxed{42}.
+The answer is not 41; it is 42.
+I was wrong before: the answer is $42$.
+I was wrong before; the answer is \boxed{42}.
+I do not think we need more. The answer is 42.
+No doubt the answer is 42.
+I do not doubt that the answer is \boxed{42}.
+There is no doubt: \boxed{42}
+Without loss of generality the answer is \boxed{42}.
+There are no other solutions, so the answer is $42$.
+The answer is nothing but $42$.
+The answer is none other than \boxed{42}.
+\boxed{42} is not wrong.
+\boxed{42}, not 41.
+\boxed{42}. The value 41 is wrong.
+\boxed{42} (and not 41)
+The answer is 42, not 41.
+The answer is 42 and nothing else.
+so the least value is $42$
+so the least value is \boxed{42}
+The smallest number greater than 41 is $42$.
+so the smallest number greater than 41 is 42
+The number of wrong answers is \boxed{42}.
+The number of wrong answers is 42.
+The penalty for a wrong answer is \boxed{42}.
+The number that is not in the list is \boxed{42}.
+The number that is not in the list is $42$.
+The total number of students who do not play is $42$.
+The only number which does not divide it is 42.
+If x is not 0, then \boxed{42}.
+Do not forget the sign: \boxed{42}
+We get \boxed{42}, which is not divisible by 4.
+We get \boxed{42} which is not divisible by 4.
+It cannot be 41, so it must be \boxed{42}.
+It cannot be 41. The answer must be 42.
+The answer is 42 but it was not easy.
+The answer is $42$ but not $41$.
+The maximum is no more and no less than it should be: \boxed{42}
+Why not? \boxed{42}
+Nothing is wrong here and \boxed{42} is right.
+I am not sure why, but \boxed{42} is right.
+It isn't 41, it's \boxed{42}.
+The answer isn't 41. It's $42$.
+At least one of them is needed, so we have \boxed{42}.
+The more the better: \boxed{42}
+More than half of them pass, so $42$.
+The values that x cannot equal are \boxed{42}.
+The value that x cannot be is \boxed{42}.
+The outcomes that are not possible are \boxed{42}.
+The largest amount that you cannot make is \boxed{42}.
+The largest amount that cannot be made is $42$.
+The number of integers that are not multiples of 3 is \boxed{42}.
+The probability that it does not rain is \boxed{42}.
+So the number of false statements is \boxed{42}.
+There are \boxed{42} wrong answers.
+He gave 42 wrong answers.
+The chance of an incorrect answer is 42.
+The number of questions he got wrong is \boxed{42}.
+The number of students who didn't pass is 42.
+A simple check shows that 41 is not right and that \boxed{42} is.
+\boxed{42} is not a multiple of 4.
+\boxed{42} is impossible to improve on.
+\boxed{42} (not 41)
+Nothing else than \boxed{42} works.
+No number other than \boxed{42} works.
+We don't have 41, we have \boxed{42}.
+My first answer was wrong. The answer is \boxed{42}.
+Wait, that is wrong. It is \boxed{42}.
+Not bad: \boxed{42}
+41 is wrong, 42 is right. The answer is \boxed{42}.
+The answer is therefore not a fraction but $42$.
+It is \boxed{42}. That is not obvious.
+It is \boxed{42}; is that not nice?
+Is the answer 41? No: it is 42.
+The answer is 42, which is not prime.
+The answer is $42$, which is not prime.
+The answer is $42$ which is not prime.
+**The answer is 42.** I hope this is not wrong!
+The sum cannot exceed 43 and the answer is 42.
+It does not matter which; the answer is 42.
+The number not in the list is 42.
+I can't see any other way. The answer is 42.
+The remaining ones don't matter, so the total is $42$.
+\boxed{42} is the answer; anything else is wrong.
+Not counting the zero, there are \boxed{42} of them.
+without the zero there are \boxed{42}
+Except for one, all are odd, so \boxed{42}.
+That was not hard! \boxed{42}
+There is nothing wrong with \boxed{42}.
+Neither 40 nor 41 but \boxed{42}
+This is not only nice but also right: \boxed{42}
+Since it is never odd, the answer is $42$.
+the minimum is not less than 42 and thus it is \boxed{42}
+""".strip().split("\n")
+DENIED = r"""
+It is not \boxed{42}.
+\boxed{42} is wrong
+\boxed{42} is wrong.
+The answer is anything but $42$.
+The answer is anything but 42.
+The answer is anything but \boxed{42}.
+I do not think the answer is 42
+I do not think the answer is \boxed{42}
+I don't believe that the answer is $42$.
+The wrong answer is 42
+The wrong answer is \boxed{42}
+The incorrect answer would be 42.
+It isn't \boxed{42}.
+It is not equal to \boxed{42}.
+The answer cannot be \boxed{42}.
+The answer can't be 42.
+The answer is definitely not $\boxed{42}$.
+It is not true that the answer is \boxed{42}.
+It is false that the answer is 42.
+It would be wrong to say that it is \boxed{42}.
+\boxed{42} is not the answer.
+\boxed{42} is not correct.
+\boxed{42} is incorrect.
+$\boxed{42}$ would be wrong.
+\boxed{42} can't be right.
+\boxed{42} isn't right.
+\boxed{42} cannot be the answer.
+I doubt that the answer is 42.
+I am not sure that the answer is 42.
+It is never \boxed{42}.
+The answer is something other than \boxed{42}.
+The answer is 41 rather than \boxed{42}.
+Is it \boxed{42}?
+\boxed{42} is a wrong answer.
+The answer isn't $42$.
+It is not $42$.
+$42$ is wrong.
+42 is wrong
+42 is not the answer.
+The answer is: not 42.
+Not 42.
+**Not** \boxed{42}
+It is not: \boxed{42}
+I would not say \boxed{42}.
+We never get \boxed{42} hmm
+\boxed{42}. No.
+\boxed{42}! Wrong!
+\boxed{42} (wrong)
+\boxed{42} (that is wrong)
+\boxed{42} is obviously wrong.
+\boxed{42} is clearly not the right answer.
+\boxed{42} must be wrong.
+\boxed{42} cannot be right.
+\boxed{42} is not possible.
+\boxed{42} which is wrong.
+\boxed{42}, which is wrong.
+\boxed{42} is false.
+\boxed{42} isn't it.
+It's not \boxed{42}.
+That's not $\boxed{42}$.
+The answer isn’t \boxed{42}.
+I don’t think it is \boxed{42}.
+x \neq \boxed{42}
+The answer is by no means \boxed{42}.
+The answer is not $\boxed{42}$
+\[ \text{not } \boxed{42} \]
+It is incorrect that it equals \boxed{42}.
+I can't believe the answer is \boxed{42}.
+A common wrong answer is \boxed{42}.
+$42$ is not the answer
+it is not 42
+the result is $42$, but that is wrong
+everything but \boxed{42}
+""".strip().split("\n")
 
 # A completion, a label that it states, and labels that it only mentions.
 STATED: list[tuple[str, list[str], list[str]]] = [
@@ -373,6 +602,29 @@ def test_the_answer_is_in_one_place() -> None:
     """A completion that is right for every number it mentions needs no reasoning."""
     for completion, stated, mentioned in STATED:
         assert [label for label in [*stated, *mentioned] if is_right(Math, completion, label)] == stated, completion
+
+
+def test_a_denied_answer_is_not_paid_and_one_beside_words_of_denial_is() -> None:
+    """A policy that is paid for denials learns to deny; one that is not paid for "it is not 41 but 42" learns not to explain."""
+    assert len(AFFIRMED) >= len(DENIED) > 60
+    assert not [text for text in AFFIRMED if not is_right(Math, text, "42")]
+    assert not [text for text in DENIED if is_right(Math, text, "42")]
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "expected"),
+    [
+        ("The town has 5 million people.", "5000000", True),
+        ("The town has 5 million people.", "5", False),
+        ("The answer is $5$ thousand", "5000", True),
+        ("It takes $5$ hours", r"5\text{ hours}", True),
+        ("It takes 5 hours", r"5\text{ minutes}", False),
+        ("The second one takes 5 minutes", r"5\text{ minutes}", True),
+    ],
+)
+def test_words_after_a_number_multiply_it_or_are_its_unit(completion: str, label: str, expected: bool) -> None:
+    """The words around a value are looked at in every place where it can stand."""
+    assert is_right(Math, completion, label) == expected
 
 
 # Ways to place bets on two numbers at once, within one answer, and doors through which an answer might be seen.

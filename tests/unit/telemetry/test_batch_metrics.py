@@ -197,13 +197,14 @@ def test_rewards_of_each_verifier():
             verifiers=("length", "Math"),
         ),
     ]
-    dropped = [group([NAN], parts=[{"math": NAN, "correct": NAN, "format": 0.0}], verifiers=("Math",))]
+    left_out = [{"math": NAN, "correct": NAN, "format": 0.0}, {"math": 1.0, "correct": 1.0, "format": 1.0}]
+    dropped = [group([NAN, 10.0], parts=left_out, verifiers=("Math",))]
     metrics = measure(kept, dropped)
     assert {name: value for name, value in metrics.items() if name.startswith("objective/")} == pytest.approx(
         {
             "objective/math_reward": 0.5,
             "objective/math_correct_rate": 0.5,
-            "objective/math_error_rate": 2 / 6,
+            "objective/math_error_rate": 2 / 7,
             "objective/length_reward": 0.75,
             "objective/length_correct_rate": 1.0,
             "objective/length_error_rate": 0.0,
@@ -215,14 +216,16 @@ def test_rewards_of_each_verifier():
     )
     assert metrics["val/format_scores"] == pytest.approx(0.5 * 0.6)
     assert metrics["rewards/length/std"] == pytest.approx(math.sqrt(2 * 0.25**2))
-    assert metrics["rewards/math/std"] == pytest.approx(math.sqrt(4 * 0.25 / 3))
+    # Of all that was sampled: 1, 0, 0, 1, and the 1 of the group that a filter left out.
+    assert metrics["rewards/math/mean"] == pytest.approx(0.6) and metrics["rewards/length/mean"] == 0.75
+    assert metrics["rewards/math/std"] == pytest.approx(math.sqrt((3 * 0.16 + 2 * 0.36) / 4))
 
 
 def test_a_users_own_functions_have_no_highest_reward():
     """Rewards of -40 to 0 would all be unsolved, and a function that does not apply is not an error."""
     parts = [{"brevity": 0.5, "tone": NAN}, {"brevity": -40.0, "tone": NAN}]
     metrics = measure([group([0.5, -40.0], parts=parts)], [group([3.0, 3.0], parts=parts)], scale=None)
-    assert metrics["objective/brevity_reward"] == pytest.approx(-19.75)
+    assert metrics["objective/brevity_reward"] == metrics["rewards/brevity/mean"] == pytest.approx(-19.75)
     assert math.isnan(metrics["objective/tone_reward"])
     left_out = ("verifiable", "correct_rate", "error_rate", "solved_", "unsolved", "percent_solved", "format")
     assert not [name for name in metrics if any(word in name for word in left_out)]

@@ -123,6 +123,7 @@ def test_each_verifier_is_evaluated():
             "eval/objective/format_reward": 2 / 3,
             "eval/objective/verifiable_reward": 5.0,
             "eval/objective/verifiable_correct_rate": 0.5,
+            "eval/rewards/integer/mean": 0.5,
             "eval/rewards/integer/std": math.sqrt(0.5),
             "eval/val/format_scores": 2 / 3,
         }

@@ -150,6 +150,22 @@ def test_the_summary_adds_up():
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "row"),
+    [
+        ({"eval/scores": 0.056}, {"eval/scores": 0.896}, "held-out reward          0.056     0.896"),
+        (None, {"eval/scores": 0.896}, "held-out reward              -     0.896"),
+        ({"eval/pass_at_1": 0.0, "eval/scores": 0.0}, None, "held-out accuracy        0.0 %         -"),
+    ],
+)
+def test_the_summary_has_held_out_rewards_where_nothing_is_right_or_wrong(before, after, row):
+    """With a reward function of the user's own the last table would have the training's rewards alone."""
+    history = History(1, Clock())
+    history.add(1, {"reward": 0.5})
+    lines = summary_lines(history, before=before, after=after)
+    assert lines[1] == row and lines[2].startswith("training reward") and lines[3] == ""
+
+
 def test_draining_the_engines_has_a_name():
     """In an asynchronous run it may be most of a step, and would look like time lost between the phases."""
     clock = Clock()

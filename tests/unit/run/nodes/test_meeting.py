@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -117,11 +118,27 @@ def test_with_a_token_only_those_who_know_it_take_part(port):
     door.close()
 
 
+def test_a_thread_that_fails_is_told_by_its_own_node(door, port):
+    """Else the others would be named, as nodes that have gone or not come."""
+    guest = come(1, port)
+    assert door.events.get(timeout=20)[0] == 1
+    guest._links.on_round = lambda: 1 / 0
+    assert (
+        "this node's connection with node 0 has failed: ZeroDivision" in guest.events.get(timeout=20)[1]["problems"][0]
+    )
+    door._links.on_round = lambda: 1 / 0
+    with pytest.raises(
+        MeetingError, match=r"node 0 .*: its connections with the other nodes have failed: ZeroDivision"
+    ):
+        door.wait(20)
+    guest.close()
+
+
 def test_something_else_that_knocks_disturbs_nobody(door, port):
     """Scanners do, and web browsers."""
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"rank": 1}\n', b"\xff\n"):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(words)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"rank": 1}\n', b"\xff\n", b"[" * 200_000):
+        with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(words)  # what is too long ends the connection before all of it is sent
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(1 << 16):
                 pass

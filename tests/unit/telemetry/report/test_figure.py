@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mgrpo.telemetry.records import read_records
+from mgrpo.telemetry.report.charts import num_large
 from mgrpo.telemetry.report.course import MAX_PLACES, Course, metric_points, running_mean
 from mgrpo.telemetry.report.figure import PICTURE, Series, Sheet, reward_svg
 from mgrpo.telemetry.report.frame import UNDER_TITLE, Frame, log_ticks, number, ticks
-from mgrpo.telemetry.samples import read_records
 from tests.unit.telemetry.report.runs import step_line
 
 
@@ -129,6 +130,12 @@ def test_points_skip_null_and_a_torn_last_line(tmp_path):
     lines = list(read_records([path]))
     assert len(metric_points(lines, "reward")) == 59
     assert metric_points(lines, "eval/scores") == [(0, 0.5), (20, 2.0), (40, 4.0), (60, 6.0)]
+
+
+def test_no_row_of_charts_has_an_empty_place():
+    """Two and three charts fill a row; a page with holes in it looks as if charts were missing."""
+    assert [num_large(total, least=2) for total in range(2, 10)] == [2, 3, 4, 2, 6, 4, 2, 6]
+    assert [num_large(total, least=0) for total in range(1, 10)] == [1, 2, 0, 4, 2, 0, 4, 2, 0]
 
 
 def test_the_running_mean_looks_back_only():

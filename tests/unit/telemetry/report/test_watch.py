@@ -123,15 +123,24 @@ def test_the_page_may_not_be_framed_or_kept(tmp_path):
     assert headers["X-Content-Type-Options"] == "nosniff" and "Python" not in headers["Server"]
 
 
-def test_files_in_the_middle_of_a_change_are_asked_for_again(tmp_path):
-    """One damaged line must not end the page for the rest of the run."""
+def test_a_page_that_cannot_be_made_is_asked_for_again(tmp_path, monkeypatch):
+    """A file that vanishes while it is read must not end the page for the rest of the run."""
     write_run(tmp_path, [step_line(1)])
-    (tmp_path / "engines.jsonl").write_text('{"engines": [1]}\n')
     with served(tmp_path) as server:
-        assert ask(server)[0] == 503
-        (tmp_path / "engines.jsonl").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "page", lambda *args, **kwargs: (tmp_path / "none").read_text())
+            assert ask(server)[0] == 503
         server.pages._due = 0.0
         assert ask(server)[0] == 200
+
+
+def test_damaged_files_are_served_with_a_sentence_about_them(tmp_path):
+    """One bad line must not end the page for the rest of the run."""
+    write_run(tmp_path, [step_line(1)])
+    (tmp_path / "engines.jsonl").write_text("[" * 100_000 + '\n{"engines": [1]}\n')
+    with served(tmp_path) as server:
+        status, page, _ = ask(server)
+        assert status == 200 and "Damaged, and left out here: 2 lines of engines.jsonl." in page
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path):

@@ -1,0 +1,100 @@
+"""Whether the sentence around a value takes it back: "it is not 42", "42 is wrong", "I do not think the answer is 42".
+
+Only words that are tied to the value count: "it is not 41 but 42" and "the values that x cannot take are 1 and 2" state theirs.
+A few words on either side are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LONGEST_WINDOW = 160
+_REMARK = re.compile(r"\A[\s$*_)\]}\\]*,(?= (?:which|but) )")
+_BREAK = re.compile(r"[.!?](?=\s|$)|[;,\n]|(?<!\bis)(?<!\bare)(?<!\bnot):")
+_UNEQUAL = re.compile(r"\\ne(?:q|g)?(?![a-z])|\\not\s*=|≠|!=")
+_NO_WORD = re.compile(r"\\[a-z]+|[^a-z0-9'.]+")
+_QUESTION = re.compile(r"[\s$*_)\]}\\]*\?")
+_RETRACTION = re.compile(r"[\s$*_)\]}\\.,;!(-]*\b(?:no|nope|wrong|incorrect|false)\b\s*(?:[.,;!)]|$)")
+
+_COPULAS = _words("is are was were equals")
+_SUBJECTS = _words("it this that answer value result solution number total sum")
+# Words between a denial and the value that it denies.
+_BETWEEN = _words(
+    "be been equal to the a an our my its true correct right case so certain sure possible think thinking believe say claim "
+    "suppose expect get accept agree really actually simply exactly just even necessarily final"
+)
+_WRONG = _words("wrong incorrect false mistaken invalid")
+# Words before "the wrong answer" that leave the value its subject; others may speak of the answers that were counted.
+_OPENING = _words(
+    "so thus hence then the a an my your one this that it is was would be common obvious quite simply clearly"
+)
+_POSITIVE = _words("right correct true valid possible acceptable it")
+_ARTICLES = _words("the a an my our your")
+_ADVERBS = _words(
+    "clearly simply obviously certainly definitely actually really also quite just plainly of course therefore"
+)
+_NONE = _words("no none nothing not")
+_NOT_DENYING_BEFORE_NOT = _words("if why or whether")
+
+
+def is_denied(text: str, start: int, end: int) -> bool:
+    """Whether the words around `text[start:end]` deny it, or ask whether it is right."""
+    after = text[end : end + _LONGEST_WINDOW].lower().replace("’", "'")
+    if _QUESTION.match(after) or _RETRACTION.match(after):
+        return True
+    before = text[max(0, start - _LONGEST_WINDOW) : start].lower().replace("’", "'")
+    return _is_denied_before(_clause(before, -1)) or _is_denied_after(_clause(_REMARK.sub("", after), 0))
+
+
+def _clause(window: str, which: int) -> list[str]:
+    return _NO_WORD.sub(" ", _BREAK.split(_UNEQUAL.sub(" not ", window))[which]).replace(".", " ").split()
+
+
+def _is_denied_before(words: list[str]) -> bool:
+    """Whether the last words of a clause, which a value follows, deny it."""
+    for place in reversed(range(len(words))):
+        word, earlier = words[place], words[:place]
+        last = earlier[-1] if earlier else ""
+        if word in ("not", "never", "cannot") or word.endswith("n't"):
+            return last not in _NOT_DENYING_BEFORE_NOT
+        if word == "doubt":
+            return last in ("i", "we")
+        if word in _WRONG:
+            return _OPENING.issuperset(earlier)
+        if (last, word) in (("other", "than"), ("rather", "than"), ("instead", "of"), ("no", "means")):
+            return _NONE.isdisjoint(earlier[:-1])
+        # In "the values that x cannot be are 1 and 2" the verb that the value follows has no subject of its own here.
+        if word in _COPULAS and last not in _SUBJECTS and last != "not":
+            return last.endswith("n't") or last in ("never", "cannot")
+        if word not in _BETWEEN | _COPULAS | _SUBJECTS:
+            return False
+    return False
+
+
+def _is_denied_after(words: list[str]) -> bool:
+    """Whether the first words of a clause, which follow a value, deny it."""
+    words = [word for word in words[:10] if word not in _ADVERBS]
+    while words and words[0] in ("but", "which", "that", "this", "it"):
+        words = words[1:]
+    if not words:
+        return False
+    verb, *rest = words
+    if verb in ("must", "would", "should", "will", "has", "can", "could", "seems", "looks"):
+        is_negated = rest[:1] == ["not"]
+        rest = [word for word in rest if word not in ("not", "to", "be")]
+    elif verb in _COPULAS or verb.endswith("n't") or verb == "cannot":
+        is_negated = verb not in _COPULAS or rest[:1] == ["not"]
+        rest = [word for word in rest if word not in ("not", "be")]
+    else:
+        return False
+    while rest and rest[0] in _ARTICLES:
+        rest = rest[1:]
+    is_about_the_answer = bool({"answer", "solution", "result", "case", "one"}.intersection(rest[:2]))
+    if is_negated:
+        return bool(rest) and (rest[0] in _POSITIVE or is_about_the_answer) and rest[0] not in _WRONG
+    return bool(rest) and (rest[0] in _WRONG or (rest[0] == "impossible" and rest[1:2] != ["to"]))

@@ -1,0 +1,142 @@
+"""Records in the files of a run, read without trust: a line that is no JSON, or no such record, is left out and counted.
+
+Files are damaged by disks, crashes and editors, and by whoever else may write to the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Unread = Counter[str]
+"""The number of lines that were left out, by the name of the file."""
+Shape = Callable[[object], bool]
+
+MAX_DIGITS = 15
+"""A longer whole number is read as a float."""
+MAX_SIZE = 1e100
+"""A larger number is read as null: sums and squares of it would be infinite."""
+MAX_NAME = 300
+"""Characters of the name of a metric."""
+
+
+def read_records(paths: Iterable[Path], shape: Shape | None = None, unread: Unread | None = None) -> Iterator[Record]:
+    """The objects in JSONL files that have the shape; a last line without its end, which may still be written, is not counted."""
+    for path in paths:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    yield record_of(line, shape)
+                except ValueError:
+                    if unread is not None and line.endswith("\n"):
+                        unread[path.name] += 1
+
+
+def record_of(line: str | bytes, shape: Shape | None = None) -> Record:
+    """The object in a line, with numbers of which sums are finite.
+
+    Raises:
+        ValueError: it is no JSON object, or has another shape.
+    """
+    try:
+        found = json.loads(line, parse_int=_whole, parse_float=_number, parse_constant=lambda name: None)
+    except RecursionError as err:
+        raise ValueError("nested too deep") from err
+    if not isinstance(found, dict) or not (shape is None or shape(found)):
+        raise ValueError("not such a record")
+    return found
+
+
+def is_metrics(record: object) -> bool:
+    """Whether it is a line of metrics.jsonl: numbers, or lists of them, by name, and a step."""
+    return (
+        isinstance(record, dict)
+        and _is_whole(record.get("step"))
+        and all(
+            len(name) <= MAX_NAME and (_is_number(value) or _all(_is_number, value)) for name, value in record.items()
+        )
+    )
+
+
+def is_engine_states(record: object) -> bool:
+    """Whether it is a line of engines.jsonl."""
+    return isinstance(record, dict) and _is_whole(record.get("step")) and _all(_is_engine, record.get("engines"))
+
+
+def is_sample(record: object) -> bool:
+    """Whether it is a completion in the files of rollouts, as far as their readers look."""
+    return isinstance(record, dict) and _has(record, _SAMPLE)
+
+
+def _whole(digits: str) -> int | float | None:
+    return int(digits) if len(digits) <= MAX_DIGITS else _number(digits)
+
+
+def _number(digits: str) -> float | None:
+    value = float(digits)
+    return value if abs(value) < MAX_SIZE else None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _all(shape: Shape, value: object) -> bool:
+    return isinstance(value, list) and all(map(shape, value))
+
+
+def _has(record: Record, shapes: dict[str, Shape]) -> bool:
+    """Whether the fields that it has are of these shapes."""
+    return all(shapes[name](value) for name, value in record.items() if name in shapes)
+
+
+def _is_engine(value: object) -> bool:
+    if not isinstance(value, dict) or not (_is_whole(value.get("engine")) and _is_whole(value.get("starts"))):
+        return False
+    return isinstance(value.get("state"), str) and _is_text(value.get("last_failure"))
+
+
+def _is_trajectory(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and _has(value, {"ended_by": _is_text, "turns": _are_turns}))
+
+
+def _are_turns(value: object) -> bool:
+    return value is None or _all(lambda turn: isinstance(turn, dict) and _all(_is_call, turn.get("calls")), value)
+
+
+def _is_call(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and _is_flag(value.get("failed"))
+
+
+_SAMPLE: dict[str, Shape] = {
+    "step": lambda value: value is None or _is_whole(value),
+    **dict.fromkeys(("prompt_idx", "prompt_id", "sample_idx"), _is_scalar),
+    **dict.fromkeys(("prompt", "completion", "finish_reason", "ended_by"), _is_text),
+    **dict.fromkeys(("reward", "advantage", "num_tokens", "policy_version"), _is_number),
+    "correct": _is_flag,
+    "scores": lambda value: value is None or (isinstance(value, dict) and all(map(_is_number, value.values()))),
+    "columns": lambda value: value is None or isinstance(value, dict),
+    "tokens": lambda value: value is None or _all(_is_text, value),
+    "logprobs": lambda value: value is None or _all(_is_number, value),
+    "trajectory": _is_trajectory,
+}
