@@ -10,13 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 
-def user_module(subject: str, home: str, *, missing: str, takes_files: bool = True) -> ModuleType:
+def user_module(subject: str, home: str, *, missing: str, raised: str = "", takes_files: bool = True) -> ModuleType:
     """The module, whose code runs here, once per process.
 
     Args:
         subject: how an error's text begins.
         home: `package.module`, or the path of a file that ends in `.py`.
         missing: the sentence about a module that does not exist, with {name} for its name or {err} for Python's words.
+        raised: what to add where its code raises.
         takes_files: `home` may be a path.
     Raises:
         ValueError: there is no such file or module, or its code raises.
@@ -30,7 +31,7 @@ def user_module(subject: str, home: str, *, missing: str, takes_files: bool = Tr
         raise ValueError(f"{subject} cannot be imported: {missing.format(name=err.name, err=err)}") from err
     # The user's module may raise anything.
     except (Exception, SystemExit) as err:
-        raise ValueError(f"{subject} cannot be imported: {type(err).__name__}: {err}") from err
+        raise ValueError(f"{subject} cannot be imported: {type(err).__name__}: {err}{raised}") from err
 
 
 def missing_file(path: str) -> str:
