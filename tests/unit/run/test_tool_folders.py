@@ -54,5 +54,5 @@ def test_a_tool_of_a_script_is_imported_with_the_scripts_arguments(
     script.write_text(SCRIPT.format(variable="MGRPO_TOOL_SIZE"))
     assert [tool.name for tool in describe([Spec(entry=f"{script}:tool")]).tools] == ["tool"]
     script.write_text(SCRIPT.format(variable="SIZE"))
-    with pytest.raises(ValueError, match="cannot be imported: KeyError: 'SIZE'. Tools .* MGRPO_TOOL_.* in a module"):
+    with pytest.raises(ValueError, match=r"cannot be imported: KeyError: 'SIZE'. Tools .* MGRPO_TOOL_.* in a module"):
         describe([Spec(entry=f"{script}:tool")])
