@@ -36,8 +36,7 @@ class AskingVerifier(RemoteVerifier):
 
         An answer without a letter or digit is 0.0 without a question: judges call silence safe.
         """
-        if judgement.needs_reference and not reference.strip():
-            raise ValueError(f"ground_truth is empty; {self.name} shows it to the judge as the {judgement.reference}")
+        self._check_reference(judgement, reference)
         question, answer, reference = (
             _encodable(text) for text in (question, final_answer(completion), reference if judgement.reference else "")
         )
@@ -56,6 +55,11 @@ class AskingVerifier(RemoteVerifier):
         read = functools.partial(judgement.read, mark=unused_mark(question, reference, answer), answer=answer)
         return await self.client.ask(judgement.render(question, answer, reference), read)
 
+    @classmethod
+    def _check_reference(cls, judgement: Judgement, reference: str) -> None:
+        if judgement.needs_reference and not reference.strip():
+            raise ValueError(f"ground_truth is empty; {cls.name} shows it to the judge as the {judgement.reference}")
+
     async def close(self) -> None:
         await self.client.close()
 
@@ -73,6 +77,11 @@ class Judge(AskingVerifier):
     """Scores the final answer by one verdict of `llm_judge_model`; a judge that gives none leaves it without a score."""
 
     judgement: ClassVar[Judgement]
+
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        cls._check_reference(cls.judgement, reference_text(ground_truth))
+        return ""
 
     def __init__(self, settings: Reward) -> None:
         super().__init__(settings, judge_endpoint(settings), temperature=settings.llm_judge_temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from mgrpo.rewards.constraints.constraint_table import checker_of
@@ -25,14 +25,14 @@ class IFEval(Verifier):
 
     name: ClassVar[str] = "ifeval"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        _constraints(ground_truth)
+        return ""
+
     def score(self, answer: Answer) -> float:
-        label = _record(answer.ground_truth)
-        names = label.get("instruction_id", label.get("instruction_id_list"))
-        checks = bound_instructions(names, label.get("kwargs"))
-        mode = label.get("mode", "strict")
-        if mode not in ("strict", "loose"):
-            raise ValueError(f"mode={shown(mode)} in the label is neither strict nor loose")
-        passed = kept(checks, without_thinking(answer.completion), loose=mode == "loose")
+        checks, is_loose = _constraints(answer.ground_truth)
+        passed = kept(checks, without_thinking(answer.completion), loose=is_loose)
         return sum(passed) / max(len(passed), 1)
 
     def warm_up(self) -> None:
@@ -48,16 +48,36 @@ class IFEvalOld(Verifier):
 
     name: ClassVar[str] = "ifeval_old"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        _old_constraint(ground_truth)
+        return ""
+
     def score(self, answer: Answer) -> float:
-        label = _record(answer.ground_truth)
-        name = label.get("func_name")
-        arguments = {key: value for key, value in label.items() if key != "func_name" and value is not None}
-        check = bound(str(name), checker_of(name, OLD_FUNCTIONS), arguments)
+        check = _old_constraint(answer.ground_truth)
         (passed,) = kept([check], without_thinking(answer.completion), loose=False)
         return float(passed)
 
     def warm_up(self) -> None:
         _load_language_profiles()
+
+
+def _constraints(ground_truth: object) -> tuple[list[Callable[[str], bool]], bool]:
+    """The label's constraints, and whether its scoring is loose."""
+    label = _record(ground_truth)
+    names = label.get("instruction_id", label.get("instruction_id_list"))
+    checks = bound_instructions(names, label.get("kwargs"))
+    mode = label.get("mode", "strict")
+    if mode not in ("strict", "loose"):
+        raise ValueError(f"mode={shown(mode)} in the label is neither strict nor loose")
+    return checks, mode == "loose"
+
+
+def _old_constraint(ground_truth: object) -> Callable[[str], bool]:
+    label = _record(ground_truth)
+    name = label.get("func_name")
+    arguments = {key: value for key, value in label.items() if key != "func_name" and value is not None}
+    return bound(str(name), checker_of(name, OLD_FUNCTIONS), arguments)
 
 
 def _record(ground_truth: object) -> Mapping[str, object]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import Answer, Verifier, shown, single
 
+_PLAIN_NUMBER = re.compile(r"\+?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
-class MaxLength(Verifier):
+
+class _OfLength(Verifier):
+    """A reward for the number of tokens; the label gives one."""
+
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        _wanted_length(ground_truth)
+        return ""
+
+
+class MaxLength(_OfLength):
     """1.0 for a completion of as many tokens as the label gives, less for every token more or fewer, at least 0.0."""
 
     name: ClassVar[str] = "max_length"
@@ -18,7 +30,7 @@ class MaxLength(Verifier):
         return _falling(miss, self.settings.max_length_verifier_max_length)
 
 
-class UpToMaxLength(Verifier):
+class UpToMaxLength(_OfLength):
     """1.0 for a completion of at most as many tokens as the label gives, less for every token more, at least 0.0."""
 
     name: ClassVar[str] = "up_to_max_length"
@@ -51,9 +63,12 @@ def _num_tokens(answer: Answer) -> int:
 
 def _wanted_length(ground_truth: object) -> float:
     label = single(ground_truth)
+    # Python also reads 1_0 and digits of other scripts.
+    is_number = isinstance(label, (int, float)) and not isinstance(label, bool)
+    is_written = isinstance(label, str) and _PLAIN_NUMBER.fullmatch(label.strip())
     try:
-        length = float(label) if isinstance(label, (str, int, float)) and not isinstance(label, bool) else math.nan
-    except (ValueError, OverflowError):
+        length = float(label) if is_number or is_written else math.nan  # type: ignore[arg-type]
+    except OverflowError:
         length = math.nan
     if not 0 <= length < math.inf:
         raise ValueError(f"ground_truth={shown(label)} is not a length; write a number of tokens, for example 512")

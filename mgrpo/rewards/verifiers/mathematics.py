@@ -33,6 +33,11 @@ class Math(Verifier):
 
     name: ClassVar[str] = "math"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        labels_of(ground_truth)
+        return ""
+
     def score(self, answer: Answer) -> float:
         return self._judge(stated_answer(answer.completion.rpartition(THINK_END)[2]), answer.ground_truth)
 

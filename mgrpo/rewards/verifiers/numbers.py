@@ -17,15 +17,13 @@ class Integer(Verifier):
 
     name: ClassVar[str] = "integer"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        _digits(ground_truth)
+        return ""
+
     def score(self, answer: Answer) -> float:
-        label = single(answer.ground_truth)
-        if isinstance(label, int) and not isinstance(label, bool):
-            expected = str(label)
-        elif isinstance(label, str) and re.fullmatch(r"[-+]?[0-9]+", label.strip()):
-            expected = str(int(label))
-        else:
-            raise ValueError(f"ground_truth={shown(label)} is not an integer; write an int or a string of digits")
-        return float(answer.completion.strip() == expected)
+        return float(answer.completion.strip() == _digits(answer.ground_truth))
 
 
 class GSM8K(Verifier):
@@ -37,6 +35,12 @@ class GSM8K(Verifier):
 
     name: ClassVar[str] = "gsm8k"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        labels = accepted_texts(ground_truth)
+        is_one_number = any(len(_numbers_of_label(label)) == 1 for label in labels)
+        return "" if is_one_number else "hold no number, or several: no answer with a number in it can be right"
+
     def score(self, answer: Answer) -> float:
         text = _without_thousands_commas(answer.completion)
         numbers = _NUMBER.findall(text)
@@ -44,16 +48,30 @@ class GSM8K(Verifier):
         return float(any(written in _spellings(label) for label in accepted_texts(answer.ground_truth)))
 
 
+def _digits(ground_truth: object) -> str:
+    """The label's integer in its one spelling."""
+    label = single(ground_truth)
+    if isinstance(label, int) and not isinstance(label, bool):
+        return str(label)
+    if isinstance(label, str) and re.fullmatch(r"[-+]?[0-9]+", label.strip()):
+        return str(int(label))
+    raise ValueError(f"ground_truth={shown(label)} is not an integer; write an int or a string of digits")
+
+
 def _spellings(label: str) -> set[str]:
     """The spellings that are right for a label."""
     if not label.strip():
         raise ValueError("ground_truth is empty; gsm8k needs a number")
     spellings = {label.lower()}
-    numbers = _NUMBER.findall(_without_thousands_commas(label.rpartition("####")[2]))
+    numbers = _numbers_of_label(label)
     # With several numbers ("1/2") none of them is the answer.
     if len(numbers) == 1:
         spellings |= {numbers[0], _plain(numbers[0])}
     return spellings
+
+
+def _numbers_of_label(label: str) -> list[str]:
+    return _NUMBER.findall(_without_thousands_commas(label.rpartition("####")[2]))
 
 
 def _plain(number: str) -> str:

@@ -21,6 +21,11 @@ class MathOpenInstruct(Verifier):
 
     name: ClassVar[str] = "math_open_instruct"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        labels_of(ground_truth)
+        return ""
+
     def score(self, answer: Answer) -> float:
         labels = labels_of(answer.ground_truth)
         candidates = _candidates(answer.completion)

@@ -31,6 +31,11 @@ class Rubric(AskingVerifier):
 
     name: ClassVar[str] = "rubric"
 
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        read_criteria(_label(ground_truth))
+        return ""
+
     def __init__(self, settings: Reward) -> None:
         super().__init__(settings, rubric_endpoint(settings), temperature=_TEMPERATURE)
 

@@ -9,65 +9,82 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import Answer, Verifier, without_thinking
 from mgrpo.rewards.verifiers.labels import accepted_texts, accepted_texts_of_json
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SIGNIFICANT = re.compile(
+    r"[-+](?=[\d.])(?<!\w.)|(?<=\d)[-+*/^.:](?=[\d.])|(?<!\w)\.(?=\d)|(?<=\d)[%!]|[$](?=[\d.])|(?<=\w)[+#]|[<>=~|^*\\]"
+)
+"""A sign, a point or an operator."""
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _FINISH = re.compile(r"<finish>", re.IGNORECASE)
 _FINISH_END = re.compile(r"</finish>", re.IGNORECASE)
 
 
-class Flan(Verifier):
+class _InNormalForm(Verifier):
+    """Compares in SQuAD's normal form, with any of the texts that `accepted` finds in a label."""
+
+    accepted: ClassVar[Callable[[object], list[str]]] = staticmethod(accepted_texts)
+
+    @classmethod
+    def check_label(cls, ground_truth: object) -> str:
+        if not any(_SIGNIFICANT.search(label) for label in cls.accepted(ground_truth)):
+            return ""
+        return "lose a sign, a point or an operator in SQuAD's normal form, where -5 is 5, 3.14 is 314 and C++ is C"
+
+
+class Flan(_InNormalForm):
     """1.0 if what follows the last "The answer is: " (else the whole text) is the label."""
 
     name: ClassVar[str] = "flan"
 
     def score(self, answer: Answer) -> float:
         text = answer.completion.rpartition("The answer is: ")[2]
-        return _exact_match(text, accepted_texts(answer.ground_truth))
+        return _exact_match(text, self.accepted(answer.ground_truth))
 
 
-class StringMatcher(Verifier):
+class StringMatcher(_InNormalForm):
     """1.0 if what follows the last `<answer>`, up to its `</answer>`, is the label; 0.0 without either tag."""
 
     name: ClassVar[str] = "string_matcher"
 
     def score(self, answer: Answer) -> float:
-        labels = accepted_texts(answer.ground_truth)
+        labels = self.accepted(answer.ground_truth)
         _, start, rest = answer.completion.rpartition("<answer>")
         text, end, _ = rest.partition("</answer>")
         return _exact_match(text, labels) if start and end else 0.0
 
 
-class StringF1(Verifier):
+class StringF1(_InNormalForm):
     """F1 of the answer's words against the label's, the best of several labels; thinking does not count."""
 
     name: ClassVar[str] = "string_f1"
 
     def score(self, answer: Answer) -> float:
-        return _best_f1(without_thinking(answer.completion), accepted_texts(answer.ground_truth))
+        return _best_f1(without_thinking(answer.completion), self.accepted(answer.ground_truth))
 
 
-class Puzzle(Verifier):
+class Puzzle(_InNormalForm):
     """1.0 if the whole answer after thinking is the label."""
 
     name: ClassVar[str] = "puzzle"
 
     def score(self, answer: Answer) -> float:
-        return _exact_match(without_thinking(answer.completion), accepted_texts(answer.ground_truth))
+        return _exact_match(without_thinking(answer.completion), self.accepted(answer.ground_truth))
 
 
-class ReSearchF1(Verifier):
+class ReSearchF1(_InNormalForm):
     """F1 of what follows the last `<finish>`, up to `</finish>`; 0.1 for the tags alone (ReSearch, Chen et al., 2025)."""
 
     name: ClassVar[str] = "re_search_f1"
+    accepted = staticmethod(accepted_texts_of_json)
 
     def score(self, answer: Answer) -> float:
-        labels = accepted_texts_of_json(answer.ground_truth)
+        labels = self.accepted(answer.ground_truth)
         if "<finish>" not in answer.completion and "</finish>" not in answer.completion:
             return 0.0
         text = answer.completion.rpartition("<finish>")[2].partition("</finish>")[0]
@@ -76,13 +93,14 @@ class ReSearchF1(Verifier):
         return _best_f1(text, labels) or 0.1
 
 
-class ReSearch(Verifier):
+class ReSearch(_InNormalForm):
     """1.0 if the text between the first `<finish>` and the next `</finish>`, in any case, is a label (Search-R1)."""
 
     name: ClassVar[str] = "re_search"
+    accepted = staticmethod(accepted_texts_of_json)
 
     def score(self, answer: Answer) -> float:
-        labels = accepted_texts_of_json(answer.ground_truth)
+        labels = self.accepted(answer.ground_truth)
         start = _FINISH.search(answer.completion)
         end = start and _FINISH_END.search(answer.completion, start.end())
         text = answer.completion[start.end() : end.start()].strip() if start and end else ""

@@ -22,6 +22,7 @@ def score(verifier: type[Verifier], num_tokens: int | None, label: object) -> fl
         (0, 100, 0.9, 1.0),
         (150, 100.0, 0.95, 0.95),
         (50, "100.0", 0.95, 1.0),
+        (50, " 1e2 ", 0.95, 1.0),
         (1100, [100], 0.0, 0.0),
         (5000, 100, 0.0, 0.0),
         (0, 5000, 0.0, 1.0),
@@ -36,7 +37,9 @@ def test_lengths_fall_with_the_miss_and_stop_at_zero(
     assert score(UpToMaxLength, num_tokens, label) == pytest.approx(up_to)
 
 
-@pytest.mark.parametrize("label", ["many", "", "1,000", None, True, -1, "nan", "inf", 10**400, [1, 2], {"max": 3}])
+@pytest.mark.parametrize(
+    "label", ["many", "", "1,000", None, True, -1, "nan", "inf", "1_0", "\u0661", 10**400, [1, 2], {"max": 3}]
+)
 @pytest.mark.parametrize("verifier", [MaxLength, UpToMaxLength])
 def test_lengths_refuse_a_label_that_is_no_length(verifier: type[Verifier], label: object) -> None:
     """A label of nan would otherwise score nan or 1, depending on the order of a comparison."""
