@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return getattr(importlib.import_module(module), function)(words[1:])
         except UserCodeError as err:
-            sys.stderr.write("\n".join([f"mgrpo: {err}", *err.__notes__, ""]))
+            from mgrpo.run.ranks import ending
+
+            ending.begin()
+            ending.report_error(err)
             return 1
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"mgrpo {__version__}\n")
