@@ -19,6 +19,7 @@ from mgrpo.config.fields import settings
 from mgrpo.config.load import GENERAL, SWITCHES, raise_problems, started_ranks
 from mgrpo.config.validate import problems
 from mgrpo.moving import parse
+from mgrpo.processes.user_code import UserCodeError
 
 USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine
        mgrpo launch --nodes N --learner-nodes L ... -- --config FILE.yaml ...   on every node: train on many, engines on some
@@ -80,7 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train_command(words[1:], prog="mgrpo train")
     if words[0] in COMMANDS:
         module, function = COMMANDS[words[0]]
-        return getattr(importlib.import_module(module), function)(words[1:])
+        try:
+            return getattr(importlib.import_module(module), function)(words[1:])
+        except UserCodeError as err:
+            from mgrpo.run.ranks import ending
+
+            ending.begin()
+            ending.report_error(err)
+            return 1
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"mgrpo {__version__}\n")
         return 0

@@ -137,6 +137,8 @@ class TrajectoryRecord:
     """Every turn as it was sampled, with thinking and calls; between two a line break."""
     reward: float | None = None
     """The environment's, of the whole trajectory; None: it leaves that to others."""
+    has_tools: bool = True
+    """Whether the model could call any."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """`{environment}/{metric}`."""
     snapshot: Mapping[str, object] = field(default_factory=dict)

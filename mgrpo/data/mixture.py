@@ -95,6 +95,12 @@ class Mixture:
             for row in source.rows():
                 yield source.origin(row.line), self._contract.columns(json.loads(row.text))
 
+    def labels(self) -> Iterator[tuple[str, str, object]]:
+        """The "file:line", the verifier and the ground truth of each label of all rows of the sources."""
+        for origin, columns in self.rows():
+            for verifier, truth in zip(*self._contract.labels(columns), strict=True):
+                yield origin, verifier, truth
+
     @property
     def counts(self) -> list[dict[str, Any]]:
         """For each line of the mix: source, split, amount, rows, taken."""

@@ -17,7 +17,8 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal, Self
 
@@ -178,7 +179,8 @@ class _ImportHook(importlib.abc.MetaPathFinder):
             run_body = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
-                run_body(module)
+                with _hidden("wandb"):
+                    run_body(module)
                 _supply_transformer_engine_names(module)
                 if self.stand_in is not None:
                     _rebind_without_cuda(module, self.stand_in)
@@ -232,6 +234,20 @@ def _patch_tensor(stand_in: _StandIn) -> None:
         return self if from_megatron() else real_cuda(self, *args, **kwargs)
 
     tensor_class.type, tensor_class.cuda = tensor_type, cuda
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Within, the package cannot be imported. W&B makes folders in /tmp as it is imported, and a killed process leaves them."""
+    is_known, before = package in sys.modules, sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_known:
+            sys.modules[package] = before  # type: ignore[assignment]
+        else:
+            del sys.modules[package]
 
 
 def install() -> None:

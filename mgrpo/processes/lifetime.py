@@ -29,7 +29,8 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signal_number)
 
 
-# Beside this package there may be all that is installed with it, for another interpreter.
+# Not by a folder on PYTHONPATH: what lies beside this package may be for another interpreter, and would hide the user's
+# modules of the same names.
 _ALONE = """
 import importlib.util, runpy, sys
 spec = importlib.util.spec_from_file_location("mgrpo", sys.argv[1] + "/__init__.py")
@@ -47,23 +48,23 @@ def start_program(
     folders: Sequence[str] = (),
     python: str | None = None,
 ) -> subprocess.Popen:
-    """Start `python -m module`, a program of this package, with unbuffered pipes to its standard input and output.
+    """Start a module of this package as a program, with unbuffered pipes to its standard input and output.
 
     Args:
         environment: the variables that the program may see; `settings` override them, and OpenMP gets one thread.
         folders: further folders in which it finds modules.
-        python: the interpreter, with packages of its own; None: this one.
+        python: the interpreter, with packages of its own, which PYTHONPATH is not for; None: this one.
     """
     package = Path(__file__).resolve().parents[1]
-    found_in = [str(package.parent), os.environ.get("PYTHONPATH")] if python is None else []
+    users = os.environ.get("PYTHONPATH") if python is None else None
     own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [*found_in, *folders])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [users, *folders])),
         # A file math.py or json.py in the working directory is not the standard library's (Python 3.11).
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", module] if python is None else [python, "-c", _ALONE, str(package), module],
+        [python or sys.executable, "-c", _ALONE, str(package), module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

@@ -11,6 +11,9 @@ _VISIBLE = re.compile(
     r"|(?:OMP|MKL|OPENBLAS)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
 )
 
+TOOL_VARIABLES = "MGRPO_TOOL_"
+"""Prefix of the variables that a user gives to tools."""
+
 
 def without_secrets(prefix: str) -> dict[str, str]:
     """This process's environment variables that hold no secrets, and those whose names begin with `prefix`."""

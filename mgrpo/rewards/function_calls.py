@@ -10,6 +10,7 @@ import numbers
 import os
 import random
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mgrpo.processes.background import Background, announced
+from mgrpo.processes.user_code import UserCodeError, definition, own_frames
 from mgrpo.rewards.snapshot import Snapshot
 
 LARGEST = 1e100
@@ -47,8 +49,7 @@ def call_all(
     Args:
         timeout_s: `reward_funcs_timeout`; one that still runs then goes on in its thread, which does not keep the process.
     Raises:
-        RuntimeError: a function failed, or took longer than `timeout_s`.
-        ValueError: a function did not return one number for each completion.
+        UserCodeError: a function failed, took longer than `timeout_s`, or did not return one number for each completion.
     """
     thread = _thread_of(os.getpid())
     values = {
@@ -65,7 +66,7 @@ def call_all(
             future.cancel()
             raise
         for call, returned in zip(waiting, results, strict=True):
-            values[call.name] = _numbers(call.name, returned, num_completions)
+            values[call.name] = _numbers(call, returned, num_completions)
     return [values[call.name] for call in calls]
 
 
@@ -76,8 +77,9 @@ def _result(future: Future[T], calls: Sequence[FunctionCall], timeout_s: float |
         late = wait([future], timeout_s).not_done
     if late:
         _thread_of.cache_clear()  # that thread takes no more calls
-        raise RuntimeError(
-            f"{names} has not returned within reward_funcs_timeout={timeout_s:g} s; raise it if the work is that long"
+        raise UserCodeError(
+            f"{names} has not returned within reward_funcs_timeout={timeout_s:g} s; raise it if the work is that long",
+            "\n".join(definition(innermost(call.function)) for call in calls),
         )
     return future.result()
 
@@ -112,7 +114,7 @@ def _run(call: FunctionCall, num_completions: int) -> list[float]:
         returned = call.function(**_own_copies(call.arguments))
     except (Exception, SystemExit) as err:
         raise _failed(call.name, err) from err
-    return _numbers(call.name, returned, num_completions)
+    return _numbers(call, returned, num_completions)
 
 
 async def _await_all(calls: Sequence[FunctionCall]) -> list[Any]:
@@ -162,8 +164,11 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _failed(name: str, err: BaseException) -> RuntimeError:
-    return RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}")
+def _failed(name: str, err: BaseException) -> UserCodeError:
+    return UserCodeError(
+        f"reward function {name} failed: {type(err).__name__}: {err}",
+        own_frames(traceback.extract_tb(err.__traceback__)),
+    )
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -194,26 +199,26 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
             continue
 
 
-def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
+def _numbers(call: FunctionCall, returned: object, num_completions: int) -> list[float]:
     """One float per completion; NaN where the function does not apply."""
+
+    def refused(found: str) -> UserCodeError:
+        return UserCodeError(f"reward function {call.name} returned {found}", definition(innermost(call.function)))
+
     wanted = "return a list with one number (or None) for each"
     if isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable):
         found = "None" if returned is None else f"a {type(returned).__name__}"
-        raise ValueError(f"reward function {name} returned {found} for {num_completions} completions; {wanted}")
+        raise refused(f"{found} for {num_completions} completions; {wanted}")
     try:
         values = list(returned)
     except (Exception, SystemExit) as err:  # a generator runs only here
-        raise _failed(name, err) from err
+        raise _failed(call.name, err) from err
     if len(values) != num_completions:
-        raise ValueError(
-            f"reward function {name} returned {len(values)} values for {num_completions} completions; {wanted}"
-        )
+        raise refused(f"{len(values)} values for {num_completions} completions; {wanted}")
     results = []
     for index, value in enumerate(values):
         number = math.nan if value is None else number_of(value)
         if number is None or abs(number) > LARGEST:
-            raise ValueError(
-                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g}"
-            )
+            raise refused(f"{value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g}")
         results.append(number)
     return results

@@ -37,6 +37,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 """Modules of `mgrpo.rewards.verifiers` and the names that each defines."""
 _HOME = {name: f"mgrpo.rewards.verifiers.{module}" for module, names in _MODULES.items() for name in names}
+UNSCORED = "passthrough"
+"""The verifier of rows that an environment rewards."""
 _INTERNAL = frozenset({"trl_accuracy"})
 """Verifiers that reward functions use, not rows."""
 _added: dict[str, VerifierClass] = {}

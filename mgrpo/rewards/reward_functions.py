@@ -74,9 +74,8 @@ def score_with_functions(
     Args:
         timeout_s: that one function may take; the async ones together.
     Raises:
-        ValueError: an argument that the data do not have, a function that cannot be called by keyword, or a returned or
-            logged value that is not a number.
-        RuntimeError: a function failed or took too long; the message names it.
+        ValueError: an argument that the data do not have, or a function that cannot be called by keyword.
+        UserCodeError: a function failed, took too long, or returned or logged what is not a number; the message names it.
     """
     if not functions:
         raise ValueError("no reward functions; give at least one")

@@ -13,6 +13,7 @@ from mgrpo.config import Config
 from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.function_catalog import close_functions, load_functions, start_functions
 from mgrpo.rewards.overlong import overlong_penalty
+from mgrpo.rewards.registry import UNSCORED
 from mgrpo.rewards.reward_functions import TrainerState, function_names, score_with_functions
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.trajectory_rewards import TurnRewards, with_turn_rewards
@@ -37,6 +38,8 @@ class Rewarder:
             turns: how the rewards of a trajectory's turns become one.
         """
         self.config, self.turns = config, turns or TurnRewards()
+        self.is_verified = config.reward.apply_verifiable_reward and {name.lower() for name in verifiers} != {UNSCORED}
+        """Whether verifiers decide, and not an environment alone."""
         self._lock = threading.Lock()
         self.scorer = Scorer(config.reward, verifiers)
         self.functions = load_functions(
@@ -106,11 +109,13 @@ class Rewarder:
         if self.functions:
             return None
         reward = self.config.reward
+        verification = reward.verification_reward if self.is_verified else 0.0
+        without = reward.max_possible_score - reward.verification_reward * reward.apply_verifiable_reward
         return RewardScale(
-            max_possible_score=reward.max_possible_score,
-            verification_reward=reward.verification_reward if reward.apply_verifiable_reward else 0.0,
+            max_possible_score=without + verification,
+            verification_reward=verification,
             format_reward=reward.r1_style_format_reward,
-            weights=reward.weight_by_verifier,
+            weights={**reward.weight_by_verifier, UNSCORED: 0.0},
         )
 
     def close(self) -> None:

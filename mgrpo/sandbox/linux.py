@@ -19,13 +19,10 @@ MS_NOSUID = 0x2
 MS_NODEV = 0x4
 MS_NOEXEC = 0x8
 MS_REMOUNT = 0x20
-MS_NOATIME = 0x400
-MS_NODIRATIME = 0x800
 MS_BIND = 0x1000
 MS_MOVE = 0x2000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
-MS_RELATIME = 0x200000
 
 _MNT_DETACH = 2
 _PR_SET_DUMPABLE = 4
@@ -44,14 +41,19 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    _call(
-        "mount",
-        os.fsencode(source),
-        os.fsencode(target),
-        kind.encode() or None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
+    """OSError names what was to be mounted where; of an open file, its path of today."""
+    try:
+        _call(
+            "mount",
+            os.fsencode(source),
+            os.fsencode(target),
+            kind.encode() or None,
+            ctypes.c_ulong(flags),
+            options.encode() or None,
+        )
+    except OSError as err:
+        named = os.readlink(source) if os.path.islink(source) else kind or source
+        raise OSError(err.errno, f"{err.strerror} ({named} at {target})") from None
 
 
 def unmount(target: str) -> None:

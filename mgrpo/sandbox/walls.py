@@ -29,14 +29,8 @@ _LINKS = {
     "/dev/stderr": "/proc/self/fd/2",
     "/dev/shm": SCRATCH,
 }
-_KEPT_FLAGS = {
-    "nosuid": linux.MS_NOSUID,
-    "nodev": linux.MS_NODEV,
-    "noexec": linux.MS_NOEXEC,
-    "noatime": linux.MS_NOATIME,
-    "nodiratime": linux.MS_NODIRATIME,
-    "relatime": linux.MS_RELATIME,
-}
+# The kernel itself keeps the flags about access times.
+_KEPT_FLAGS = {b"nodev": linux.MS_NODEV, b"noexec": linux.MS_NOEXEC}
 
 
 def is_forbidden(err: OSError) -> bool:
@@ -108,11 +102,12 @@ def enter_private_root(readable: Sequence[str]) -> None:
     for link, target in _LINKS.items():
         os.symlink(target, root + link)
     os.mkdir(root + SCRATCH)
-    _make_read_only(root)
     os.chdir(root)
     linux.pivot_root(".", ".")
     linux.unmount(".")
     os.chdir("/")
+    # Only now are the mounts of this process those of the new root alone: the machine's may have the same names.
+    _make_read_only()
 
 
 def forbid_namespaces() -> None:
@@ -175,15 +170,28 @@ def _make_mount_point(path: str, *, is_folder: bool) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def _make_read_only(root: str) -> None:
-    """Remount everything at or under `root` read-only, submounts included, except /proc."""
+def _make_read_only() -> None:
+    """Remount everything read-only, submounts included, except /proc."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        escaped, options = line.split()[4:6]
+        number, _, _, _, escaped, options = line.split()[:6]
         path = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), escaped))
-        if (path + "/").startswith(root + "/") and not (path + "/").startswith(root + "/proc/"):
-            flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
-            if not path.startswith(root + "/dev/"):
-                flags |= linux.MS_NODEV
-            for name, flag in _KEPT_FLAGS.items():
-                flags |= flag if name.encode() in options.split(b",") else 0
-            linux.mount("none", path, flags=flags)
+        if (path + "/").startswith("/proc/") or not _leads_to(path, number):
+            continue
+        flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
+        if not path.startswith("/dev/"):
+            flags |= linux.MS_NODEV
+        for option in options.split(b","):
+            flags |= _KEPT_FLAGS.get(option, 0)
+        linux.mount("none", path, flags=flags)
+
+
+def _leads_to(path: str, mount: bytes) -> bool:
+    """Whether the path is that of this mount. If not, another mount covers it, which nobody within the walls can take off."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return b"mnt_id:\t" + mount in Path(f"/proc/self/fdinfo/{descriptor}").read_bytes().splitlines()
+    finally:
+        os.close(descriptor)

@@ -33,7 +33,10 @@ class AlertWatch:
     """
 
     def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
         self.patience = max(1, min(PATIENCE, total_steps))
+        self.has_worked = False
+        """Whether a step has shown no sign."""
         self.lasting: dict[str, int] = {}
         self.said_at: dict[str, int] = {}
 
@@ -44,11 +47,14 @@ class AlertWatch:
     def due(self, step: int, metrics: Metrics) -> dict[str, str]:
         """The warnings of `after` by the metric that shows each sign."""
         found = signs(metrics)
+        self.has_worked |= not found
+        # A run all of whose steps taught nothing, each for another reason, must not end without any.
+        is_over = step >= self.total_steps and not (self.has_worked or self.said_at)
         self.lasting = {name: self.lasting.get(name, 0) + 1 for name in found}
         due = {}
         for name, sentence in found.items():
             is_new = step - self.said_at.get(name, step - REPEAT_AFTER) >= REPEAT_AFTER
-            if self.lasting[name] >= self.patience and is_new:
+            if (is_over or self.lasting[name] >= self.patience) and is_new:
                 self.said_at[name] = step
                 due[name] = f"{_steps(self.lasting[name])}: {sentence}"
         return due

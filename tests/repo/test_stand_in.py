@@ -62,16 +62,18 @@ def test_routers_and_sharded_parameters_need_no_transformer_engine_on_cuda():
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError('not for this Python')", "", "class FusedAdam: ..."])
-def test_the_apex_of_pypi_is_neither_imported_nor_used(tmp_path, text):
-    """It is a web framework's library, whose import may fail in any way."""
+def test_neither_the_apex_of_pypi_nor_wandb_is_imported(tmp_path, text):
+    """The one is a web framework's library, whose import may fail in any way; the other leaves folders in /tmp."""
     package = tmp_path / "apex"
     package.mkdir()
     (package / "__init__.py").write_text(text if text.startswith("raise") else "")
+    (tmp_path / "wandb.py").write_text("")
     (package / "optimizers.py").write_text(f"{text}\nFusedSGD = None\n")
     program = (
         "from mgrpo.parallel import backend; backend.install(); import torch; from megatron.core import optimizer; "
         "from megatron.core.models.gpt import gpt_layer_specs; "
-        "assert optimizer.Adam is torch.optim.AdamW and not gpt_layer_specs.HAVE_APEX"
+        "assert optimizer.Adam is torch.optim.AdamW and not gpt_layer_specs.HAVE_APEX; "
+        "import sys; assert 'wandb' not in sys.modules; import wandb"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

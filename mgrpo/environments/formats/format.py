@@ -6,7 +6,7 @@ that was begun and cannot be read is reported to the model and counted; it is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mgrpo.environments.environment import Call
@@ -61,12 +61,6 @@ class Format:
     """Whether a call in a thought counts: the turn ends there, and the thought goes on after the answer."""
     answer_tag: str = ""
     """Answers are put between tags of this name, in the turn that asked; "": the chat template writes them."""
-
-    def answer(self, texts: Sequence[str]) -> str | None:
-        """The text that answers the calls of a turn; None: the chat template writes it."""
-        if not self.answer_tag:
-            return None
-        return "\n".join(f"<{self.answer_tag}>\n{text}\n</{self.answer_tag}>\n" for text in texts)
 
     def parse(self, text: str, *, is_thinking: bool = False) -> Parsed:
         """Read a turn.

@@ -1,13 +1,14 @@
 """The tokens between two turns of a trajectory, as the chat template writes them around observations.
 
 A trajectory only grows: the sampled ids stay as they are, and a bridge is appended. The text of a bridge is found by
-`frames`; here it is encoded, so that the ids are those of the template's own text, and no observation becomes a special token.
+`frames`; here it is encoded, so that the ids are those of the template's own text, and no observation becomes a token that was
+added to the vocabulary: such tokens are markup, special or not, of this template or of another one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ __all__ = ["BridgeError", "Bridges", "valid"]
 class _Known:
     frame: TurnFrame
     end_id: int
-    special_ids: list[int]
-    """The special tokens of the frame, in order."""
+    guarded_ids: list[int]
+    """The guarded tokens of the frame, in order."""
 
 
 class Bridges:
@@ -54,13 +55,12 @@ class Bridges:
         # OLMo's templates have a role of their own for what tools answer.
         self._tool_roles = ("tool", "environment") if "'environment'" in template else ("tool",)
         self._stop_ids = frozenset(stop_token_ids)
-        self._added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: number for number, token in added.items()}
+        self._before = next((token.content for token in added.values() if token.special and not token.rstrip), "")
+        """Text of a token behind which answers in a turn are encoded, as no text is encoded alone."""
         # White space is a token of its own in some vocabularies, and a letter may be: neither can be kept out of a text.
-        guarded = {
-            token.content: number
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if len(token.content.strip()) > 1 and (token.special or token.content in template)
-        }
+        guarded = {content: number for content, number in self._added.items() if len(content.strip()) > 1}
         self._guarded_ids = frozenset(guarded.values())
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
@@ -87,6 +87,19 @@ class Bridges:
         if len(texts) > 1 and (known := self._several(len(texts))) is not None:
             return self._ids(known, texts, names, last)
         return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
+
+    def in_turn(self, texts: Sequence[str], tag: str) -> list[int]:
+        """The ids of observations in the turn that asked, which goes on; each stands between tags of that name."""
+
+        def spans(observations: Sequence[str]) -> Iterator[TextSpan]:
+            for number, text in enumerate(observations):
+                yield TextSpan(text=("\n" if number else "") + f"<{tag}>\n", is_own=True)
+                yield TextSpan(text=text, is_own=False)
+                yield TextSpan(text=f"\n</{tag}>\n", is_own=True)
+
+        neutral = self._behind(self._before, [_text(list(spans(["x"] * len(texts))))])
+        guarded = [number for number in neutral if number in self._guarded_ids]
+        return self._without_others(list(spans([valid(text) for text in texts])), self._before, guarded)
 
     def after_user(self, text: str, *, last: int | None) -> list[int]:
         """The ids after a turn that an environment answers as a user would; `last`: the last id, None if it does not end the turn."""
@@ -134,8 +147,8 @@ class Bridges:
         except BridgeError as err:
             who = "tools" if kind == "tool" else "an environment that answers as a user does"
             raise BridgeError(f"the chat template cannot be used with {who}: {err}") from err
-        special_ids = [number for number in after[1:] if number in self._guarded_ids]
-        return _Known(frame=frame, end_id=after[0], special_ids=special_ids)
+        guarded_ids = [number for number in after[1:] if number in self._guarded_ids]
+        return _Known(frame=frame, end_id=after[0], guarded_ids=guarded_ids)
 
     def render(self, messages: Sequence[Message], opens: bool) -> str:
         """The text of messages, with or without the opening of the model's next turn; ValueError where the template refuses."""
@@ -151,16 +164,21 @@ class Bridges:
 
     def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int | None) -> list[int]:
         spans = known.frame.filled(*([valid(text) for text in some] for some in (texts, names)))
-        ids = self._after_end(known, self._pieces(spans))
-        if [one for one in ids if one in self._guarded_ids] != known.special_ids:
-            # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.
-            pieces = [piece for span in spans for piece in ([span.text] if span.is_own else span.text)]
-            ids = self._after_end(known, pieces)
+        ids = self._without_others(spans, known.frame.end, known.guarded_ids)
         is_ended = last == known.end_id or (last in self._stop_ids and not known.frame.is_header)
         return ids if is_ended else [known.end_id, *ids]
 
+    def _without_others(self, spans: Sequence[TextSpan], before: str, guarded: Sequence[int]) -> list[int]:
+        """The ids of a text behind the token `before`, whose guarded ones are these of its own spans."""
+        ids = self._behind(before, self._pieces(spans))
+        if [one for one in ids if one in self._guarded_ids] != guarded:
+            # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.
+            pieces = [piece for span in spans for piece in ([span.text] if span.is_own else span.text)]
+            ids = self._behind(before, pieces)
+        return ids
+
     def _pieces(self, spans: Sequence[TextSpan]) -> list[str]:
-        """The text, cut within each special token that is not the template's."""
+        """The text, cut within each guarded token that is not of an own span."""
         text = _text(spans)
         own, start = [], 0
         for span in spans:
@@ -175,10 +193,10 @@ class Bridges:
                 start = place
         return [*pieces, text[start:]]
 
-    def _after_end(self, known: _Known, pieces: Sequence[str]) -> list[int]:
-        """The ids of a text in pieces, each encoded behind the end token, as no text is encoded alone."""
-        encoded = self.encoded([known.frame.end + piece for piece in pieces])
-        return [number for ids in encoded for number in ids[1:]]
+    def _behind(self, before: str, pieces: Sequence[str]) -> list[int]:
+        """The ids of a text in pieces, each encoded behind a token, as no text is encoded alone."""
+        encoded = self.encoded([before + piece for piece in pieces])
+        return [number for ids in encoded for number in ids[bool(before) :]]
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, in which every special token is written out."""

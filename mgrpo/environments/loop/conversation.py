@@ -74,6 +74,7 @@ class Conversation:
     def take(self, step: Step) -> None:
         """The model is asked this; its turn is `heard` next."""
         self._step = step
+        self.trajectory.has_tools |= bool(step.tools)
         if self._turn is None:
             self.opening = step.ids
         elif step.ids:

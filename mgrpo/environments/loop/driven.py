@@ -86,7 +86,7 @@ class _Drive:
 
     def __init__(self, driven: Driven, task: Task, sample: int, name: str, instance: Instance | None) -> None:
         self.driven, self.task, self.sample, self.name, self.instance = driven, task, sample, name, instance
-        self.trajectory = Trajectory(context=task.prompt.tokens)
+        self.trajectory = Trajectory(context=task.prompt.tokens, has_tools=False)
         self.talk = Conversation(driven.chats, self.trajectory, task.prompt.tokens.tolist())
         self.max_tokens = 0
         """Most tokens of the turn that the program wants."""

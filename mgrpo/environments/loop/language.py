@@ -10,7 +10,7 @@ import numpy as np
 
 from mgrpo.data.tokenizer import decode
 from mgrpo.environments.formats import Format, Parsed
-from mgrpo.environments.loop.bridge import Bridges, valid
+from mgrpo.environments.loop.bridge import Bridges
 from mgrpo.environments.loop.stripping import Stripping
 from mgrpo.environments.loop.trajectory import Sampled
 
@@ -85,16 +85,12 @@ class TemplateLanguage:
         return self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _after_tools(self, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
-        own = self.format.answer(texts)
-        return self.bridges.after_tools(texts, names, last=last) if own is None else self._plain(own)
+        if self.format.answer_tag:
+            return self.bridges.in_turn(texts, self.format.answer_tag)
+        return self.bridges.after_tools(texts, names, last=last)
 
     def _shortened_act(self, answer: str, turn: Sampled) -> str:
         return self._shortened(answer, partial(self.bridges.after_user, last=int(turn.tokens[-1])))
-
-    def _plain(self, text: str) -> list[int]:
-        """The ids of a text, none of which is special."""
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        return self.tokenizer(valid(text), verbose=False, **options)["input_ids"]
 
     def _shortened(self, text: str, encode: Callable[[str], list[int]]) -> str:
         """The text, or as much of its beginning and its end as fits into the tokens of an observation.

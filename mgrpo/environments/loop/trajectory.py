@@ -58,6 +58,8 @@ class Trajectory:
     """The last turn without its calls and thinking."""
     is_calling: bool = False
     """Whether the last turn calls a tool, or tries to."""
+    has_tools: bool = True
+    """Whether the model could call any."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_sampled(self, sampled: Sampled) -> None:
@@ -144,6 +146,7 @@ class Trajectory:
                 scored_text=scored,
                 sampled_text="\n".join(turns),
                 reward=reward,
+                has_tools=self.has_tools,
                 metrics=self.metrics,
                 snapshot=snapshot or {},
                 branches=(*self.branches, self._branch()) if self.branches else (),

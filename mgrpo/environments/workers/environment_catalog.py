@@ -18,6 +18,7 @@ from mgrpo.environments.offered.offered_environment import OfferedEnvironment
 from mgrpo.environments.offered.program import Program
 from mgrpo.environments.offered.toolbox import Toolbox
 from mgrpo.processes.user_code import user_module
+from mgrpo.processes.visible import TOOL_VARIABLES
 
 _HOME = "mgrpo.environments"
 NAMES = {
@@ -44,6 +45,15 @@ TRL = "trl:"
 PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
 """Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
+_MISSING = (
+    "there is no module {name}; put its folder on PYTHONPATH (for another env_python, install it there), or write "
+    "path/to/file.py:attribute"
+)
+_RAISED = (
+    ". Tools are imported by processes that have the arguments of the run's command, but only those variables of its "
+    f"environment that hold no secrets, and {TOOL_VARIABLES}*; if it reads another one, name it so, or put the tool in a "
+    "module that does not read it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +141,7 @@ def _named(entry: str) -> Any:
         ValueError: there is no such module, file or attribute, or its code raises.
     """
     home, _, attribute = entry.rpartition(":")
-    missing = "there is no module {name}; put its folder on PYTHONPATH, or write path/to/file.py:attribute"
-    found: Any = user_module(entry, home, missing=missing)
+    found: Any = user_module(entry, home, missing=_MISSING, raised=_RAISED)
     for name in attribute.split("."):
         if not hasattr(found, name):
             names = [other for other in vars(found) if not other.startswith("_")]

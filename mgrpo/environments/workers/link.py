@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.processes.json_lines import Child, Message
-from mgrpo.processes.visible import without_secrets
+from mgrpo.processes.visible import TOOL_VARIABLES, without_secrets
 
 PROGRAM = "mgrpo.environments.workers.worker"
 PATIENCE_S = 10.0
@@ -23,7 +23,7 @@ def new_child(folders: Sequence[str], python: str | None) -> Child:
     """A worker process, without the secrets of this one: its tools read untrusted text."""
     return Child(
         PROGRAM,
-        environment=without_secrets("MGRPO_TOOL_"),
+        environment=without_secrets(TOOL_VARIABLES),
         folders=folders,
         python=python,
         max_line_bytes=_MAX_ANSWER_BYTES,

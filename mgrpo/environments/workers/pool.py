@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -271,6 +272,7 @@ def _load_question(specs: Sequence[Spec], limits: WorkerLimits) -> Message:
         "instance": 0,
         "specs": [spec.to_json() for spec in specs],
         "limits": dataclasses.asdict(limits),
+        "arguments": sys.argv,
         "limit_s": _START_LIMIT_S,
     }
 

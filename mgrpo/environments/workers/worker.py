@@ -2,7 +2,7 @@
 
 Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
 
-    load    instance, specs, limits, limit_s  ->  description: the first environment is built and set up
+    load    instance, specs, limits, arguments, limit_s  ->  description: the first environment is built and set up
     reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  answers: an observation, seconds and timed_out for each call
     resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -81,6 +82,8 @@ class _EnvironmentWorker:
                 case "load":
                     self._specs = [Spec.from_json(spec) for spec in question["specs"]]
                     self._limits = WorkerLimits(**question["limits"])
+                    # A tool in the user's script may be imported by code that reads the script's arguments.
+                    sys.argv = question["arguments"]
                     description = await self._resident(number).description(question["limit_s"])
                     answer = {"description": description.to_json()}
                 case "reset":

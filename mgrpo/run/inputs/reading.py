@@ -7,6 +7,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from mgrpo.config.data import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
+from mgrpo.run.inputs.labels import looked_at
 from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ class Inputs:
     """Whether the held-out prompts are sampled; a run of one step that is only tried leaves them."""
     functions: tuple[str | Callable, ...] = ()
     """Reward functions, or their names; empty: the rows' verifiers decide."""
+    about_labels: tuple[str, ...] = ()
+    """Notes on what verifiers leave out of rows' labels."""
     toolset: Toolset | None = None
     """None: every completion is one turn."""
     prompts: Prompts | None = None
@@ -43,7 +48,7 @@ class Inputs:
         if self.functions or not config.reward.apply_verifiable_reward:
             return []
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *self.about_labels]))
 
     def verifiers(self, config: Config) -> list[str]:
         """The names of the verifiers that the rows ask for, in lower case."""
@@ -100,11 +105,17 @@ def read_inputs(
         return None, [*problems, *_folder_problems(config)]
     if functions and not problems:
         problems += _function_problems(functions, train, held_out, has_environments=config.tools.has_turns)
+    about_labels: list[str] = []
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
+    if verifies and not problems:
+        labels = chain(train.labels(), held_out.labels())
+        problems, about_labels = looked_at(labels, partial(_replacement, config=config))
     problems += row_problems(toolset, (train, held_out)) if toolset else []
-    inputs = Inputs(train=train, held_out=held_out, functions=functions, toolset=toolset)
+    inputs = Inputs(
+        train=train, held_out=held_out, functions=functions, toolset=toolset, about_labels=tuple(about_labels)
+    )
     return inputs, [*problems, *_folder_problems(config)]
 
 
@@ -156,11 +167,15 @@ def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
 
 
 def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
-    replacements = config.reward.verifier_replacements
     found: dict[str, str] = {}
     for name, origin in verifiers.items():
-        found.setdefault(replacements.get(name.lower(), name.lower()), origin)
+        found.setdefault(_replacement(name, config), origin)
     return found
+
+
+def _replacement(name: str, config: Config) -> str:
+    """The name, in lower case, of the verifier that scores the rows of this one."""
+    return config.reward.verifier_replacements.get(name.lower(), name.lower())
 
 
 def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:

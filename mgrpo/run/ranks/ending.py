@@ -14,9 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NoReturn
 
 from mgrpo.config import ConfigError
+from mgrpo.processes.user_code import UserCodeError, own_frames
 from mgrpo.run.ranks.process import rank
 from mgrpo.telemetry.untrusted import printable
 
@@ -79,11 +81,14 @@ def follow() -> None:
 
 
 def report_error(err: BaseException) -> None:
-    """Report an error; an unexpected one with its traceback beneath."""
+    """Report an error; beneath one of the user's code where it lies, beneath an unexpected one its traceback."""
     if isinstance(err, ConfigError):
         report(str(err))
         return
     where = f"rank {rank()}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    if isinstance(err, UserCodeError):
+        report(f"{where}{err}", details="\n".join([*err.__notes__, ""]))
+        return
     report(f"{where}{type(err).__name__}: {err}", details="".join(traceback.format_exception(err)))
 
 
@@ -102,17 +107,15 @@ def leave_within(cause: str, seconds: float) -> None:
 
 
 @contextmanager
-def bounded(on_interrupt: Callable[[], None]) -> Iterator[None]:
+def bounded(leave_others: Callable[[], None]) -> Iterator[None]:
     """A run: within, Ctrl-C raises KeyboardInterrupt once; the process ends if the run does not within `CLEAN_UP_S`.
 
     Args:
-        on_interrupt: called at once, from a thread.
+        leave_others: called at once, from any thread: no rank is to report the end of another.
     """
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        if threading.current_thread() is threading.main_thread():
-            with _bounded_interrupt(on_interrupt):
-                yield
-        else:
+        with _exits_explained(leave_others), _bounded_interrupt(leave_others) if is_main else nullcontext():
             yield
     finally:
         for timer in _timers:
@@ -121,7 +124,28 @@ def bounded(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _bounded_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
+def _exits_explained(leave_others: Callable[[], None]) -> Iterator[None]:
+    """Within, code of the user's that calls `os._exit` in this process ends it no less, but not without a word."""
+    exit_now, own = os._exit, os.getpid()
+
+    def explained(status: int) -> NoReturn:
+        if os.getpid() == own and not is_reported():
+            report(
+                f"a reward function or other code of yours ended the run by os._exit({status}); raise an error instead",
+                details=own_frames(traceback.extract_stack(sys._getframe(1))) + "\n",
+            )
+            leave_others()
+        exit_now(status)
+
+    os._exit = explained
+    try:
+        yield
+    finally:
+        os._exit = exit_now
+
+
+@contextmanager
+def _bounded_interrupt(leave_others: Callable[[], None]) -> Iterator[None]:
     ended = threading.Event()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -135,7 +159,10 @@ def _bounded_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
             pass
         os.close(reading)
         if number:
-            on_interrupt()
+            leave_others()
+            if rank() != 0:  # it has nothing to clean up
+                silence()
+                os._exit(INTERRUPTED)
             if not ended.wait(CLEAN_UP_S):
                 report_interrupt()
                 os._exit(INTERRUPTED)

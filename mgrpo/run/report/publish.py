@@ -87,9 +87,10 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
 
 
 def _evaluation(lines: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """Metrics of the evaluation after a step; empty where there was none."""
+    """Metrics of the evaluation after a step; empty where there was none. One that no completion had is missing."""
     found = [line for line in lines if line.get("step") == step and "eval/scores" in line]
-    return {name: value for name, value in found[-1].items() if name.startswith("eval/")} if found else {}
+    last = found[-1] if found else {}
+    return {name: value for name, value in last.items() if name.startswith("eval/") and value is not None}
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import counts_of, same_counts
 from mgrpo.moving.config_doors import as_config, with_tools
 from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.processes.user_code import UserCodeError
 from mgrpo.rollout.start import serving_gpus
 from mgrpo.run.inputs.continuing import Continued, look_for_state
 from mgrpo.run.inputs.disk_space import owned_folders
@@ -90,6 +91,7 @@ def train(
         prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        UserCodeError: a reward function failed; a note says in which line.
         NothingTrained: when everything has been written, if no step changed the weights.
     """
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
@@ -106,7 +108,11 @@ def train(
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
-    result = _start(config, inputs, continued, loss)
+    try:
+        result = _start(config, inputs, continued, loss)
+    except UserCodeError as err:
+        # The frames between this call and the user's code say nothing to its author.
+        raise err.with_traceback(None) from None
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
         if inputs is not None:
@@ -202,15 +208,8 @@ def _start(
         on_failure=ending.leave,
         on_goodbye=ending.follow,
     )
-    with ending.bounded(partial(_interrupt, watch)):
+    with ending.bounded(partial(watch.leave, is_failing=True)):
         return _run_with_engines(config, inputs, continued, watch, loss)
-
-
-def _interrupt(watch: Liveness) -> None:
-    """Ctrl-C: no rank is to report the end of another; all but rank 0 have nothing to clean up."""
-    watch.leave(is_failing=True)
-    if rank() != 0:
-        os._exit(ending.INTERRUPTED)
 
 
 def _run_with_engines(

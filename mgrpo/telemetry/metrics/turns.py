@@ -43,7 +43,9 @@ def _tokens(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """Calls by tool, and of all tools together; `_turns` counts those that cannot be read or that name no tool."""
+    """Calls by tool, and of all tools together, where there are tools; `_turns` counts those that cannot be read or name none."""
+    if not any(record.has_tools for record in records):
+        return {}
     calls: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for record in records:
         for turn in record.turns:

@@ -10,6 +10,7 @@ import pytest
 
 from mgrpo import cli
 from mgrpo.moving import load_file
+from mgrpo.processes.user_code import UserCodeError
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,18 @@ def test_short_commands_have_help_and_take_nothing_else(capsys):
     assert "usage: mgrpo env" in capsys.readouterr().out
     assert cli.main(["env", "all"]) == 2
     assert "mgrpo env: takes no arguments, got 'all'" in capsys.readouterr().err
+
+
+def fails(words: list[str]) -> int:
+    raise UserCodeError("reward function f failed: KeyError: 'x'", '  File "f.py", line 3, in f')
+
+
+def test_a_command_ends_with_the_line_of_the_users_code_that_failed(monkeypatch, capsys):
+    """`mgrpo eval` calls reward functions as well."""
+    monkeypatch.setitem(cli.COMMANDS, "eval", (__name__, "fails"))
+    assert cli.main(["eval"]) == 1
+    said = "mgrpo: reward function f failed: KeyError: 'x'\n  File \"f.py\", line 3, in f\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_version_and_the_module_are_the_command(capsys):

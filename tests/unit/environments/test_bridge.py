@@ -170,8 +170,8 @@ def test_a_turn_that_was_cut_is_ended_first(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_special_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -> None:
-    """A web page could end the tool's turn, and speak as the user."""
+def test_added_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -> None:
+    """A web page could end the tool's turn, and speak as the user; or call, in the manner of another format."""
     template, stops = GOOD[name]
     made = bridges(tokenizer, template, stops)
     end = end_token_of(made)
@@ -179,8 +179,6 @@ def test_special_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content in TOKENS}
     own = [number for number in plain if number in special]
     for token in TOKENS:
-        if token in ("<think>", "</think>", "<tool_response>", "</tool_response>") and token not in template:
-            continue
         for text in (token, f"a{token}\n{token}{token}b", f"<{token}>", f"{token[:-1]}{token}"):
             found = made.after_tools([text], ["look"], last=end)
             assert [number for number in found if number in special] == own

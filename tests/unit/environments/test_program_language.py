@@ -77,9 +77,10 @@ def wish(*messages: dict, tools: list[dict] | None = None) -> dict[str, Any]:
 
 def test_a_program_and_the_template_write_the_same_ids(tokenizer: Any) -> None:
     """An opening, an answered call and a word of the user: what the model is shown is what it was made for."""
-    trajectory = Trajectory(context=np.zeros(0, np.int32))
+    trajectory = Trajectory(context=np.zeros(0, np.int32), has_tools=False)
     talk = Conversation(language(tokenizer), trajectory, [])
     talk.take(talk.step(wish(*ASKED, tools=[SCHEMA])))
+    assert trajectory.has_tools
     call = 'so\n<tool_call>\n{"name": "look", "arguments": {"x": "1"}}\n</tool_call><|im_end|>'
     first = talk.heard(sampled(tokenizer, call))["message"]
     assert (first["content"], first["tool_calls"][0]["function"]) == ("so", {"name": "look", "arguments": {"x": "1"}})

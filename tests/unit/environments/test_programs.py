@@ -193,7 +193,7 @@ def test_a_chat_that_goes_on_reuses_the_ids_of_the_turns_before() -> None:
     assert [ask.max_tokens for ask in engine.asks] == [100, 87]
     record = found.trajectory
     assert record is not None and (record.ended_by, record.reward, record.scored_text) == ("stop", 0.5, "two")
-    assert record.metrics == {"echo/turns": 2.0}
+    assert record.metrics == {"echo/turns": 2.0} and not record.has_tools
     assert [message["role"] for message in record.messages] == ["assistant", "user", "assistant"]
 
 
@@ -220,7 +220,7 @@ def test_calls_are_told_to_the_program_which_answers_them() -> None:
     assert group.prompt.tokens.tolist() == ids("[add]uhi|>")
     assert found.tokens.tolist()[found.loss_mask.tolist().index(False) :] == ids("tadd=3|tadd=7|>8|")
     record = found.trajectory
-    assert record is not None and record.reward == 8
+    assert record is not None and record.reward == 8 and record.has_tools
     assert [(turn.calls, turn.failed) for turn in record.turns] == [(("add", "add"), (False, False)), ((), ())]
     assert record.turns[0].seconds[0] > 0
     calls: Any = record.messages[0]["tool_calls"]

@@ -54,6 +54,16 @@ def run_of(folder: Path, **values):
     return from_values(given | values), export
 
 
+def test_an_evaluation_without_a_reward_leaves_its_line_out(tmp_path):
+    """Where a reward function gives NaN, the metrics of the step have null."""
+    config, export = run_of(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().replace('"eval/scores": 0.5', '"eval/scores": null')
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    write_card(config, Inputs(train=Rows(), held_out=Rows()), export)
+    card = (export / "README.md").read_text()
+    assert "accuracy" in card and "mean reward" not in card
+
+
 def test_metadata_and_text_say_what_was_trained(tmp_path):
     """The Hub lists a model under its base, its data and its tags."""
     config, export = run_of(tmp_path, model_name_or_path="tiny/sums", learning_rate=3e-4)

@@ -106,6 +106,16 @@ def test_a_program_sees_only_what_it_is_given(tmp_path: Path, monkeypatch: pytes
     assert not json_file.startswith(str(tmp_path)) and leads_session
 
 
+def test_the_users_modules_are_not_hidden_by_what_lies_beside_this_package(tmp_path: Path, monkeypatch) -> None:
+    """A checkout has folders such as tests and tools; the user's package of that name was "no module"."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").write_text("value = 7")
+    (tmp_path / "own.py").write_text("import mgrpo, tests; print(tests.value, mgrpo.__file__)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    program = start_program("own", environment={}, settings={})
+    assert program.communicate(timeout=30)[0].decode() == f"7 {mgrpo.__file__}\n"
+
+
 def test_another_interpreter_sees_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
     """Beside the package there may be torch and all else, compiled for the trainer's interpreter; this one may have nothing."""
     (tmp_path / "own.py").write_text(

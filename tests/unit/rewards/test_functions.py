@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 import multiprocessing
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from mgrpo.processes.user_code import UserCodeError
 from mgrpo.rewards.reward_functions import TrainerState, function_names, missing_arguments, score_with_functions
 from mgrpo.types import Completion, RolloutGroup, Score
 from tests import builders
@@ -264,8 +266,10 @@ def test_what_cannot_be_called_by_keyword_is_refused_before_the_start(function: 
 )
 def test_what_is_not_one_number_each_is_refused(returned: object, found: str) -> None:
     """Rewards beside the wrong completions would train noise, and an infinity would end as NaN in every weight."""
-    with pytest.raises(ValueError, match=f"reward function constant returned {found}"):
+    with pytest.raises(UserCodeError, match=f"reward function constant returned {found}") as caught:
         score_with_functions([_group("a", "b")], [_returning(returned)])
+    (where,) = caught.value.__notes__
+    assert re.fullmatch(rf'  File "{__file__}", line \d+, in constant', where)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +305,13 @@ def test_a_function_that_fails_is_named() -> None:
         raise KeyError("solution")
 
     for function in (broken, broken_later):
-        with pytest.raises(RuntimeError, match=f"reward function {function.__name__} failed: KeyError") as caught:
+        with pytest.raises(UserCodeError, match=f"reward function {function.__name__} failed: KeyError") as caught:
             score_with_functions([_group("a")], [_returning([1.0]), function])
         assert isinstance(caught.value.__cause__, KeyError)
+        (where,) = caught.value.__notes__
+        frame, line = where.splitlines()
+        assert __file__ in frame and frame.endswith(f"in {function.__name__}")
+        assert line.strip() == 'raise KeyError("solution")'
 
 
 async def _exits(**_: object) -> list[float]:
@@ -467,9 +475,10 @@ def test_a_function_that_takes_too_long_is_named() -> None:
     for function in (forever, for_long):
         name = function.__name__
         with pytest.raises(
-            RuntimeError, match=f"^reward function {name} .* within reward_funcs_timeout=0.2 s; raise it"
-        ):
+            UserCodeError, match=f"^reward function {name} .* within reward_funcs_timeout=0.2 s; raise it"
+        ) as caught:
             score_with_functions([_group("5")], [function], timeout_s=0.2)
+        assert caught.value.__notes__[0].endswith(f"in {name}")
     batch = score_with_functions([_group("5")], [_returning([1.0])], timeout_s=20)
     assert batch.groups[0].scores[0].reward == 1.0
     released.set()

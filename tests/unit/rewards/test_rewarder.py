@@ -27,8 +27,8 @@ def rewarder():
     """Makes them, and ends their processes."""
     made = []
 
-    def make(functions=(), **values):
-        made.append(Rewarder(from_values(values), functions))
+    def make(functions=(), verifiers=(), **values):
+        made.append(Rewarder(from_values(values), functions, verifiers))
         return made[-1]
 
     yield make
@@ -42,6 +42,15 @@ def test_scores_are_weighed_and_measured_against_the_weighed_highest(rewarder):
     scored = own.score([group("5", "6", verifiers=("integer", "max_length"), truths=("5", 2))], TRAINING).groups
     assert scored[0].rewards.tolist() == [15.0, 5.0]
     assert own.scale.shares(scored[0]).tolist() == [1.0, 1 / 3]
+
+
+@pytest.mark.parametrize(("verifiers", "highest"), [(["passthrough"], 0.0), (["passthrough", "integer"], 10.0)])
+def test_rewards_of_environments_are_not_measured_by_a_verifier(rewarder, verifiers, highest):
+    """A run whose program gives at most 1 said "reward 0.156 of 10"."""
+    own = rewarder(verifiers=verifiers, verification_reward=10)
+    assert own.scale.max_possible_score == highest
+    scored = own.score([group("5", verifiers=("passthrough",))], TRAINING).groups
+    assert own.scale.highest(scored[0]) == 0.0
 
 
 def test_functions_named_by_words_score_as_the_callers_do(rewarder, tmp_path):

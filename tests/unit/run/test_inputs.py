@@ -10,6 +10,7 @@ import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.rewards import registry
+from mgrpo.run.inputs.labels import looked_at
 from mgrpo.run.inputs.reading import read_inputs
 
 MODULE = """
@@ -55,6 +56,37 @@ def test_a_remapped_name_need_not_exist_and_its_replacement_must(make):
     assert inputs.verifiers(config) == ["gsm8k", "math"]
     _, (problem,) = read_inputs(make("math", remap_verifier="math=maths"))
     assert "unknown verifier 'maths'" in problem
+
+
+def test_labels_that_a_verifier_cannot_read_are_found_before_the_start(make, tmp_path):
+    """Each would be a row without a score in every step of the run, which then trains nothing."""
+    config = make(*["Theirs"] * 3, "math", remap_verifier="theirs=integer")
+    rows = (tmp_path / "rows.jsonl").read_text().replace('"ground_truth": "1"', '"ground_truth": "thirty"', 2)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    _, (problem,) = read_inputs(config)
+    assert problem == (
+        f"{tmp_path}/rows.jsonl:1: the verifier integer cannot read the label: ground_truth='thirty' is not an integer; "
+        "write an int or a string of digits; so it is with 2 labels"
+    )
+
+
+def test_what_a_verifier_leaves_out_of_labels_is_noted_once(make, tmp_path):
+    """The label -5 takes 5 in SQuAD's normal form; a user who does not know it finds it out after a week."""
+    config = make(*["flan"] * 3)
+    rows = (tmp_path / "rows.jsonl").read_text().replace('"ground_truth": "1"', '"ground_truth": "-5"', 2)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    inputs, problems = read_inputs(config)
+    assert problems == []
+    (note,) = inputs.notes(config)
+    assert note.startswith("verifier flan: 2 of 3 labels lose a sign") and note.endswith(
+        f"the first is '-5' ({tmp_path}/rows.jsonl:1)"
+    )
+
+
+def test_labels_are_looked_at_for_a_bounded_time():
+    """Of many millions the start of a run cannot wait."""
+    found = looked_at(iter([("a:1", "integer", "thirty")] * 2), str, limit_s=-1)
+    assert found == ([], ["the labels after a:1 were not looked at, because that takes more than -1 s"])
 
 
 def test_verifiers_of_the_users_own_modules_are_found_by_name(make, tmp_path, monkeypatch):

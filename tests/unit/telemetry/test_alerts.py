@@ -118,6 +118,17 @@ def test_a_run_shorter_than_that_is_judged_by_its_own_steps():
     assert text.startswith("in this step: ")
 
 
+def test_a_run_that_learns_nothing_for_changing_reasons_ends_with_one():
+    """It ends with "nothing was trained ... the warnings above", and none of its signs lasted for three steps."""
+    others = [{"reward": 0.0}, {"frac_reward_zero_std": 0.3}] * 3
+    watch = AlertWatch(6)
+    said = [watch.after(step, GOOD | FLAT | other) for step, other in enumerate(others, start=1)]
+    assert said[:-1] == [[]] * 5 and said[-1][0].startswith("in this step: nothing was trained")
+    watch = AlertWatch(6)
+    said = [watch.after(step, GOOD if step == 1 else GOOD | FLAT | other) for step, other in enumerate(others, start=1)]
+    assert said == [[]] * 6
+
+
 def test_the_metrics_file_gives_the_same_warnings():
     """The report is written from it, also after a crash; NaN is null there, and evaluations are no steps."""
     steps = [{"step": step, **GOOD, **(FLAT if step > 4 else {}), "reward": None} for step in range(1, 9)]

@@ -75,6 +75,14 @@ def test_calls_are_counted_for_each_tool_and_for_all():
     assert {name: value for name, value in metrics.items() if "tools/" in name} == expected
 
 
+def test_a_program_without_tools_has_no_metrics_of_calls():
+    """A mean of 0 calls is a warning: the model never begins a call."""
+    talk = completion(turn())
+    talk = replace(talk, trajectory=replace(talk.trajectory, has_tools=False))
+    assert not [name for name in turn_metrics([group(talk)]) if "tools/" in name]
+    assert turn_metrics([group(talk, completion(turn()))])["tools/aggregate/avg_calls_per_rollout"] == 0.0
+
+
 def test_turns_and_how_they_end():
     """A model that stops calling, and one that never stops, both lose reward, for opposite reasons."""
     metrics = turn_metrics(GROUPS)
