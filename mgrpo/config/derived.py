@@ -25,6 +25,22 @@ def state_root(config: Config) -> str:
     return own.gs_checkpoint_state_dir or own.checkpoint_state_dir or default
 
 
+def num_exports(config: Config) -> int:
+    """Exports of the whole run; none of them is deleted."""
+    own = config.checkpoint
+    between = (config.num_training_steps - 1) // own.save_freq if own.save_freq > 0 else 0
+    return between + own.save_final
+
+
+def num_states(config: Config) -> int:
+    """Training states on disk at most: the oldest goes when the newest is complete."""
+    own = config.checkpoint
+    if own.checkpoint_state_freq <= 0:
+        return 0
+    states = config.num_training_steps // own.checkpoint_state_freq
+    return min(states, own.keep_last_n_checkpoints + 1) if own.keep_last_n_checkpoints > 0 else states
+
+
 def layout_of(config: Config, world_size: int) -> Layout:
     """The training layout that the parallel section asks of `world_size` learner ranks."""
     parallel = config.parallel

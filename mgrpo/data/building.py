@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.data.amounts import Entry
-from mgrpo.data.checking import MOST_SHOWN, Row
+from mgrpo.data.checking import MOST_SHOWN, Mistake, Row
 from mgrpo.data.encoding import Encoder, Recipe
 from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, largest_token, num_tokens, open_prompts
 from mgrpo.data.sources import DataSource
@@ -162,20 +162,27 @@ def _batches(sources: Sequence[DataSource], distinct: Sequence[np.ndarray]) -> I
 
 
 def _raise_problems(prompts: pyarrow.Table, sources: Sequence[DataSource], recipe: Recipe) -> None:
-    def origin(place: int) -> str:
-        source, line = (prompts.column(name)[place].as_py() for name in ("source", "line"))
-        return sources[source].origin(line)
-
-    problems = prompts.column("problem")
-    bad = [place for place, problem in enumerate(problems.to_pylist()) if problem]
-    if bad:
-        shown = [f"{origin(place)}: {problems[place]}" for place in bad[:MOST_SHOWN]]
-        more = [f"... and {len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
-        raise ValueError(f"{len(bad)} of {len(prompts)} rows cannot be made prompts:\n  " + "\n  ".join(shown + more))
+    places = list(zip(*(prompts.column(name).to_pylist() for name in ("source", "line")), strict=True))
+    mistakes: dict[tuple[int, str], Mistake] = {}
+    for (source, line), problem in zip(places, prompts.column("problem").to_pylist(), strict=True):
+        if problem:
+            mistakes.setdefault((source, problem), Mistake(problem)).add(line)
+    if mistakes:
+        found = list(mistakes.items())
+        shown = [
+            f"{sources[source].origin(mistake.lines[0])}: {mistake}" for (source, _), mistake in found[:MOST_SHOWN]
+        ]
+        num_bad, unnamed = (sum(mistake.num_rows for _, mistake in rows) for rows in (found, found[MOST_SHOWN:]))
+        more = [f"... and {unnamed:,} more"] if unnamed else []
+        raise ValueError(f"{num_bad} of {len(prompts)} rows cannot be made prompts:\n  " + "\n  ".join(shown + more))
     lengths = num_tokens(prompts)
     too_long = np.flatnonzero(lengths > recipe.max_tokens)[:MOST_SHOWN].tolist()
     if too_long and recipe.overlong == "error":
-        shown = [f"{origin(place)}: {lengths[place]} tokens" for place in too_long]
+        shown = [
+            f"{sources[source].origin(line)}: {lengths[place]} tokens"
+            for place in too_long
+            for source, line in [places[place]]
+        ]
         raise ValueError(
             f"prompts are longer than max_prompt_token_length={recipe.max_tokens}, which overlong_prompt_policy=error "
             "forbids; the first:\n  " + "\n  ".join(shown)

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mgrpo.data.rows import Contract
+from mgrpo.data.rows import BadRow, Contract
 
 MOST_SHOWN = 20
-"""Bad rows that one error names."""
+"""Mistakes that one error names."""
+FEW = 3
+"""Rows that it names for each, beside the first."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -23,10 +25,31 @@ class Row(NamedTuple):
     """Its line in a JSONL file, otherwise its number; from 1."""
     text: str
     """JSON; empty where the row cannot be JSON."""
-    problem: str = ""
+    problem: BadRow | None = None
     """Why the row cannot be JSON."""
     lost_columns: Sequence[str] = ()
     """Columns that JSON cannot hold, null in `text`."""
+
+
+@dataclass(slots=True)
+class Mistake:
+    """What is wrong with some rows, in the words of the first."""
+
+    problem: str
+    lines: list[int] = field(default_factory=list)
+    """Of the first row and a few more."""
+    num_rows: int = 0
+
+    def add(self, line: int) -> None:
+        """Count one more row."""
+        self.num_rows += 1
+        if len(self.lines) <= FEW:
+            self.lines.append(line)
+
+    def __str__(self) -> str:
+        more = self.num_rows - 1
+        others = ", ".join(map(str, self.lines[1:])) + (", ..." if more > FEW else "")
+        return self.problem if not more else f"{self.problem} ({more:,} more such row{'s' * (more > 1)}: {others})"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +66,10 @@ class Summary:
     """Line of the first row whose prompt is text."""
     first_conversation: int | None = None
     """Line of the first row with messages."""
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and error of the first `MOST_SHOWN` bad rows."""
+    mistakes: dict[str, Mistake] = field(default_factory=dict)
+    """The first `MOST_SHOWN`, by what was expected."""
     num_problems: int = 0
+    """Bad rows."""
     lost_columns: list[str] = field(default_factory=list)
     """Columns with values that JSON cannot hold."""
 
@@ -54,10 +78,11 @@ class Summary:
         for row in rows:
             try:
                 self._add(row, contract)
-            except (ValueError, RecursionError) as err:
+            except (BadRow, RecursionError) as err:
                 self.num_problems += 1
-                if len(self.problems) < MOST_SHOWN:
-                    self.problems.append((row.line, str(err)))
+                expected = err.expected if isinstance(err, BadRow) else str(err)
+                if expected in self.mistakes or len(self.mistakes) < MOST_SHOWN:
+                    self.mistakes.setdefault(expected, Mistake(str(err))).add(row.line)
             else:
                 yield row
 
@@ -68,7 +93,8 @@ class Summary:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Summary:
         """The inverse of `to_json`."""
-        return cls(**{**values, "problems": [(line, problem) for line, problem in values["problems"]]})
+        mistakes = {expected: Mistake(**mistake) for expected, mistake in values["mistakes"].items()}
+        return cls(**{**values, "mistakes": mistakes})
 
     def _add(self, row: Row, contract: Contract) -> None:
         record = _parsed(row)
@@ -104,20 +130,20 @@ def rows_of_records(
     for number, record in enumerate(records, start=1):
         try:
             text, lost = contract.to_json(record)
-        except ValueError as err:
-            yield Row(number, "", str(err))
+        except BadRow as err:
+            yield Row(number, "", err)
         else:
             yield Row(number, text, lost_columns=(*lost, *lost_columns))
 
 
 def _parsed(row: Row) -> Any:
     if row.problem:
-        raise ValueError(row.problem)
+        raise row.problem
     try:
         return json.loads(row.text)
     except (ValueError, RecursionError) as err:
-        raise ValueError(_not_json(row.text[:60], err)) from err
+        raise _not_json(row.text[:60], err) from err
 
 
-def _not_json(found: str, err: Exception) -> str:
-    return f"found {found!r}, expected one JSON object on the line ({err})"
+def _not_json(found: str, err: Exception) -> BadRow:
+    return BadRow(f"{found!r} ({err})", "one JSON object on the line")

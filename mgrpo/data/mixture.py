@@ -48,7 +48,7 @@ def open_data(
         dataset: rows to train on, in place of `dataset_mixer_list`.
         eval_dataset: held-out rows, in place of `dataset_mixer_eval_list`.
     Raises:
-        BadData: everything that is wrong; of bad rows the first 20, by file and line.
+        BadData: everything that is wrong; of bad rows one sentence for each mistake, with the first row's file and line.
     """
     opening = _Opening(data, need_verifiers)
     if dataset is None:
@@ -257,10 +257,10 @@ class _Opening:
         """Raise everything that is wrong, in one error."""
         sources = [source for source in self._sources.values() if source is not None]
         problems, num_bad = list(self._failures), sum(source.summary.num_problems for source in sources)
-        rows = [(source.origin(line), problem) for source in sources for line, problem in source.summary.problems]
-        problems += [f"{origin}: {problem}" for origin, problem in rows[:MOST_SHOWN]]
-        if num_bad > MOST_SHOWN:
-            problems.append(f"... and {num_bad - MOST_SHOWN} more")
+        found = [(source, mistake) for source in sources for mistake in source.summary.mistakes.values()]
+        problems += [f"{source.origin(mistake.lines[0])}: {mistake}" for source, mistake in found[:MOST_SHOWN]]
+        if unnamed := num_bad - sum(mistake.num_rows for _, mistake in found[:MOST_SHOWN]):
+            problems.append(f"... and {unnamed:,} more")
         if num_bad:
             where = f" in {sources[0].name}" if len(self._sources) == 1 else ""
             count = "1 malformed row" if num_bad == 1 else f"{num_bad} malformed rows"

@@ -16,6 +16,20 @@ PROMPT = "prompt"
 VERIFIERS = "dataset"
 
 Message = dict[str, Any]
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's conversations, which no chat template knows."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be used.
+
+    Attributes:
+        expected: what any such row lacks; the same words for the same mistake, whatever was found.
+    """
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(f"found {found}, expected {expected}")
+        self.expected = expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +42,29 @@ class Contract:
     """False for runs without verifiers: `dataset` may be any column, and there may be no ground truth."""
 
     def check(self, record: object) -> tuple[bool, tuple[str, ...]]:
-        """Whether the row is a conversation, and its verifiers; raises ValueError with what is wrong with it."""
+        """Whether the row is a conversation, and its verifiers; raises BadRow."""
         if not isinstance(record, dict):
-            raise ValueError(
-                f"found {shown(record)}, expected an object with {self.messages_key} or prompt, "
-                f"{self.ground_truths_key} and dataset"
+            raise BadRow(
+                shown(record), f"an object with {self.messages_key} or prompt, {self.ground_truths_key} and dataset"
             )
         prompt, is_own = self._given(record), self.is_own_prompt(record)
         if isinstance(prompt, list):
             _check_messages(prompt, key=PROMPT if is_own else self.messages_key)
         elif not is_own:
-            raise ValueError(f"found {self.messages_key} {shown(prompt)}, expected a list with at least one message")
+            raise BadRow(
+                f"{self.messages_key} {shown(prompt)}",
+                "a list with at least one message; text goes into a column prompt",
+            )
         elif isinstance(prompt, str) and prompt:
             _check_text(prompt)
         else:
             keys = ", ".join(map(repr, record)) or "nothing"
-            raise ValueError(
-                f"found prompt {shown(prompt)} among {keys}, expected {self.messages_key} (a list of role and content) "
-                "or prompt (text)"
+            cure = (
+                "; name the column that holds messages with sft_messages_key, that of the answers with ground_truths_key, and "
+                "rename one that holds text to prompt"
             )
+            expected = f"{self.messages_key} (a list of role and content) or prompt (text)"
+            raise BadRow(f"prompt {shown(prompt)} among {keys}", expected if PROMPT in record else expected + cure)
         return isinstance(prompt, list), self.labels(record)[0]
 
     def prompt(self, record: Mapping[str, object]) -> str | list[Message]:
@@ -73,15 +91,20 @@ class Contract:
         elif isinstance(names, list) and names and all(isinstance(name, str) and name for name in names):
             verifiers = tuple(names)
         else:
-            raise ValueError(f"found dataset {shown(names)}, expected the name of a verifier, or a list of names")
+            raise BadRow(
+                f"dataset {shown(names)}",
+                "the name of a verifier, or a list of names; without one, score with a function of yours: reward_funcs",
+            )
         if truth is None:
-            raise ValueError(f"found no {self.ground_truths_key}, expected what the verifier compares with")
+            raise BadRow(
+                f"no {self.ground_truths_key}",
+                "what the verifier compares with; name another column with ground_truths_key",
+            )
         if isinstance(names, str) or (len(verifiers) == 1 and not isinstance(truth, list)):
             return verifiers, (truth,)
         if not isinstance(truth, list) or len(truth) != len(verifiers):
-            raise ValueError(
-                f"found {self.ground_truths_key} {shown(truth)} for {len(verifiers)} verifiers, "
-                "expected a list with one value each"
+            raise BadRow(
+                f"{self.ground_truths_key} {shown(truth)} for {len(verifiers)} verifiers", "a list with one value each"
             )
         return verifiers, tuple(truth)
 
@@ -92,7 +115,7 @@ class Contract:
     def to_json(self, record: object) -> tuple[str, list[str]]:
         """The row as JSON text, and the names of the columns that JSON cannot hold, which become null.
 
-        Numpy values become lists and numbers, dates ISO text, decimals text. Raises ValueError for a label or
+        Numpy values become lists and numbers, dates ISO text, decimals text. Raises BadRow for a label or
         a prompt that JSON cannot hold.
         """
         if isinstance(record, Mapping):
@@ -101,14 +124,14 @@ class Contract:
             return json.dumps(record, default=_plain), []
         except (TypeError, ValueError, RecursionError) as err:
             if not isinstance(record, dict):
-                raise ValueError(f"found {type(record).__name__}, expected a row of JSON values ({err})") from err
+                raise BadRow(f"{type(record).__name__} ({err})", "a row of JSON values") from err
         lost = []
         for key, value in record.items():
             try:
                 json.dumps({key: value}, default=_plain)
             except (TypeError, ValueError, RecursionError) as err:
                 if not isinstance(key, str) or key in (PROMPT, VERIFIERS, self.messages_key, self.ground_truths_key):
-                    raise ValueError(f"found {key} {shown(value)}, expected a JSON value ({err})") from err
+                    raise BadRow(f"{key} {shown(value)} ({err})", "a JSON value") from err
                 lost.append(key)
         return json.dumps({key: None if key in lost else value for key, value in record.items()}, default=_plain), lost
 
@@ -124,14 +147,18 @@ def shown(value: object) -> str:
 
 def _check_messages(messages: list, *, key: str) -> None:
     if not messages:
-        raise ValueError(f"found {key} [], expected a list with at least one message")
+        raise BadRow(f"{key} []", "a list with at least one message")
     for message in messages:
         if not (
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
         ):
-            raise ValueError(f'found message {shown(message)}, expected {{"role": text, "content": text}}')
+            is_sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+            cure = "; these are ShareGPT's names: rename them and the roles" if is_sharegpt else ""
+            raise BadRow(f"message {shown(message)}", f'{{"role": text, "content": text}}{cure}')
+        if message["role"] in SHAREGPT:
+            raise BadRow(f"role {message['role']!r}", f"the chat template's name for it, {SHAREGPT[message['role']]!r}")
         _check_text(message["content"])
 
 
@@ -141,9 +168,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as err:
-        raise ValueError(
-            f"found {shown(text[err.start])} in the prompt, half of a character; expected Unicode text"
-        ) from err
+        raise BadRow(f"half of a character in the prompt, {shown(text[err.start])}", "Unicode text") from err
 
 
 def _plain(value: object) -> object:

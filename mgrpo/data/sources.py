@@ -22,7 +22,7 @@ from mgrpo.data.checking import Row, Summary, rows_of_lines, rows_of_records
 from mgrpo.data.rows import Contract
 
 # Part of every key of the cache: another number where the same bytes would give other rows.
-_ROWS_VERSION = 2
+_ROWS_VERSION = 3
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".json", ".csv")
 # The check of a source above either size is cached.
 _KEPT_BYTES = 4 * 2**20
@@ -158,6 +158,8 @@ def _read_local(path: Path, split: str, contract: Contract) -> Iterator[Row]:
             raise ValueError(f"{path} cannot be read as JSON: {err}") from err
         yield from rows_of_records(records, contract)
     elif path.is_file() and path.suffix in (".jsonl", ".ndjson", ".json"):
+        if _first_byte(path) == b"[" and _is_json(path):
+            raise ValueError(f"{path} holds one JSON list, expected a row on each line; rename it to {path.stem}.json")
         with path.open("rb") as file:
             yield from rows_of_lines(file)
     else:
@@ -173,7 +175,7 @@ def _open(path: Path, split: str) -> Any:
     if path.is_file():
         return _load(str(path.absolute().parent), data_files=path.name, split="train", streaming=True)
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return _load(str(path), split=split, streaming=True)
+        return _load(str(path.absolute()), split=split, streaming=True)
     import datasets
 
     saved = datasets.load_from_disk(str(path))
@@ -227,6 +229,14 @@ def _digest(path: Path) -> str:
             while block := opened.read(_BLOCK):
                 found.update(block)
     return found.hexdigest()
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _first_byte(path: Path) -> bytes:

@@ -23,8 +23,11 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"tokenizer folder {path} does not exist (looked for {folder.absolute()})")
     from transformers import AutoTokenizer
 
-    present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
-    advice = f"no tokenizer could be loaded from {path}, which holds {present}; expected tokenizer.json and tokenizer_config.json"
+    present = sorted(file.name for file in folder.iterdir())
+    missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if name not in present]
+    holds = ", ".join(present[:20]) or "nothing"
+    cure = f"expected {' and '.join(missing)} as well" if missing else "are they of this model, and complete?"
+    advice = f"no tokenizer could be loaded from {path}, which holds {holds}; {cure}"
     try:
         # Never the code that may lie in the folder, and no question about it on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Bytes that a learner rank holds throughout a run (parameters, gradients, optimizer states), and those of its logits.
+"""Bytes that a learner rank holds throughout a run (parameters, gradients, optimizer states), of its logits, and of saved files.
 
 Counted is what Megatron allocates once, by the rule table that also loads the weights. Activations, engines and the sum
 are the planner's.
@@ -13,9 +13,9 @@ from itertools import chain
 from typing import Literal
 
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
-from mgrpo.models.adapters import LoraShape, adapter_places
+from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import local_parameters
+from mgrpo.models.table import hf_tensors, local_parameters
 
 FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -314,3 +314,23 @@ def choose_logits_chunk(
         return 0
     # Fewer than four chunks save little.
     return min(LOGITS_CHUNK, -(-padded_vocab(shape) // layout.tensor // 4))
+
+
+def export_bytes(shape: ModelShape, *, dtype_bytes: int, lora: LoraShape | None) -> int:
+    """An export in Hugging Face format; of adapters, the merged weights and the adapters themselves."""
+    return num_weights(shape) * dtype_bytes + (num_trained(shape, lora) * FP32_BYTES if lora else 0)
+
+
+def training_state_bytes(shape: ModelShape, *, reference_moves: bool, lora: LoraShape | None) -> int:
+    """Everything that a run resumes from: masters and moments in fp32, and the weights of a reference that is updated."""
+    return num_trained(shape, lora) * FP32_BYTES * (3 + reference_moves)
+
+
+def num_weights(shape: ModelShape) -> int:
+    """Weights of the whole model, as its checkpoint in Hugging Face format holds them."""
+    return sum(map(math.prod, hf_tensors(shape).values()))
+
+
+def num_trained(shape: ModelShape, lora: LoraShape | None) -> int:
+    """Weights that the run changes: those of the adapters, or all."""
+    return sum(map(math.prod, adapter_tensors(shape, lora).values())) if lora else num_weights(shape)

@@ -231,6 +231,13 @@ class RunPlan:
         return sum(self.phases.values())
 
     @property
+    def pace_s(self) -> float:
+        """Seconds from one step to the next: with `async_steps` engines generate while learners train."""
+        phases = self.phases
+        beside = phases["generate"], phases["logprobs"] + phases["train"]
+        return max(beside) + phases["sync"] if self.config.rollout.async_steps else self.step_s
+
+    @property
     def causes(self) -> dict[tuple[str, str], float]:
         """Seconds by (phase, cause)."""
         causes = {("train", cause): seconds for cause, seconds in self.learners.training.items()}

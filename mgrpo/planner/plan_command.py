@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
 
-SHIPPED = Path(__file__).with_name("models")
-"""config.json files of public models: name.json serves models whose name begins with `name`."""
+SHIPPED = Path(__file__).with_name("models.json")
+"""Sizes of public models: of each family what all have in common, and of each model its own, as in their config.json."""
 
 
 def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
@@ -214,19 +215,33 @@ def _model_config(hf_config: str | None, name: str | None, revision: str | None)
         except HubError as err:
             raise ValueError(f"model_name_or_path={err}; or give its config.json: --hf_config FILE") from None
     if shipped is None:
-        known = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
+        known = ", ".join(shipped_configs())
         raise ValueError(
             f"model_name_or_path={name} is neither a folder here nor a model known by name ({known}); "
             "give its config.json: --hf_config FILE"
         )
-    return json.loads(shipped.read_text())
+    return shipped
 
 
-def shipped_config(name: str) -> Path | None:
-    """The shipped file with the longest name that begins the model's, `Qwen/Qwen2.5-7B-Instruct` for example."""
-    base = Path(name).name.lower()
-    matching = [path for path in SHIPPED.glob("*.json") if f"{base}-".startswith(f"{path.stem}-")]
-    return max(matching, key=lambda path: len(path.stem), default=None)
+@cache
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """config.json of each shipped model, by its name in small letters."""
+    families = json.loads(SHIPPED.read_text())
+    return {
+        name: family["every"] | own for family in families.values() for name, own in family.items() if name != "every"
+    }
+
+
+def shipped_name(model: str) -> str | None:
+    """The longest shipped name that begins the model's: `qwen2.5-7b` for `Qwen/Qwen2.5-7B-Instruct`."""
+    base = Path(model).name.lower().removeprefix("meta-")
+    return max((name for name in shipped_configs() if f"{base}-".startswith(f"{name}-")), key=len, default=None)
+
+
+def shipped_config(model: str) -> dict[str, Any] | None:
+    """A copy of config.json of the model with that name, or None."""
+    name = shipped_name(model)
+    return None if name is None else dict(shipped_configs()[name])
 
 
 def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, int]:

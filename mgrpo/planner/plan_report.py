@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mgrpo.config.derived import num_exports, num_states
+from mgrpo.models.memory import export_bytes, training_state_bytes
 from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.plan import RunPlan, StageMemory
@@ -100,7 +102,7 @@ def verdict(plan: RunPlan) -> str:
     )
     return (
         f"fits: {_gib((fullest or plan.worst).total)} of {memory / GIB:.0f} GiB {where}; "
-        f"an engine caches {engine.longest_sequences} sequences of {engine.longest} tokens at a time"
+        f"an engine caches {counted(engine.longest_sequences, 'sequence')} of {engine.longest} tokens at a time"
     )
 
 
@@ -115,23 +117,59 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         )
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
-        f"{plan.config.model.model_dtype}; {plan.work.sequences} completions per step, assumed mean "
+        f"{plan.config.model.model_dtype}; {counted(plan.work.sequences, 'completion')} per step, assumed mean "
         f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f} tokens"
     )
     yield (
-        f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {split.learners} learners, {split.engines} "
-        f"{'shared with' if engines.shares_gpus else 'for'} {engines.vllm_num_engines} engines of "
+        f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {counted(split.learners, 'learner')}, {split.engines} "
+        f"{'shared with' if engines.shares_gpus else 'for'} {counted(engines.vllm_num_engines, 'engine')} of "
         f"{engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
     )
     yield (
         f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
-        f"{plan.learners.num_micro_batches} micro-batches per rank"
+        f"{counted(plan.learners.num_micro_batches, 'micro-batch')} per rank"
         + (f", LM head {plan.logits_chunk} columns at a time" if plan.logits_chunk else "")
     )
+    if plan.generation and plan.config.has_length:
+        yield _whole_run(plan)
     yield (
         f"operations per step: {plan.training_flops:.2e} in training and logprob passes "
         f"(MFU {plan.learner_utilisation:.0%}), {plan.generation_flops:.2e} in generation"
     )
+
+
+def _whole_run(plan: RunPlan) -> str:
+    """Hours of all steps, and what the run writes of its model."""
+    config, lora = plan.config, plan.config.adapter.lora
+    export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)
+    state = training_state_bytes(
+        plan.shape, reference_moves=config.algorithm.ref_policy_update_freq is not None, lora=lora
+    )
+    steps, states = config.num_training_steps, num_states(config)
+    return (
+        f"whole run: {counted(steps, 'step')}, {_duration(steps * plan.pace_s)} without evaluations; "
+        f"{counted(num_exports(config), 'export')} of {_decimal(export)}; a training state {_decimal(state)}, "
+        + (f"{states} on disk at most" if states else "written only when the run is stopped (checkpoint_state_freq)")
+    )
+
+
+def _decimal(num_bytes: int) -> str:
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    unit, name = next((row for row in units if num_bytes >= row[0]), units[-1])
+    return f"{num_bytes / unit:.{0 if num_bytes >= 10 * unit else 1}f} {name}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return "under a minute"
+    size, unit = (seconds / 3600, "hours") if seconds >= 3600 else (seconds / 60, "minutes")
+    return f"about {size:.{0 if size >= 10 else 1}f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`, `12,000 engines`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _layout_text(plan: RunPlan) -> str:
@@ -216,7 +254,7 @@ def _engine(plan: RunPlan) -> Table:
     table = Table(title="memory of an engine GPU, GiB", title_justify="left", title_style="bold")
     for column in ("weights", "workspace (assumed)", "KV cache", "per token", "sequences of maximum length"):
         table.add_column(column, justify="right")
-    running = f"{engine.longest_sequences} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
+    running = f"{engine.longest_sequences:,} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
     per_token = f"{engine.cache_bytes_per_token / 1024:.0f} KiB"
     table.add_row(_gib(engine.weights), _gib(engine.workspace), _gib(max(engine.cache, 0)), per_token, running)
     return table

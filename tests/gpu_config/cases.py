@@ -79,10 +79,8 @@ class Case:
         own = EXAMPLES.parent / config.model_path
         if (own / "tokenizer.json").is_file():
             shutil.copytree(own, model, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-        elif shipped := shipped_config(config.model_path):
-            shutil.copy(shipped, model / "config.json")
         else:
-            (model / "config.json").write_text(json.dumps(SMOLLM2))
+            (model / "config.json").write_text(json.dumps(shipped_config(config.model_path) or SMOLLM2))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, model_name_or_path=str(model)))
         return engine_args(config, on_gpu=True, spans_nodes=self.spans_nodes)
 

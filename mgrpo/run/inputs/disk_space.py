@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +9,10 @@ from pathlib import Path
 from mgrpo.checkpoint.folder import LocalFolder, check_root, open_folder, unwritable
 from mgrpo.checkpoint.space import free_bytes, nearest_folder, words
 from mgrpo.config import Config
-from mgrpo.config.derived import state_root
-from mgrpo.models.adapters import adapter_tensors
+from mgrpo.config.derived import num_exports, num_states, state_root
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.memory import DTYPE_BYTES, export_bytes, training_state_bytes
 from mgrpo.run.inputs.lock import ADVICE, in_use
-
-MASTER_AND_MOMENTS = 3
 
 
 def owned_folders(config: Config) -> list[str]:
@@ -57,12 +52,7 @@ def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
 
 def room_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     """A sentence for each file system that the whole run may fill, although its first files fit."""
-    own, steps = config.checkpoint, config.num_training_steps
-    exports = (steps - 1) // own.save_freq if own.save_freq > 0 else 0
-    states = steps // own.checkpoint_state_freq if own.checkpoint_state_freq > 0 else 0
-    if own.keep_last_n_checkpoints > 0:
-        states = min(states, own.keep_last_n_checkpoints + 1)  # the oldest goes when the newest is complete
-    for place, (needed, _) in _needed(config, shape, exports=exports + own.save_final, states=states).items():
+    for place, (needed, _) in _needed(config, shape, exports=num_exports(config), states=num_states(config)).items():
         if needed > free_bytes(place):
             yield (
                 f"{place} has {words(free_bytes(place))} free, and this run will write up to {words(needed)} there; exports are "
@@ -84,10 +74,9 @@ def _room_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> dict[str, tuple[int, str]]:
     """Bytes, and what they are for, by folder; folders on one file system are one."""
-    lora, num_weights = config.adapter.lora, sum(map(math.prod, hf_tensors(shape).values()))
-    num_trained = sum(map(math.prod, adapter_tensors(shape, lora).values())) if lora else num_weights
-    export = num_weights * DTYPE_BYTES[config.model.model_dtype] + (num_trained * FP32_BYTES if lora else 0)
-    state = num_trained * FP32_BYTES * (MASTER_AND_MOMENTS + (config.algorithm.ref_policy_update_freq is not None))
+    lora = config.adapter.lora
+    export = export_bytes(shape, dtype_bytes=DTYPE_BYTES[config.model.model_dtype], lora=lora)
+    state = training_state_bytes(shape, reference_moves=config.algorithm.ref_policy_update_freq is not None, lora=lora)
     found: dict[str, tuple[int, str]] = {}
     by_device: dict[int, str] = {}
     for place, num_bytes, what in (

@@ -110,6 +110,15 @@ def make_prompts(
     return prompts, []
 
 
+def vocabulary_notes(tokenizer: Any, vocab: int) -> Iterator[str]:
+    """A sentence about a tokenizer with tokens that the model lacks, although no prompt of the run has one."""
+    if len(tokenizer) > vocab:
+        yield (
+            f"the tokenizer knows {len(tokenizer)} tokens, and the model {vocab} (vocab_size in config.json): no prompt here uses "
+            "the others, but a model that meets one fails; is it the model's own tokenizer?"
+        )
+
+
 def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
     """A sentence about a prompt with a token for which the model has no embedding."""
     found = prompts.beyond(vocab)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -120,6 +120,16 @@ def has_token() -> bool:
     from huggingface_hub import get_token
 
     return get_token() is not None
+
+
+def token_problems(config: Config) -> Iterator[str]:
+    """A sentence where the user asks for an upload that cannot be. A preset that asks gets `token_warning` instead."""
+    by_preset = config.provenance.sources.get("push_to_hub", "").startswith("preset ")
+    if token_warning(config) and not by_preset:
+        yield (
+            "push_to_hub=true, but this machine has no token for the Hub: log in with hf auth login, set HF_TOKEN, leave "
+            "push_to_hub out, or upload afterwards with hf upload OWNER/NAME output_dir/hf/step_N"
+        )
 
 
 def token_warning(config: Config) -> str | None:

@@ -20,11 +20,11 @@ from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder,
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
-from mgrpo.run.inputs.prompts import make_prompts
+from mgrpo.run.inputs.prompts import make_prompts, vocabulary_notes
 from mgrpo.run.inputs.reading import Inputs, read_inputs
 from mgrpo.run.ranks.process import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.report.trackers import tracker_problems
-from mgrpo.run.report.upload import token_warning
+from mgrpo.run.report.upload import token_problems, token_warning
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -72,10 +72,13 @@ def check_run(
     inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
     problems += [problem for problem in found if problem not in problems]
     problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
-    problems += tracker_problems(config)
+    problems += [*tracker_problems(config), *token_problems(config)]
     if hf_config:
         problems += file_problems(config, shape)
-        inputs = with_prompts(config, inputs, hf_config, problems)
+        if (
+            shape is not None
+        ):  # transformers knows models that cannot be built here, and says much about their config.json
+            inputs = with_prompts(config, inputs, hf_config, problems)
     if not problems:
         config = _counted(config, inputs)
         problems = find(config)
@@ -94,6 +97,7 @@ def check_run(
         *warnings(config, world_size=world_size(), hf_config=hf_config, num_reward_funcs=len(functions)),
         *inputs.notes(config),
         *room_notes(config, shape),
+        *(vocabulary_notes(inputs.prompts.tokenizer, shape.vocab) if inputs.prompts else ()),
         *remarks,
         *filter(None, [token_warning(config)]),
     ):

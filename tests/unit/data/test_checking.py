@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from mgrpo.data.checking import MOST_SHOWN, Row, Summary, rows_of_lines, rows_of_records
+from mgrpo.data.checking import Row, Summary, rows_of_lines, rows_of_records
 from mgrpo.data.rows import Contract
 
 CONTRACT = Contract()
@@ -22,7 +22,8 @@ def line(**changes: object) -> bytes:
 def found(data: bytes) -> tuple[list[tuple[int, object]], list[tuple[int, str]]]:
     """Line and prompt of the good rows, line and error of the bad."""
     rows, summary = check(rows_of_lines(io.BytesIO(data)))
-    return [(row.line, json.loads(row.text)["prompt"]) for row in rows], summary.problems
+    bad = [(line, mistake.problem) for mistake in summary.mistakes.values() for line in mistake.lines]
+    return [(row.line, json.loads(row.text)["prompt"]) for row in rows], bad
 
 
 def check(rows: Iterable[Row]) -> tuple[list[Row], Summary]:
@@ -63,7 +64,7 @@ def test_a_file_without_rows_has_none() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (b"oops", "found 'oops', expected one JSON object on the line"),
+        (b"oops", "found 'oops' (Expecting value: line 1 column 1 (char 0)), expected one JSON object on the line"),
         (b'{"prompt": "1+1=", ', "expected one JSON object"),
         (line() + b" " + line(), "Extra data"),
         (line() + b"\r" + line(), "Extra data"),
@@ -102,7 +103,9 @@ def test_a_summary_knows_first_uses_and_counts_all_problems() -> None:
     assert (summary.first_conversation, summary.first_text) == (11, 42)
     assert summary.columns == {"prompt": 11, "ground_truth": 11, "dataset": 11, "level": 42}
     assert summary.num_problems == 30
-    assert [number for number, _ in summary.problems] == list(range(12, 12 + MOST_SHOWN))
+    (mistake,) = summary.mistakes.values()
+    assert str(mistake).endswith("expected one JSON object on the line (29 more such rows: 13, 14, 15, ...)")
+    assert (mistake.lines[0], mistake.num_rows) == (12, 30)
     assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
 
 
@@ -112,4 +115,5 @@ def test_records_are_checked_as_they_will_be_read_again() -> None:
     rows, summary = check(rows_of_records(records, CONTRACT, lost_columns=["picture"]))
     assert [row.line for row in rows] == [1, 3] and summary.lost_columns == ["picture", "x"]
     assert json.loads(rows[0].text)["prompt"] == [{"role": "user", "content": "a"}]
-    assert summary.problems[0][0] == 2 and "found dataset {'a'}" in summary.problems[0][1]
+    (mistake,) = summary.mistakes.values()
+    assert mistake.lines == [2] and "found dataset {'a'}" in mistake.problem

@@ -61,10 +61,59 @@ def test_bad_rows_of_all_sources_are_reported_together(settings, write) -> None:
     text = str(raised.value)
     assert text.startswith("23 malformed rows:\n")
     lines = text.splitlines()[1:]
-    shown = [f"{a}:{line}" for line in (2, 3, 4)] + [f"{b}:{line}" for line in range(2, 13)]
-    shown += [f"{c}:{line}" for line in range(2, 8)]
-    assert [line.strip().split(": ")[0] for line in lines[:-1]] == shown and len(shown) == 20
-    assert lines[-1].strip() == "... and 3 more"
+    assert [line.strip().split(": ")[0] for line in lines] == [f"{a}:2", f"{b}:2", f"{c}:2"]
+    assert [line.rpartition(" (")[2] for line in lines] == [
+        "2 more such rows: 3, 4)",
+        "10 more such rows: 3, 4, 5, ...)",
+        "8 more such rows: 3, 4, 5, ...)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"question": "2+3=", "answer": "so #### 5"},
+            ["'question', 'answer'", "sft_messages_key", "ground_truths_key"],
+        ),
+        ({"conversations": [{"from": "human", "value": "2+3="}]}, ["'conversations'", "sft_messages_key"]),
+        ({"messages": [{"from": "human", "value": "2+3="}]}, ["ShareGPT's names"]),
+        ({"messages": [{"role": "human", "content": "2+3="}]}, ["role 'human'", "name for it, 'user'"]),
+        ({"prompt": "2+3=", "ground_truth": "5"}, ["found dataset None", "reward_funcs"]),
+        ({"prompt": "2+3=", "dataset": "integer", "answer": 5}, ["found no ground_truth", "ground_truths_key"]),
+        (
+            {"messages": "2+3=", "dataset": "integer", "ground_truth": 5},
+            ["found messages '2+3='", "into a column prompt"],
+        ),
+    ],
+)
+def test_rows_of_another_form_are_one_sentence_with_its_cure(row, said, settings, write) -> None:
+    """People come with GSM8K, ShareGPT and tables; the same sentence for every row hides what helps."""
+    path = write("rows.jsonl", [row] * 252)
+    with pytest.raises(ValueError) as raised:
+        open_data(settings(path, "1.0"))
+    first, second = str(raised.value).splitlines()
+    assert first.startswith("252 malformed rows in ") and second.endswith("(251 more such rows: 2, 3, 4, ...)")
+    for words in (f"{path}:1: ", *said):
+        assert words in second
+
+
+def test_twenty_mistakes_are_said_and_the_rest_counted(settings, write) -> None:
+    """Each row is wrong in its own way; an error of thousands of lines hides the others."""
+    files = [write(f"{number}.jsonl", ["oops", "oops"]) for number in range(23)]
+    with pytest.raises(ValueError) as raised:
+        open_data(settings(*[word for file in files for word in (file, "1.0")]))
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "46 malformed rows:" and len(lines) == 22 and lines[-1] == "  ... and 6 more"
+
+
+def test_a_json_list_under_the_name_of_lines_is_said_to_be_one(settings, write, tmp_path) -> None:
+    """Line by line it is 252 malformed rows."""
+    for indent in (None, 1):
+        path = tmp_path / f"list{indent}.jsonl"
+        path.write_text(json.dumps([{"prompt": "1+1=", "ground_truth": 2, "dataset": "integer"}] * 20, indent=indent))
+        with pytest.raises(ValueError, match=rf"^{path} holds one JSON list, .* rename it to list{indent}.json$"):
+            open_data(settings(str(path), "1.0"))
 
 
 def test_one_source_is_named_in_the_first_line(settings, write) -> None:

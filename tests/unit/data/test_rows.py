@@ -39,7 +39,7 @@ MESSAGES = [user("1+1?")]
         ({**GOOD, "dataset": ["math", "integer"]}, "found ground_truth 2 for 2 verifiers"),
         ({**GOOD, "dataset": ["math", "integer"], "ground_truth": [2]}, "for 2 verifiers"),
         ({"prompt": "1+1=", "dataset": "integer"}, "found no ground_truth"),
-        ({**GOOD, "prompt": "a\ud800"}, "found '\\\\ud800' in the prompt, half of a character"),
+        ({**GOOD, "prompt": "a\ud800"}, "found half of a character in the prompt, '\\\\ud800'"),
         ({**GOOD, "messages": [user("\udfff")]}, "half of a character"),
     ],
 )
@@ -148,5 +148,5 @@ def test_columns_that_json_cannot_hold_are_named_and_null() -> None:
     assert lost == ["picture", "nested"]
     assert json.loads(text) == {**GOOD, "picture": None, "nested": None, "ok": 1}
     for key in ("prompt", "messages", "ground_truth", "dataset"):
-        with pytest.raises(ValueError, match=f"found {key} b'x', expected a JSON value"):
+        with pytest.raises(ValueError, match=rf"found {key} b'x' \(bytes is not a JSON value\), expected a JSON value"):
             CONTRACT.to_json({**GOOD, key: b"x"})

@@ -137,6 +137,13 @@ def test_the_check_of_a_large_file_is_kept(tmp_path: Path, cache: Path, all_are_
     assert len(list(cache.iterdir())) == 1
 
 
+def test_the_folder_itself_is_a_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.` has no name, which `datasets` looks for in vain."""
+    write_lines(tmp_path / "a.jsonl", sums(3))
+    monkeypatch.chdir(tmp_path)
+    assert records(read(Path("."), cache=cache)) == sums(3)
+
+
 def test_rows_are_taken_by_their_number_among_the_rows(tmp_path: Path, cache: Path) -> None:
     """Blank lines are not rows: a row that is taken by its line has the label of another."""
     path = tmp_path / "a.jsonl"
@@ -158,13 +165,11 @@ def test_bad_rows_of_parquet_files_are_named_by_their_number(tmp_path: Path, cac
     rows[33]["prompt"] = ""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
     source = read(tmp_path / "a.parquet", cache=cache)
-    assert source.summary.problems == [
-        (
-            34,
-            "found prompt '' among 'prompt', 'ground_truth', 'dataset', expected "
-            "messages (a list of role and content) or prompt (text)",
-        )
-    ]
+    (mistake,) = source.summary.mistakes.values()
+    assert mistake.lines == [34] and mistake.problem == (
+        "found prompt '' among 'prompt', 'ground_truth', 'dataset', expected "
+        "messages (a list of role and content) or prompt (text)"
+    )
     assert source.summary.num_rows == 39
     assert not cache.exists() or not list(cache.iterdir()), "rows with problems must not be found by the next start"
     rows[33]["prompt"] = "x"

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from mgrpo.parallel import backend
@@ -28,6 +27,7 @@ from mgrpo.layout import Layout  # noqa: E402
 from mgrpo.models.adapters import LoraShape  # noqa: E402
 from mgrpo.models.family import shape_of  # noqa: E402
 from mgrpo.models.table import local_parameters  # noqa: E402
+from mgrpo.planner.plan_command import shipped_config  # noqa: E402
 from mgrpo.policy.policy import Policy  # noqa: E402
 from mgrpo.types import PackedBatch  # noqa: E402
 
@@ -56,10 +56,10 @@ def policy_on(hf: dict[str, Any], layout: Layout, dtype: torch.dtype, settings: 
     return Policy(shape_of(hf), layout, dtype=dtype, seed=1, temperature=1.0, settings=settings, **head)
 
 
-def meta(hf_file: str, layout: dict[str, Any], rank: int) -> dict[str, Any]:
+def meta(model: str, layout: dict[str, Any], rank: int) -> dict[str, Any]:
     """The real model of one rank, built on the meta device: its parameters beside the rule table's."""
     layout_ = Layout(**layout)
-    hf = json.loads(Path(hf_file).read_text())
+    hf = shipped_config(model)
     device, backend.device = backend.device, lambda: torch.device("meta")
     try:
         with rank_of(layout_, rank), torch.device("meta"):

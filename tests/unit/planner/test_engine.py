@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
@@ -11,10 +10,11 @@ from mgrpo.config.schema import Engine
 from mgrpo.models.family import shape_of
 from mgrpo.planner.engine_costs import engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
+from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.work import Workload
-from tests.unit.planner.test_work import MODELS, MOE
+from tests.unit.planner.test_work import MOE
 
-QWEN_32B = shape_of(json.loads((MODELS / "qwen2.5-32b.json").read_text()))
+QWEN_32B = shape_of(shipped_config("qwen2.5-32b"))
 HARDWARE = Hardware(gpu=GPUS["H100"], nodes=1)
 WORK = Workload(
     prompts=16,

@@ -53,10 +53,9 @@ def tiny(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def shipped(name: str) -> tuple[str, Layout]:
-    """The model's config.json and the layout of a shipped configuration."""
+    """Name of the model and layout of a shipped configuration."""
     config = load_file(ROOT / "examples" / "configs" / f"{name}.yaml", world_size=1)
-    file = shipped_config(config.model.model_name_or_path)
-    return str(file), layout_of(config, sum(config.parallel.num_learners_per_node))
+    return config.model.model_name_or_path, layout_of(config, sum(config.parallel.num_learners_per_node))
 
 
 def as_dict(layout: Layout) -> dict[str, Any]:
@@ -65,9 +64,9 @@ def as_dict(layout: Layout) -> dict[str, Any]:
 
 META = {}
 for _name in ("7b_8gpu", "32b_16x8", "30b_a3b_4x8"):
-    _file, _layout = shipped(_name)
+    _model, _layout = shipped(_name)
     for _rank in sorted({0, _layout.world_size - 1}):
-        META[f"{_name}, rank {_rank}"] = {"hf_file": _file, "layout": as_dict(_layout), "rank": _rank}
+        META[f"{_name}, rank {_rank}"] = {"model": _model, "layout": as_dict(_layout), "rank": _rank}
 
 STATES: dict[str, dict[str, Any]] = {
     "ZeRO 0": {"layout": {"world_size": 2, "zero_stage": 0}},
@@ -170,7 +169,7 @@ def test_the_real_model_of_a_shipped_configuration_has_the_planned_parameters(na
     assert "error" not in result, result
     assert result["differing"] == []
     layout = Layout(**case["layout"])
-    shape = shape_of(json.loads(Path(case["hf_file"]).read_text()))
+    shape = shape_of(shipped_config(case["model"]))
     stage = case["rank"] // (layout.world_size // layout.pipeline)
     assert result["parameters"] == num_parameters(shape, layout, stage=stage)
 

@@ -65,7 +65,7 @@ def standing_in(config: Config, folder: Path) -> Config:
             make().save_pretrained(model)
         else:
             make_tokenizer(model)
-        (model / "config.json").write_text(shape.read_text() if shape else json.dumps(SMOLLM2))
+        (model / "config.json").write_text(json.dumps(shape or SMOLLM2))
     changes: dict[str, Any] = {}
     for field in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         words = list(getattr(data, field))
@@ -113,17 +113,13 @@ def planned(name: str, gpus: int) -> RunPlan:
     shape = shipped_config(config.model_path)
     assert shape is not None, f"{config.model_path} is not among the planner's models"
     hardware = Hardware(gpu=GPUS["H100"], nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8))
-    return plan_run(config, shape_of(json.loads(shape.read_text())), hardware, num_learners=num_learners(name, config))
+    return plan_run(config, shape_of(shape), hardware, num_learners=num_learners(name, config))
 
 
 def figures(plan: RunPlan) -> tuple[str, str]:
     """GiB on the fullest learner's GPU and seconds per step; generation runs beside training where it is asynchronous."""
     memory = max((phase.total for phase in plan.sharing), default=plan.worst.total)
-    phases = plan.phases
-    seconds = plan.step_s
-    if plan.config.rollout.async_steps:
-        seconds = max(phases["generate"], phases["logprobs"] + phases["train"]) + phases["sync"]
-    return f"{memory / GIB:.1f}", f"{seconds:.0f}"
+    return f"{memory / GIB:.1f}", f"{plan.pace_s:.0f}"
 
 
 def test_every_recipe_for_gpus_is_in_the_table() -> None:

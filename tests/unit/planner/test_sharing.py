@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from mgrpo.models.family import shape_of
@@ -30,7 +28,7 @@ def plan(**settings: object) -> RunPlan:
         **settings,
     }
     config = from_values(values)
-    shape = shape_of(json.loads(shipped_config("Qwen/Qwen2.5-7B").read_text()))
+    shape = shape_of(shipped_config("Qwen/Qwen2.5-7B"))
     gpu = GPUS["H100"]
     hardware = Hardware(gpu=gpu, nodes=1, gpus_per_node=8, network_gbps=400, assumed=Assumptions())
     return plan_run(config, shape, hardware, num_learners=LEARNERS)
@@ -81,4 +79,4 @@ def test_the_table_is_printed(capsys):
     )
     printed = " ".join(capsys.readouterr().out.split())
     assert "memory of a shared GPU, GiB of 180" in printed
-    assert "1 learners, 1 shared with 1 engines of 1, 0 idle" in printed
+    assert "1 learner, 1 shared with 1 engine of 1, 0 idle" in printed

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mgrpo import packing, planner
+from mgrpo import packing
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.memory import num_parameters
 from mgrpo.moving import from_values
+from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import (
     Workload,
@@ -29,8 +28,7 @@ from mgrpo.planner.work import (
 from mgrpo.types import TrainSample
 from tests.unit.planner.test_activations import GPT_175B
 
-MODELS = Path(planner.__file__).with_name("models")
-MOE = shape_of(json.loads((MODELS / "qwen3-30b-a3b.json").read_text()))
+MOE = shape_of(shipped_config("qwen3-30b-a3b"))
 BATCH = Workload(
     prompts=64,
     sequences=64,

@@ -275,7 +275,7 @@ def test_a_rank_of_a_32b_model_at_full_size(rehearsals):
     found = rehearsals.ask(
         {
             "argv": ["--config", str(file)],
-            "hf_config": json.loads(model.read_text()),
+            "hf_config": model,
             "learners": learners,
             "rank": learners - 1,
             "packs": 1,

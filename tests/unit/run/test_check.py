@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from mgrpo import cli
 from mgrpo.config import ConfigError
 from mgrpo.data import trial
+from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.moving import parse
+from mgrpo.run.inputs.prompts import vocabulary_notes
 from mgrpo.run.start import check
 
 ROOT = Path(__file__).parents[3]
@@ -259,6 +262,29 @@ def test_all_of_them_are_one_list(bench):
     problems = bench.problems("--tokenizer_name_or_path", "no/such/folder")
     for words in ("malformed rows", "unknown verifier 'intger'", "complete safetensors", "no/such/folder"):
         assert sum(words in problem for problem in problems) == 1, problems
+
+
+def test_a_model_of_another_family_is_one_sentence(bench, capsys):
+    """transformers knows it, prints its whole config.json when it does not suit, and blames the tokenizer for it."""
+    bench.config(model_type="mamba")
+    words = ["--config", str(ROOT / "examples/configs/quickstart.yaml"), "--model_name_or_path", str(bench.model)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mgrpo", "train", *words, "--output_dir", str(bench.folder / "out")],
+        capture_output=True,
+        text=True,
+    )
+    first, second = done.stderr.splitlines()
+    assert (done.returncode, first) == (2, "mgrpo: 1 problem in the configuration:")
+    assert second.startswith("  - model_type='mamba' is not supported; supported families: ")
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_a_note(bench):
+    """No prompt uses the other tokens today."""
+    bench.add_token()
+    tokenizer = load_tokenizer(bench.model)
+    assert not list(vocabulary_notes(tokenizer, len(tokenizer)))
+    (note,) = vocabulary_notes(tokenizer, 64)
+    assert note.startswith("the tokenizer knows 65 tokens, and the model 64 (vocab_size in config.json): ")
 
 
 def test_an_evaluation_checks_the_same_and_proposes_the_export(bench):

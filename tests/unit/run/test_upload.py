@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.moving import from_values
-from mgrpo.run.report.upload import Uploads, token_warning
+from mgrpo.run.report.upload import Uploads, token_problems, token_warning
 from tests.hub_server import TOKEN, Hub, hub_server
 
 ROOT = Path(__file__).parents[3]
@@ -105,6 +106,22 @@ def test_without_a_token_nothing_is_asked_and_one_sentence_says_so(hub, export, 
     assert done.stdout.startswith("push_to_hub=true, but there is no token") and done.stderr == ""
     assert not hub.requests
     assert token_warning(from_values({})) is None
+
+
+def test_an_upload_that_cannot_be_is_refused_where_the_user_asks_for_it(monkeypatch):
+    """One line at the top is gone after an hour of log, and the run ends well without its upload."""
+    asked, not_asked = from_values({"push_to_hub": True}), from_values({})
+    monkeypatch.setattr("mgrpo.run.report.upload.has_token", lambda: True)
+    assert not list(token_problems(asked))
+    monkeypatch.setattr("mgrpo.run.report.upload.has_token", lambda: False)
+    (problem,) = token_problems(asked)
+    for cure in ("hf auth login", "HF_TOKEN", "leave push_to_hub out", "hf upload"):
+        assert cure in problem
+    assert not list(token_problems(not_asked))
+    by_preset = dataclasses.replace(
+        asked, provenance=dataclasses.replace(asked.provenance, sources={"push_to_hub": "preset open_instruct_main"})
+    )
+    assert not list(token_problems(by_preset)) and token_warning(by_preset)
 
 
 def test_every_save_goes_on_beside_the_run(hub, export, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -30,7 +29,7 @@ SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 133}
 def shipped(name: str) -> tuple[ModelShape, Layout, InferLayout]:
     """Model and layouts of a shipped configuration."""
     config = load_file(CONFIGS / f"{name}.yaml", world_size=1)
-    model = shape_of(json.loads(shipped_config(config.model.model_name_or_path).read_text()))
+    model = shape_of(shipped_config(config.model.model_name_or_path))
     engine = config.engine
     infer = InferLayout(engines=engine.vllm_num_engines, tensor=engine.vllm_tensor_parallel_size)
     return model, layout_of(config, sum(config.parallel.num_learners_per_node)), infer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo import cli
-from mgrpo.planner.plan_command import plan_command, shipped_config
+from mgrpo.planner.plan_command import plan_command, shipped_config, shipped_name
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "examples" / "configs"
@@ -125,14 +125,41 @@ def test_a_cluster_that_cannot_be_is_refused(flags, capsys) -> None:
 def test_a_model_may_be_a_file_or_a_known_name(tmp_path, capsys) -> None:
     """A plan needs sizes, not weights."""
     file = tmp_path / "config.json"
-    file.write_text(
-        shipped_config("qwen2.5-7b").read_text().replace('"num_hidden_layers": 28', '"num_hidden_layers": 14')
-    )
+    file.write_text(json.dumps(shipped_config("qwen2.5-7b") | {"num_hidden_layers": 14}))
     assert run("7b_8gpu", "--hf_config", str(file), "--model_name_or_path", "mine/half") == 0
     assert "mine/half: 4.35 billion weights" in capsys.readouterr().out
-    assert shipped_config("Qwen/Qwen2.5-7B-Instruct").stem == "qwen2.5-7b"
-    assert shipped_config("Qwen/Qwen3-30B-A3B").stem == "qwen3-30b-a3b"
-    assert shipped_config("Qwen/Qwen2.5-72B") is None
+    assert shipped_name("Qwen/Qwen2.5-7B-Instruct") == "qwen2.5-7b"
+    assert shipped_name("Qwen/Qwen3-30B-A3B") == "qwen3-30b-a3b"
+    assert shipped_name("meta-llama/Meta-Llama-3.1-8B-Instruct") == "llama-3.1-8b"
+    assert shipped_name("Qwen/Qwen2.5-73B") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "32b_16x8",
+            "500 steps, about 34 hours without evaluations; 10 exports of 66 GB; a training state 393 GB, 3 on disk at most",
+        ),
+        (
+            "7b_8gpu",
+            "500 steps, about 13 hours without evaluations; 5 exports of 15 GB; a training state 91 GB, written only when "
+            "the run is stopped (checkpoint_state_freq)",
+        ),
+        ("quickstart", "120 steps, under a minute without evaluations; 1 export of 1.8 MB; a training state 5.5 MB"),
+    ],
+)
+def test_the_whole_run_is_planned_in_time_and_bytes(name: str, said: str, capsys) -> None:
+    """Who asks for a reservation and a quota needs the sums, not a step's."""
+    run(name, "--suggest", "0")
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_one_of_a_kind_is_said_as_one_and_large_numbers_have_separators(capsys) -> None:
+    assert run("quickstart", "--suggest", "0") == 0
+    printed = capsys.readouterr().out
+    assert "1 for 1 engine of 1, 0 idle" in printed and "1 micro-batch per rank" in printed
+    assert "an engine caches 3,395,303 sequences of 14 tokens" in printed
 
 
 def test_mgrpo_plan_is_the_same_command(capsys) -> None:
