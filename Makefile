@@ -2,6 +2,7 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
+# make test-kills   twenty kills of whole runs and single processes at random moments, each resumed to the bit: about 20 minutes
 # make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
 # make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy, clang-format, hadolint and shellcheck
@@ -10,7 +11,7 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-e2e test-all test-gpu-config record-gpu-config lint docs bench parity install dev clean
+.PHONY: quickstart test test-e2e test-all test-kills test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -43,7 +44,11 @@ test-e2e: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) $(ON_ALL_CORES)
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e --ignore tests/e2e/test_kills.py
+
+# MGRPO_KILLS_SEED=N repeats the draws of an earlier time.
+test-kills: $(VENV)/.installed-dev
+	$(PYTEST) --capture no tests/e2e/test_kills.py
 
 # On a machine without a GPU. GPU_VENV is the place of an environment that several checkouts share.
 GPU_VENV ?= build/gpu-venv

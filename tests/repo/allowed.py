@@ -154,6 +154,7 @@ SMALL = {
     "parallel/gather.py": "a collective that three rooms call",
     "parallel/gradients.py": "replaces functions of Megatron where two packages are missing, and goes when they need not be",
     "policy/learning_rate.py": "a pure formula, beside an optimizer that is none",
+    "processes/reply_bodies.py": "read by an engine of the run and by a tool, which share no other room",
     "processes/stopwatch.py": "a clock of threads that two rooms share",
     "processes/visible.py": "standard library only: programs of two rooms start with it",
     "rewards/judges/bounded.py": "the transport below another package's client",

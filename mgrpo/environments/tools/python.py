@@ -236,8 +236,12 @@ class _CodeService:
 
     async def _post(self, question: Mapping[str, Any]) -> tuple[int, bytes]:
         reply = bytearray()
-        async with self._client.stream("POST", self._url, json=question) as response:
-            async for piece in response.aiter_bytes():
+        async with self._client.stream(
+            "POST", self._url, json=question, headers={"Accept-Encoding": "identity"}
+        ) as response:
+            if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                raise RuntimeError(f"the code service answered in Content-Encoding {encoding[:40]}, asked for was none")
+            async for piece in response.aiter_raw():
                 reply += piece
                 if len(reply) > _REPLY_BYTES:
                     raise RuntimeError(f"the code service answered with more than {_REPLY_BYTES} bytes")

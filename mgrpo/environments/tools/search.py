@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
 
 APPLICATION_ID = 0x6D677270
 """Marks a SQLite file as one of `mgrpo index`."""
@@ -26,6 +27,7 @@ _TITLE_WEIGHT = 4.0
 _TRIES = 3
 _TEMPORARY_STATUSES = (502, 503, 504)
 _PAUSE_S = 0.2
+_MOST_BYTES = 16 * 2**20
 
 _SEARCH = Tool(
     name="search",
@@ -165,7 +167,7 @@ class SearchService:
         import aiohttp
 
         self._endpoint, self._parameters = endpoint, parameters
-        self._session = aiohttp.ClientSession()
+        self._session = aiohttp.ClientSession(headers=PLAIN, auto_decompress=False)
 
     async def ask(self, query: str, num_results: int) -> list[Passage]:
         import aiohttp
@@ -173,14 +175,17 @@ class SearchService:
         request = {"query": query, "n_docs": num_results, **self._parameters}
         for attempt in range(1, _TRIES + 1):
             try:
-                async with self._session.post(self._endpoint, json=request) as response:
+                async with self._session.post(self._endpoint, json=request, allow_redirects=False) as response:
                     if response.status == 200:
-                        return _passages(await response.read())
+                        return _passages(await plain_body(response, _MOST_BYTES))
                     problem = f"it answered with status {response.status}"
                     if response.status not in _TEMPORARY_STATUSES:
                         break
             except (aiohttp.ClientError, TimeoutError) as err:
                 problem = f"{type(err).__name__}: {err}"
+            except ValueError as err:
+                problem = str(err)
+                break
             if attempt < _TRIES:
                 await asyncio.sleep(_PAUSE_S * attempt)
         raise SearchError(f"The search service is not available ({problem}).")

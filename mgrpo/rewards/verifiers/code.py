@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 _SPACE = re.compile(r"\s")
 _CONNECTIONS = 100
+_CONNECT_S = 10.0
 # A test's result and runtime in a reply, with white space; and what else may stand in one.
 _VERDICT_BYTES = 128
 _REPLY_BYTES = 2**16
@@ -67,6 +68,7 @@ class Code(RemoteVerifier):
         super().__init__(settings)
         self._base_url = _service(settings)
         self._client = self._open()
+        self._connections = asyncio.Semaphore(_CONNECTIONS)
         self._judged = {"tests": 0.0, "tests_in_process": 0.0}
 
     async def score(self, answer: Answer) -> float:
@@ -121,7 +123,8 @@ class Code(RemoteVerifier):
 
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
         if self._base_url is not None:
-            timeout = httpx.Timeout(client_limit_s(self.settings.code_max_execution_time), pool=None)
+            # An exchange has a limit as a whole (`_post`): one for each read would let a service drip.
+            timeout = httpx.Timeout(None, connect=_CONNECT_S)
             return httpx.AsyncClient(base_url=self._base_url, limits=limits, timeout=timeout)
         # No timeout: the programs are bounded, and so is the wait for them.
         app = borrow_app(self.settings.code_sandbox_memory_mb, accept_risk=self.settings.code_sandbox_accept_risk)
@@ -148,7 +151,13 @@ class Code(RemoteVerifier):
         raise AssertionError("the last try returns or raises")
 
     async def _post(self, content: bytes, most_bytes: int) -> tuple[int, str]:
-        """Status and text of the reply; ValueError for one that is compressed or longer than `most_bytes`."""
+        """Status and text of the reply; TimeoutError, and ValueError for one that is compressed or longer than `most_bytes`."""
+        if self._base_url is None:
+            return await self._exchange(content, most_bytes)
+        async with self._connections, asyncio.timeout(client_limit_s(self.settings.code_max_execution_time)):
+            return await self._exchange(content, most_bytes)
+
+    async def _exchange(self, content: bytes, most_bytes: int) -> tuple[int, str]:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         async with self._client.stream("POST", self.path, content=content, headers=headers) as response:
             encoding = response.headers.get("Content-Encoding", "identity")

@@ -92,6 +92,6 @@ def kept_tokens(sampled: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> K
     """
     is_kept = np.isfinite(logprobs)
     mass = np.exp(logprobs, where=is_kept, out=np.zeros(logprobs.shape, np.float64)).sum(axis=1)
-    is_whole = (mass > 1 - MISSING) & (is_kept & (ids == sampled[:, None])).any(axis=1)
+    is_whole = (np.abs(mass - 1) < MISSING) & (is_kept & (ids == sampled[:, None])).any(axis=1)
     is_kept &= is_whole[:, None]
     return KeptTokens.of_sizes(ids[is_kept].astype(np.int32), is_kept.sum(axis=1))

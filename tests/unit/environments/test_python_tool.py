@@ -303,6 +303,30 @@ def test_a_service_without_sessions_runs_each_call_for_itself():
     asyncio.run(at_service(app, use))
 
 
+def test_a_reply_that_was_compressed_is_a_failed_call():
+    """One chunk of it could become gigabytes."""
+    import gzip
+
+    from fastapi.responses import Response
+
+    app = FastAPI()
+
+    @app.post("/execute")
+    async def execute(request: Request) -> Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        content, is_first = b'{"output": "42"}', (await request.json())["code"] == "None"
+        headers = {} if is_first else {"Content-Encoding": "gzip"}
+        return Response(content if is_first else gzip.compress(content), headers=headers)
+
+    async def use(url: str) -> None:
+        async with opened(endpoint=url) as tool:
+            await tool.reset({}, seed=0)
+            (observation,) = await turn(tool, "1")
+            assert observation.failed and "answered in Content-Encoding gzip, asked for was none" in observation.text
+
+    asyncio.run(at_service(app, use))
+
+
 def test_a_service_that_fails_is_named(monkeypatch):
     """At the start an error, later a failed call."""
     monkeypatch.setattr("mgrpo.environments.tools.python._PAUSES_S", (0.0, 0.0))

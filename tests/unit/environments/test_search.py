@@ -58,6 +58,7 @@ def service():
             server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             status, body = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
             self.send_response(status)
+            self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -275,6 +276,9 @@ def test_a_service_that_fails_for_a_moment_is_asked_again(service, monkeypatch):
         ((200, b"<html>"), 'gave no {"results": ...}', 1),
         ((200, b"[1]"), 'gave no {"results": ...}', 1),
         ((200, {"results": "text"}), "gave results that are no list", 1),
+        ((200, b"[" * 100_000), 'gave no {"results": ...}', 1),
+        ((200, b" " * (20 << 20)), "not available (the answer is longer than 16,777,216 bytes)", 1),
+        ((307, b""), "not available (it answered with status 307)", 1),
     ],
 )
 def test_a_service_that_fails_is_a_failed_call(service, monkeypatch, answer, problem, num_requests):

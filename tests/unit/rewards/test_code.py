@@ -31,6 +31,10 @@ class Service:
 
     url: str = ""
     encoding: str = ""
+    piece: int = 0
+    """Bytes that are sent at a time, `drip_s` apart; 0: all."""
+    drip_s: float = 0.0
+    is_over: threading.Event = field(default_factory=threading.Event)
     answers: list[tuple[int, object]] = field(default_factory=list)
     asked: list[tuple[str, dict]] = field(default_factory=list)
 
@@ -49,12 +53,15 @@ def service() -> Iterator[Service]:
                 return
             text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
+            self.send_header("Location", f"{script.url}/elsewhere")
             if script.encoding:
                 text = gzip.compress(text)
                 self.send_header("Content-Encoding", script.encoding)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            for start in range(0, len(text), script.piece or len(text)):
+                self.wfile.write(text[start : start + (script.piece or len(text))])
+                script.is_over.wait(script.drip_s)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -63,6 +70,7 @@ def service() -> Iterator[Service]:
         script.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield script
+        script.is_over.set()
         server.shutdown()
 
 
@@ -219,6 +227,10 @@ def test_a_service_in_trouble_is_asked_again(trouble, service):
         ((422, {"detail": "no tests"}), 1),
         ((404, ""), 1),
         ((200, "not JSON"), 1),
+        ((200, "<html>Please log in</html>"), 1),
+        ((200, '{"results":' * 500), 1),
+        ((307, ""), 1),
+        ((429, {"detail": "slow down"}), 1),
         ((200, {"results": [1]}), 1),
         ((200, {"results": [], "runtimes": []}), 1),
         ((200, {"results": [1, 1], "runtimes": [0.1, 0.1]}), 1),
@@ -249,6 +261,15 @@ def test_a_compressed_reply_is_refused(service):
     service.answers, service.encoding = [answer([1, 1, 1, 1])], "gzip"
     with pytest.raises(ValueError, match="Content-Encoding=gzip"):
         score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
+
+
+def test_a_service_that_answers_byte_by_byte_is_given_up(service, monkeypatch):
+    """Each byte comes in time: a limit for each read would hold the step for an hour."""
+    monkeypatch.setattr(code, "client_limit_s", lambda limit_s: 0.3)
+    service.answers, service.piece, service.drip_s = [answer([1, 1, 1, 1])], 1, 0.05
+    with pytest.raises(TimeoutError):
+        score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
+    assert len(service.asked) == 1
 
 
 def test_a_service_that_is_not_there_is_no_score():

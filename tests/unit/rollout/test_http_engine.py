@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,7 +27,7 @@ Answers = dict[str, tuple[int, object]]
 
 
 class Scripted:
-    """Answers each path as told."""
+    """Answers each path as told: in JSON, in bytes as they are, or as a function of the request's handler does."""
 
     def __init__(self) -> None:
         self.answers: Answers = {
@@ -54,7 +55,12 @@ class Scripted:
                 if "token_ids" in body:
                     outer.go_on.wait(20)
                 status, said = outer.answers.get(self.path, (200, {}))
-                text = b"" if said is None else json.dumps(said).encode()
+                if callable(said):
+                    self.close_connection = True
+                    with suppress(OSError):
+                        said(self)
+                    return
+                text = b"" if said is None else said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 if outer.location:

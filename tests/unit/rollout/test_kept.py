@@ -17,7 +17,7 @@ from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.actor import _group
 from mgrpo.rollout.vllm.calls import flattened, joined, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import TIES, kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.server.server_calls import ServerChoice
+from mgrpo.rollout.vllm.server.server_answers import ServerChoice
 from tests.builders import kept_tokens as sets
 from tests.builders import prompt, sets_of
 

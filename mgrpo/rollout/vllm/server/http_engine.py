@@ -96,7 +96,11 @@ class HttpEngine(Caller):
         except asyncio.CancelledError as err:
             raise EngineError(self.refusal or "the call was cancelled") from err
         except EngineError as err:
-            raise err if self.url in str(err) else EngineError(f"server {self.url}: {err}") from err
+            raise (
+                err
+                if str(err).startswith(f"vllm_server_base_url={self.url}")
+                else EngineError(f"server {self.url}: {err}")
+            ) from err
         except Exception as err:
             raise EngineError(f"server {self.url}: {type(err).__name__}: {err}") from err
 

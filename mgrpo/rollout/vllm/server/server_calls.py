@@ -14,17 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from mgrpo.config.schema import Config
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
-from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens, num_logprobs
-from mgrpo.rollout.vllm.server.server_connection import TOKEN, ServerConnection, ServerRefusal
+from mgrpo.rollout.vllm.kept_sets import num_logprobs
+from mgrpo.rollout.vllm.server.server_answers import ExpectedAnswer, ServerChoice, read_answer
+from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ANSWER_S, TOKEN, ServerConnection, ServerRefusal
 from mgrpo.rollout.vllm.server.server_facts import config_problems
-from mgrpo.types import KeptTokens
 
 REQUESTS = 512
 """Prompts that a server is given at once, each over a connection of its own: several times as many as it samples at once."""
@@ -35,8 +32,8 @@ ABORT_EVERY_S = 0.05
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 LEAVE_S = 10.0
-LEAST_LOGPROB = -9999.0
-"""The server's number for a log-probability that is not finite."""
+POSITION_BYTES = 1024
+"""More than an answer has for a position of a completion, and again for each candidate and each 64 tokens of a mask there."""
 
 
 class ServerError(EngineError):
@@ -65,6 +62,7 @@ class ServerCalls(EngineCalls):
         self.has_joined = False
         self.place: dict[str, Any] = {}
         """Where the run meets its engines, once it has asked the server to join."""
+        self.vocab = 0
         self.health_timeout_s = HEALTH_TIMEOUT_S
         self.dead: EngineError | None = None
         self.watching: asyncio.Task[None] | None = None
@@ -78,7 +76,8 @@ class ServerCalls(EngineCalls):
         Raises:
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
         """
-        self.num_logprobs = num_logprobs(config)
+        shape = shape_of(read_hf_config(config.model_path))
+        self.num_logprobs, self.vocab = num_logprobs(config), shape.vocab
         self.has_masks = config.rollout.needs_masks
         self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
         if before is not None:
@@ -89,13 +88,16 @@ class ServerCalls(EngineCalls):
             info = await self._known("/server_info?config_format=json", remedy="start it with VLLM_SERVER_DEV_MODE=1")
             problems = config_problems(info, config) + await self._generate_problems()
             if not problems:
-                problems = await self._plugin_problems(config)
-        except ServerRefusal as err:
+                problems = await self._plugin_problems(shape)
+            # An earlier run has left it paused, because its last update failed or it was killed: see `leave`.
+            self.is_stale = not problems and await self._is_paused()
+        except ServerError:
+            raise
+        except EngineError as err:
             problems = [str(err)]
         if problems:
             raise ServerError([f"vllm_server_base_url={self.url}: {problem}" for problem in problems])
-        # An earlier run has left it paused, because its last update failed or it was killed: see `leave`.
-        self.is_stale = bool((await self.connection.get("/is_paused"))["is_paused"])
+        self.connection.limit_s = max(ANSWER_S, config.engine.weight_sync_timeout)
         self.watching = asyncio.create_task(self._watch())
         await self.pause("recompute")
 
@@ -141,11 +143,16 @@ class ServerCalls(EngineCalls):
             return [_answer(err)]
         return ["the server answers a prompt without tokens; it is not a vLLM server that this version of mgrpo knows"]
 
-    async def _plugin_problems(self, config: Config) -> list[str]:
+    async def _is_paused(self) -> bool:
+        answer = await self.connection.get("/is_paused")
+        if not isinstance(answer, dict) or not isinstance(answer.get("is_paused"), bool):
+            raise EngineError(f"/is_paused: the answer is {str(answer)[:100]}, expected is_paused")
+        return answer["is_paused"]
+
+    async def _plugin_problems(self, shape: ModelShape) -> list[str]:
         """A sentence unless the plugin is there, serves no other run, and has the run's model."""
-        shape = asdict(shape_of(read_hf_config(config.model_path)))
         try:
-            await self._init({"model": shape, **self.place}, is_trial=True)
+            await self._init({"model": asdict(shape), **self.place}, is_trial=True)
         except ServerRefusal as err:
             return [err.message]
         return []
@@ -236,87 +243,35 @@ class ServerCalls(EngineCalls):
             body = {
                 "request_id": request,
                 "token_ids": prompt,
-                "sampling_params": settings | own,
+                "sampling_params": (sampling := settings | own),
                 "cache_salt": f"{self.name}-{salt}",
             }
-            self._expect(number, request, self._group(number, body, has_sets=batch.sampling.has_sets))
+            expected = ExpectedAnswer(
+                num_samples=batch.sampling.num_samples,
+                max_tokens=sampling["max_tokens"],
+                vocab=self.vocab,
+                oldest_version=self.version,
+            )
+            self._expect(number, request, self._group(number, body, expected, has_sets=batch.sampling.has_sets))
 
-    async def _group(self, number: int, body: Mapping[str, Any], *, has_sets: bool) -> Completions:
+    async def _group(
+        self, number: int, body: Mapping[str, Any], expected: ExpectedAnswer, *, has_sets: bool
+    ) -> Completions:
+        request = body["request_id"]
         async with self.room:
-            if body["request_id"] in self.aborted:
-                nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(body["sampling_params"]["n"])]  # fmt: skip
+            if request in self.aborted:
+                nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(expected.num_samples)]  # fmt: skip
                 return flattened(number, nothing, [[]] * len(nothing))
-            answer = await self.connection.post("/inference/v1/generate", body)
-        choices = sorted(DECODER.decode(answer).choices, key=lambda choice: choice.index)
+            answer = await self.connection.sample(body, most_bytes=self._most_bytes(expected))
+        is_aborted = request in self.aborted
+        choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)
         kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
         return flattened(number, choices, [choice.sampled() for choice in choices], kept)
 
-
-class Candidate(msgspec.Struct):
-    """A token in a server's answer; other fields are skipped."""
-
-    token_id: int
-    logprob: float
-
-
-class SampledToken(Candidate):
-    """A sampled token, with the likeliest ones at its position, the sampled one among them."""
-
-    top_logprobs: list[Candidate] = []
-
-
-class Logprobs(msgspec.Struct):
-    """The log-probabilities of one completion."""
-
-    content: list[SampledToken] | None = None
-
-
-class VersionSpan(msgspec.Struct):
-    """Tokens of one version of the weights."""
-
-    start: int
-    end: int
-    version: str
-
-
-class ServerChoice(msgspec.Struct):
-    """One completion."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: Logprobs | None = None
-    weight_versions: list[VersionSpan] | None = None
-    sampling_mask: list[list[int]] | None = None
-
-    def sampled(self) -> list[float]:
-        """Log-probability of each token."""
-        content = (self.logprobs and self.logprobs.content) or []
-        assert [token.token_id for token in content] == self.token_ids, "one per position, the sampled token's"
-        return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in content]
-
-    def kept(self, *, has_masks: bool = False) -> KeptTokens:
-        """The sets that the tokens were sampled from, from masks or log-probabilities."""
-        if has_masks:
-            return masked_tokens(self.token_ids, self.sampling_mask)
-        content = (self.logprobs and self.logprobs.content) or []
-        shape = len(content), max((len(token.top_logprobs) for token in content), default=0)
-        ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
-        for row, token in enumerate(content):
-            for column, candidate in enumerate(token.top_logprobs):
-                ids[row, column] = candidate.token_id
-                if candidate.logprob > LEAST_LOGPROB:
-                    logprobs[row, column] = candidate.logprob
-        return kept_tokens(np.array(self.token_ids, np.int32), ids, logprobs)
-
-
-class ServerAnswer(msgspec.Struct):
-    """The answer to one prompt."""
-
-    choices: list[ServerChoice]
-
-
-DECODER = msgspec.json.Decoder(ServerAnswer)
+    def _most_bytes(self, expected: ExpectedAnswer) -> int:
+        """Of an answer, which has no end where the server is none."""
+        entries = 1 + self.num_logprobs + (expected.vocab // 64 if self.has_masks else 0)
+        return max(ANSWER_BYTES, POSITION_BYTES * entries * expected.num_samples * expected.max_tokens)
 
 
 def _answer(err: ServerRefusal) -> str:

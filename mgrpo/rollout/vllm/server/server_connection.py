@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
 from mgrpo.rollout.engine import EngineError
 
 TOKEN = "MGRPO_VLLM_SERVER_TOKEN"
@@ -17,6 +18,10 @@ TOKEN = "MGRPO_VLLM_SERVER_TOKEN"
 KEEP_ALIVE_S = 2.0
 """Seconds for which an idle connection is used again. vLLM closes it after 5 s, and a request at that moment would be lost."""
 CONNECT_S = 30.0
+ANSWER_S = 30.0
+"""Seconds for an answer as long as the run has not said how long its weights take."""
+ANSWER_BYTES = 16 << 20
+"""Most bytes of an answer that holds no tokens."""
 SILENCE_S = 60
 """Seconds of waiting for an answer before the system checks that the other end is still there."""
 
@@ -34,39 +39,51 @@ class ServerConnection:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self.limit_s = ANSWER_S
+        """Seconds for an answer, from the connection to the last byte; samples have no limit of their own."""
         token = os.environ.get(TOKEN)
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"} if token else None,
+            headers=PLAIN | ({"Authorization": f"Bearer {token}"} if token else {}),
+            auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket),
         )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """The answer, from JSON; None where it is empty. Raises the errors of `post`."""
-        body = await self._ask("GET", path, timeout_s=timeout_s)
-        return json.loads(body) if body else None
+        body = await self._ask("GET", path, timeout_s=timeout_s or self.limit_s)
+        try:
+            return json.loads(body) if body else None
+        except (ValueError, RecursionError) as err:
+            raise EngineError(f"{path}: the answer is not JSON: {_shown(body)}") from err
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """The server's answer.
 
         Raises:
             ServerRefusal: the answer is an error.
-            EngineError: there is no answer.
+            EngineError: there is none, it is too long, or compressed.
         """
-        return await self._ask("POST", path, json=body or {})
+        return await self._ask("POST", path, timeout_s=self.limit_s, json=body or {})
 
-    async def _ask(self, method: str, path: str, *, timeout_s: float | None = None, **more: Any) -> bytes:
+    async def sample(self, body: Mapping[str, Any], *, most_bytes: int) -> bytes:
+        """The server's answer to a prompt, which comes when all completions have ended. Raises the errors of `post`."""
+        return await self._ask("POST", "/inference/v1/generate", timeout_s=None, most_bytes=most_bytes, json=body)
+
+    async def _ask(
+        self, method: str, path: str, *, timeout_s: float | None, most_bytes: int = ANSWER_BYTES, **more: Any
+    ) -> bytes:
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
             # A redirect would carry the token elsewhere.
             async with self._session.request(
                 method, self.url + path, allow_redirects=False, timeout=limit, **more
             ) as answer:
-                body = await answer.read()
+                body = await plain_body(answer, most_bytes)
                 if answer.status != 200:
                     # After some errors vLLM closes the connection, and the next request would be lost in it.
                     answer.close()
-        except (aiohttp.ClientError, TimeoutError, OSError) as err:
-            reason = str(err) or (f"no answer within {timeout_s:g} s" if timeout_s else "no answer")
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as err:
+            reason = _shown(str(err)) or (f"no answer within {timeout_s:g} s" if timeout_s else "no answer")
             raise EngineError(f"{path}: {reason}") from err
         if answer.status != 200:
             raise ServerRefusal(answer.status, _message(body))
@@ -88,6 +105,12 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
+def _shown(text: str | bytes) -> str:
+    """The beginning of a text, in one line."""
+    text = text[:1000].decode(errors="replace") if isinstance(text, bytes) else text
+    return " ".join(text.split())[:200]
+
+
 def _message(body: bytes) -> str:
     """The server's own text of an error, without the words that vLLM puts around it."""
     text = body[: 1 << 16].decode(errors="replace").strip()
@@ -95,6 +118,6 @@ def _message(body: bytes) -> str:
         found = json.loads(text)
         found = found.get("error", found.get("detail", found))
         text = str(found["message"] if isinstance(found, dict) and "message" in found else found)
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         pass
     return text.removeprefix("Call to collective_rpc method failed: ")[:2000] or "(nothing)"

@@ -24,7 +24,7 @@ def config_problems(info: Mapping[str, Any], config: Config) -> list[str]:
     """
     try:
         return list(_differences(info["vllm_config"], config))
-    except (KeyError, TypeError) as err:
+    except (KeyError, TypeError, AttributeError) as err:
         return [f"the server does not say {err} in /server_info; this version of vLLM is not supported"]
 
 

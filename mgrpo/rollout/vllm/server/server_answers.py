@@ -1,0 +1,174 @@
+"""A vLLM server's answer to a prompt, which is compared with the expected: another program made it, on another machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from mgrpo.rollout.engine import UNSYNCED, EngineError
+from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
+from mgrpo.types import KeptTokens
+
+LEAST_LOGPROB = -9999.0
+"""The server's number for a log-probability that is not finite."""
+MOST_LOGPROB = 1e-4
+"""Above 0 by no more than rounding errors."""
+ENDINGS = ("stop", "length", "repetition")
+"""The finish reasons of completions that were not aborted."""
+
+
+class Candidate(msgspec.Struct):
+    """A token in a server's answer; other fields are skipped."""
+
+    token_id: int
+    logprob: float
+
+
+class SampledToken(Candidate):
+    """A sampled token, with the likeliest ones at its position, the sampled one among them."""
+
+    top_logprobs: list[Candidate] = []
+
+
+class Logprobs(msgspec.Struct):
+    """The log-probabilities of one completion."""
+
+    content: list[SampledToken] | None = None
+
+
+class VersionSpan(msgspec.Struct):
+    """Tokens of one version of the weights."""
+
+    start: int
+    end: int
+    version: str
+
+
+class ServerChoice(msgspec.Struct):
+    """One completion."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+    sampling_mask: list[list[int]] | None = None
+
+    @property
+    def content(self) -> list[SampledToken]:
+        """The log-probabilities, one for each token."""
+        return (self.logprobs and self.logprobs.content) or []
+
+    def sampled(self) -> list[float]:
+        """Log-probability of each token."""
+        return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in self.content]
+
+    def kept(self, *, has_masks: bool = False) -> KeptTokens:
+        """The sets that the tokens were sampled from, from masks or log-probabilities."""
+        if has_masks:
+            return masked_tokens(self.token_ids, self.sampling_mask)
+        shape = len(self.content), max((len(token.top_logprobs) for token in self.content), default=0)
+        ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        for row, token in enumerate(self.content):
+            for column, candidate in enumerate(token.top_logprobs):
+                ids[row, column] = candidate.token_id
+                if candidate.logprob > LEAST_LOGPROB:
+                    logprobs[row, column] = candidate.logprob
+        return kept_tokens(np.array(self.token_ids, np.int32), ids, logprobs)
+
+
+class ServerAnswer(msgspec.Struct):
+    """The answer to one prompt."""
+
+    choices: list[ServerChoice]
+
+
+_DECODER = msgspec.json.Decoder(ServerAnswer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedAnswer:
+    """What an answer must fit."""
+
+    num_samples: int
+    max_tokens: int
+    vocab: int
+    oldest_version: int
+    """The version of the weights when the prompt was sent, which is UNSYNCED before any were."""
+
+
+def read_answer(answer: bytes, expected: ExpectedAnswer, *, version: int, is_aborted: bool) -> list[ServerChoice]:
+    """The completions, sample by sample.
+
+    Args:
+        version: that of the engine's weights now.
+        is_aborted: whether the run has ended the request.
+    Raises:
+        EngineError: they are not what can have been sampled.
+    """
+    try:
+        choices = sorted(_DECODER.decode(answer).choices, key=lambda choice: choice.index)
+    except (ValueError, RecursionError) as err:
+        raise EngineError(f"the answer to a prompt cannot be read: {str(err)[:200]}") from err
+    if (problem := next(_problems(choices, expected, version, is_aborted=is_aborted), None)) is not None:
+        raise EngineError(f"the answer to a prompt has {problem}, which a vLLM server cannot have sampled for this run")
+    return choices
+
+
+def _problems(
+    choices: list[ServerChoice], expected: ExpectedAnswer, version: int, *, is_aborted: bool
+) -> Iterator[str]:
+    """What does not fit, in words that follow "has"."""
+    if len(choices) != expected.num_samples:
+        yield f"{len(choices)} completion{'s' * (len(choices) != 1)} instead of {expected.num_samples}"
+        return
+    if (found := [choice.index for choice in choices]) != list(range(expected.num_samples)):
+        yield f"completions {_listed(found)} instead of {_listed(range(expected.num_samples))}"
+    for choice in choices:
+        was_aborted = choice.finish_reason == "abort" and is_aborted
+        if choice.finish_reason not in ENDINGS and not was_aborted:
+            yield f"a completion with finish_reason {choice.finish_reason[:40]}"
+        length, least = len(choice.token_ids), 0 if was_aborted else 1
+        if not least <= length <= expected.max_tokens:
+            yield f"a completion of {length} tokens, asked for {least} to {expected.max_tokens}"
+        if [token.token_id for token in choice.content] != choice.token_ids:
+            yield "a completion with log-probabilities that are not one for each of its tokens"
+        yield from _value_problems(choice, expected)
+        yield from _version_problems(choice, expected, version)
+
+
+def _value_problems(choice: ServerChoice, expected: ExpectedAnswer) -> Iterator[str]:
+    candidates = [*choice.content, *(candidate for token in choice.content for candidate in token.top_logprobs)]
+    masks = choice.sampling_mask or []
+    for token in itertools.chain((candidate.token_id for candidate in candidates), *masks):
+        if not 0 <= token < expected.vocab:
+            yield f"the token {token}, the vocabulary has 0 to {expected.vocab - 1}"
+    for candidate in candidates:
+        if not candidate.logprob <= MOST_LOGPROB:
+            yield f"a log-probability of {candidate.logprob:g}"
+    if any(len(mask) != len(set(mask)) for mask in masks):
+        yield "a sampling mask with a token twice"
+
+
+def _version_problems(choice: ServerChoice, expected: ExpectedAnswer, version: int) -> Iterator[str]:
+    """Before the run has sent weights, labels are those of whoever has used the server before, and nothing is trained on."""
+    if expected.oldest_version == UNSYNCED:
+        return
+    spans = choice.weight_versions or []
+    ends = [0, *(span.end for span in spans)]
+    are_joined = all(start == span.start < span.end for start, span in zip(ends, spans, strict=False))
+    if not are_joined or ends[-1] != len(choice.token_ids):
+        yield "tokens whose weights have no version"
+    known = range(expected.oldest_version, version + 1)
+    for span in spans:
+        if span.version not in map(str, known):
+            sent = f"{version}" if len(known) == 1 else f"{expected.oldest_version} to {version}"
+            yield f"tokens of weights of version {span.version[:40]}, the run has sent {sent}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, itertools.islice(numbers, 20)))
