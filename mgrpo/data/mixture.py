@@ -54,13 +54,13 @@ def open_data(
     if dataset is None:
         train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     else:
-        train = opening.take({"dataset": dataset})
+        train = opening.take([("dataset", dataset)])
     if eval_dataset is None:
         held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
     else:
         several = eval_dataset.items() if isinstance(eval_dataset, Mapping) else ()
-        named = {f"eval_dataset/{name}": rows for name, rows in several}
-        held_out = opening.take(named or {"eval_dataset": eval_dataset})
+        named = [(f"eval_dataset/{name}", rows) for name, rows in several]
+        held_out = opening.take(named or [("eval_dataset", eval_dataset)])
     opening.finish()
     return Mixture(train, data, opening.reader), Mixture(held_out, data, opening.reader)
 
@@ -244,10 +244,10 @@ class _Opening:
             self._failures.append(f"the {what} {words} selects no rows; ask for more")
         return selection
 
-    def take(self, given: Mapping[str, Iterable[Mapping]]) -> Selection:
-        """The rows that the caller passed, by the names of the arguments."""
-        lines = [Entry(source=name, amount="1.0", split="") for name in given]
-        return self._select(lines, lambda line: self.reader.given(line.source, given[line.source]))
+    def take(self, named: Sequence[tuple[str, Iterable[Mapping]]]) -> Selection:
+        """The rows that the caller passed, each part with its name."""
+        lines, rows = [Entry(source=name, amount="1.0", split="") for name, _ in named], dict(named)
+        return self._select(lines, lambda line: self.reader.given(line.source, rows[line.source]))
 
     def finish(self) -> None:
         """Raise everything that is wrong, in one error."""

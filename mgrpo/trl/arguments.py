@@ -28,21 +28,21 @@ def function_name(function: Any) -> str:
 
 
 def argument_problems(
-    config: Config,
+    given: Mapping[str, object],
     functions: Sequence[Any],
     tokenizers: Sequence[Any],
     train_dataset: Any,
     environment_factory: Any,
-    given: Mapping[str, object],
 ) -> Iterator[str]:
     """What TRL's constructor would refuse as well.
 
     Args:
-        tokenizers: of reward models, one for each function.
         given: the fields of the script.
+        tokenizers: of reward models, one for each function.
     """
+    environment_factory = environment_factory or given.get("environment_factory")
     if not (
-        functions or config.reward.reward_funcs or _may_reward(environment_factory) or _names_verifiers(train_dataset)
+        functions or given.get("reward_funcs") or _may_reward(environment_factory) or _names_verifiers(train_dataset)
     ):
         yield (
             "No reward source provided: give reward_funcs, an environment_factory whose environment has get_reward, or rows "
@@ -53,7 +53,7 @@ def argument_problems(
             f"reward_processing_classes has {len(tokenizers)} entries, which must match the {len(functions)} of reward_funcs; "
             "give one for each, None where it is no reward model"
         )
-    if train_dataset is not None or config.data.dataset_mixer_list:
+    if train_dataset is not None or given.get("dataset_mixer_list"):
         return
     if environment_factory is None:
         yield "`train_dataset` is required, as there is no environment_factory that gives the prompts"

@@ -20,8 +20,9 @@ from mgrpo.run.report.result import NothingTrained, step_of
 from mgrpo.run.report.upload import Uploads, token_warning
 from mgrpo.trl.arguments import argument_problems, function_name, listed, placeholder_rows, warnings_of
 from mgrpo.trl.callbacks import Callbacks
-from mgrpo.trl.history import History, TrainOutput
+from mgrpo.trl.history import RunHistory, TrainOutput
 from mgrpo.trl.loaded import as_reward_functions, written
+from mgrpo.trl.metric_names import evaluated
 from mgrpo.trl.policy_model import PolicyModel
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ class GRPOTrainer:
         functions = listed(reward_funcs)
         tokenizers = listed(reward_processing_classes) or [None] * len(functions)
         by_name = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+        problems += argument_problems(own, functions, tokenizers, train_dataset, environment_factory)
         try:
             self.config = mgrpo.GRPOConfig.from_trl(own | settings, preset=grpo_config.preset_of(args))
             with_tools(self.config, by_name)
-            problems += argument_problems(self.config, functions, tokenizers, train_dataset, environment_factory, own)
         except ConfigError as err:
             problems += err.problems
         for name, is_given, reason in (
@@ -96,7 +97,7 @@ class GRPOTrainer:
                 problems.append(f"{name} is not supported: {reason}")
         if problems:
             raise ConfigError(problems)
-        self.args = GRPOConfig(**own) if args is None or isinstance(args, Mapping) else args
+        self.args = args if args is not None and not isinstance(args, Mapping) else GRPOConfig(**own)
         for warning in warnings_of(self.args):
             _log.warning(warning)
         self.reward_funcs, self.reward_processing_classes = functions, tokenizers
@@ -108,7 +109,7 @@ class GRPOTrainer:
         self._brought: dict[str, Any] = {"dataset": train_dataset, "eval_dataset": eval_dataset, **by_name}
         self._callbacks = Callbacks(callbacks or (), args=self.args, processing_class=processing_class)
         num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
-        self._history = History(self.config, self._callbacks, num_rows=num_rows)
+        self._history = RunHistory(self.config, self._callbacks, num_rows=num_rows)
         self.result: TrainResult | None = None
         """The result of `mgrpo.train`: folders and evaluations."""
         if self._callbacks.callbacks:
@@ -267,7 +268,8 @@ class GRPOTrainer:
 
 
 def _fields(args: object) -> dict[str, object]:
-    """The fields that a script has given."""
-    if args is None:
-        return {}
-    return dict(args) if isinstance(args, Mapping) else grpo_config.given_fields(args)
+    """The fields that a script has given; metrics of an evaluation by their names here."""
+    fields = dict(args) if isinstance(args, Mapping) else {} if args is None else grpo_config.given_fields(args)
+    if name := fields.get("metric_for_best_model"):
+        fields["metric_for_best_model"] = evaluated(str(name))
+    return fields

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mgrpo.config import Config
 from mgrpo.rewards.trajectory_rewards import is_lost
 from mgrpo.run.ranks.process import rank
-from mgrpo.run.report.listener import Listener
+from mgrpo.run.report.listener import RunListener
 from mgrpo.trl.callbacks import Callbacks
 from mgrpo.trl.held_out import by_set
 from mgrpo.trl.metric_names import mean, of_step
@@ -39,7 +39,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class History(Listener):
+class RunHistory(RunListener):
     """Remembers runs and evaluations of one trainer. Complete on rank 0; the other ranks know the number of steps."""
 
     def __init__(self, config: Config, callbacks: Callbacks, *, num_rows: int | None) -> None:

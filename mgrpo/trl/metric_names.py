@@ -57,6 +57,16 @@ def of_evaluation(metrics: Mapping[str, float], prefix: str) -> dict[str, float]
     return {prefix + name: value for name, value in found.items()}
 
 
+def evaluated(name: str) -> str:
+    """The name in docs/metrics.md of a metric of an evaluation that TRL calls `name`, with or without `eval_`."""
+    name = name.removeprefix("eval_")
+    for ours, theirs in EVALUATION.items():
+        if name == theirs:
+            return ours
+    function = re.fullmatch(r"rewards/(.+)/mean", name)
+    return f"eval/objective/{function[1]}_reward" if function else f"eval/{name.removeprefix('eval/')}"
+
+
 def mean(values: list[float]) -> float | None:
     """Mean of those that are numbers; None where none is."""
     known = [value for value in values if not math.isnan(value)]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Production
-    from mgrpo.run.report.listener import Listener
+    from mgrpo.run.report.listener import RunListener
 
 
 def eval_command(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def evaluate(
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
     rollout_func: Callable | None = None,
-    listener: Listener | None = None,
+    listener: RunListener | None = None,
 ) -> EvaluationResult:
     """Sample the held-out prompts with the model of `config` and score them; one process, without torchrun.
 
@@ -68,7 +68,12 @@ def evaluate(
 
     Args:
         config: as `mgrpo.GRPOConfig(...)` makes it.
-        reward_funcs, eval_dataset, tools, environment_factory, rollout_func, listener: as in `mgrpo.train`.
+        reward_funcs: as in `mgrpo.train`, and likewise the arguments below.
+        eval_dataset: held-out rows, or several sets by name, instead of `dataset_mixer_eval_list`.
+        tools: functions and environments that the model may call.
+        environment_factory: classes and functions of environments.
+        rollout_func: a function that samples.
+        listener: is told of the evaluation.
     Returns:
         Its metrics, and where its files are.
     Raises:

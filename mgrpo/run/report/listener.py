@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mgrpo.run.report.best import Best
 
 
-class Listener:
+class RunListener:
     """Override the methods of what you want to hear; here they do nothing.
 
     They are called on rank 0 in the main thread, after the run's own files have been written, and the run waits for them.

@@ -16,7 +16,7 @@ from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.best import BestExport
-from mgrpo.run.report.listener import Listener
+from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.step_metrics import Clock, step_metrics
 from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
@@ -57,7 +57,7 @@ class Reporter:
         continued: Continued | None = None,
         pieces: Pieces | None = None,
         engines: Callable[[], list[dict[str, Any]]] = list,
-        listener: Listener | None = None,
+        listener: RunListener | None = None,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
 
@@ -70,7 +70,7 @@ class Reporter:
             listener: is told of the run.
         """
         self.config, self.scale, self.throughput = config, scale, throughput
-        self.listener = listener or Listener()
+        self.listener = listener or RunListener()
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         root = state_root(config)

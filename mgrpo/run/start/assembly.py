@@ -20,7 +20,7 @@ from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.produce.production import Production, Started, prepare
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead
-from mgrpo.run.report.listener import Listener
+from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.throughput import Throughput
 from mgrpo.run.train.engine_weights import EngineWeights
@@ -39,7 +39,7 @@ def make_trainer(
     host: str,
     continued: Continued | None = None,
     loss: LossFunction | None = None,
-    listener: Listener | None = None,
+    listener: RunListener | None = None,
 ) -> Trainer:
     """A trainer whose engines have the policy's weights. Collective over all learners.
 
@@ -170,7 +170,7 @@ def _get_ready(
     started: Started,
     throughput: Throughput,
     continued: Continued | None,
-    listener: Listener | None,
+    listener: RunListener | None,
 ) -> tuple[Production, Reporter]:
     """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
     production = prepare(config, started)

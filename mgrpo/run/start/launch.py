@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Started
-    from mgrpo.run.report.listener import Listener
+    from mgrpo.run.report.listener import RunListener
     from mgrpo.run.report.result import TrainResult
 
 
@@ -71,7 +71,7 @@ def train(
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
     rollout_func: Callable | None = None,
-    listener: Listener | None = None,
+    listener: RunListener | None = None,
 ) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
@@ -190,7 +190,7 @@ def _start(
     inputs: Inputs | None,
     continued: Continued | None = None,
     loss: LossFunction | None = None,
-    listener: Listener | None = None,
+    listener: RunListener | None = None,
 ) -> TrainResult:
     if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
@@ -220,7 +220,7 @@ def _run_with_engines(
     continued: Continued | None,
     watch: Liveness,
     loss: LossFunction | None,
-    listener: Listener | None,
+    listener: RunListener | None,
 ) -> TrainResult:
     before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
@@ -296,7 +296,7 @@ def _run(
     stop: StopRequest,
     watch: Liveness,
     loss: LossFunction | None,
-    listener: Listener | None,
+    listener: RunListener | None,
 ) -> TrainResult:
     if parts:
         parts.startup.say("importing torch and Megatron")
