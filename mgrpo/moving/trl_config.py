@@ -116,6 +116,7 @@ class GRPOConfig:
         whole, steps = self.generation_batch_size, self.steps_per_generation
         steps = steps or (whole // step if whole else self.gradient_accumulation_steps)
         found = {"generation_batch_size": step * steps, "steps_per_generation": steps, "bf16": not self.fp16}
+        found["activation_checkpointing"] = self.gradient_checkpointing
         if self.metric_for_best_model is not None:
             found["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         return {name: value for name, value in found.items() if getattr(self, name) is None}

@@ -13,9 +13,13 @@ from transformers import HfArgumentParser
 
 import mgrpo
 from mgrpo.config import ConfigError
+from mgrpo.config.fields import flat
+from mgrpo.moving import from_values
+from mgrpo.moving.presets import KEPT
 from mgrpo.moving.trl_config import GRPOConfig, recorded
 
 PINS = Path(__file__).parents[3] / "requirements" / "bench_trl.txt"
+TRL_MAIN = from_values({}, preset="trl_main")
 OURS = {"tensor_model_parallel_size": 2}
 
 
@@ -135,3 +139,29 @@ def test_a_parser_refuses_a_word_that_a_field_may_not_be(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         HfArgumentParser((ScriptConfig,)).parse_args_into_dataclasses(["--eval_strategy", "often"])
     assert "invalid choice: 'often'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", recorded()["fields"])
+def test_a_default_of_trl_is_the_presets(name: str):
+    """A script that leaves a field out must train as TRL does with it left out; no field of TRL's is an unknown name."""
+    given = from_values({name: recorded()["fields"][name]["default"]}, preset="trl_main")
+    differs = {setting for setting, value in flat(given).items() if value != flat(TRL_MAIN)[setting]}
+    assert bool(differs) == (name in KEPT["trl_main"] and name != "hub_private_repo"), differs
+    assert (given.provenance.due, given.provenance.has_prompt_limit) == ({}, False)
+
+
+def test_a_real_object_of_trl_has_the_new_name_for_recomputation():
+    """transformers 5.23 sets activation_checkpointing in every object, whatever a script gave."""
+
+    @dataclasses.dataclass
+    class Filled:
+        gradient_checkpointing: bool = True
+        activation_checkpointing: bool | None = None
+
+    assert mgrpo.GRPOConfig.from_trl(Filled(activation_checkpointing=True)).parallel.recompute_granularity == "full"
+    off = mgrpo.GRPOConfig.from_trl(Filled(gradient_checkpointing=False, activation_checkpointing=False))
+    assert off.parallel.recompute_granularity == "none"
+    assert GRPOConfig(activation_checkpointing=False).given() == {
+        "output_dir": "trainer_output",
+        "activation_checkpointing": False,
+    }
