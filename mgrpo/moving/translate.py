@@ -267,6 +267,12 @@ def batch(r: Resolution) -> None:
     elif total % group:
         sizes_ = ", ".join(str(size) for size in range(2, min(total, 256) + 1) if total % size == 0)
         r.problems.append(f"{name} must be a multiple of num_generations={group}; num_generations may be {sizes_}")
+    elif (
+        accumulated and accumulated % (total // step) == 0 and total < step * accumulated and r.value("num_epochs") == 1
+    ):
+        # No step lies between them: the same weights have sampled all that an optimizer step takes.
+        r.put("num_unique_prompts_rollout", step * accumulated // group, *given)
+        r.put("num_mini_batches", 1, *given)
     elif (total // step) % (accumulated or 1):
         r.problems.append(
             f"{name} makes {total // step} micro-steps ({factors}), which gradient_accumulation_steps={accumulated} "

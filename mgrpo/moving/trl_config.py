@@ -117,6 +117,8 @@ class GRPOConfig:
         steps = steps or (whole // step if whole else self.gradient_accumulation_steps)
         found = {"generation_batch_size": step * steps, "steps_per_generation": steps, "bf16": not self.fp16}
         found["activation_checkpointing"] = self.gradient_checkpointing
+        if self.metric_for_best_model is not None:
+            found["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         return {name: value for name, value in found.items() if getattr(self, name) is None}
 
     def _history(self) -> tuple[dict[str, object], dict[str, object]]:

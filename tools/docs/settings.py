@@ -70,7 +70,9 @@ With d data-parallel ranks (`world size / (tensor x pipeline x context)`), TRL's
 
 completions are sampled at once, and one optimizer step takes `per_device_train_batch_size x d x gradient_accumulation_steps` of
 them. Here these are `num_unique_prompts_rollout` = generation_batch_size / num_generations and `num_mini_batches` =
-steps_per_generation / gradient_accumulation_steps. Those of the four that are not given have TRL's defaults:
+steps_per_generation / gradient_accumulation_steps. Where that is 1/n, so that one optimizer step takes n generation batches of the
+same weights, they are one rollout batch. Where neither divides the other, or num_iterations repeats the n batches, it is refused: a step
+would take completions of two policies, or each several times. Those of the four that are not given have TRL's defaults:
 per_device_train_batch_size 8, gradient_accumulation_steps 1, steps_per_generation as gradient_accumulation_steps. This applies
 with a trl preset, with generation_batch_size or steps_per_generation, and if num_generations is given together with one of the
 other two. Otherwise per_device_train_batch_size and gradient_accumulation_steps have their meaning in Open Instruct.

@@ -65,7 +65,7 @@ def read_inputs(
     *,
     functions: Sequence[str | Callable] = (),
     dataset: Iterable[Mapping] | None = None,
-    eval_dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
 ) -> tuple[Inputs | None, list[str]]:
     """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
 

@@ -37,7 +37,7 @@ def check_run(
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
-    eval_dataset: Iterable[Mapping] | None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None,
     loss: LossFunction | None,
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
