@@ -38,7 +38,6 @@ from mgrpo.run.train.health import Health
 from mgrpo.run.train.learner import Learner
 from mgrpo.run.train.profile import Profiler
 from mgrpo.run.train.resume import States
-from mgrpo.telemetry.files import move_aside
 
 
 class Trainer:
@@ -68,8 +67,6 @@ class Trainer:
         self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
         self.output_dir = Path(config.experiment.output_dir)
         self.exports = self.output_dir / "hf"
-        self.exported: set[Path] = set()
-        """Exports of this run; others are of an earlier one, unless this run continues it."""
         self.done = 0
         """Training steps."""
         self.is_followed_up = False
@@ -258,9 +255,10 @@ class Trainer:
             self.turns.learners()
         folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
         base, group = origin(self.config)["model_name_or_path"], self.learner.host_group
-        keep = {} if self.resumed_at or folder in self.exported else {"make_way": lambda earlier: move_aside([earlier])}
-        export_hf(self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add, **keep)
-        self.exported.add(folder)
+        make_way = self.reporter.make_way
+        export_hf(
+            self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add, make_way=make_way
+        )
         return folder
 
     def save(self) -> None:

@@ -94,34 +94,3 @@ def test_a_run_that_may_fill_the_disk_later_is_warned(tmp_path, shape, monkeypat
     few = {"checkpoint_state_freq": 1, "keep_last_n_checkpoints": 1}
     assert list(room_notes(config(tmp_path, **few), shape)) == []
     assert len(list(room_notes(config(tmp_path, **few | {"keep_last_n_checkpoints": 2}), shape))) == 1
-
-
-def test_the_export_of_an_earlier_run_is_renamed_and_the_runs_own_is_replaced(tmp_path, monkeypatch):
-    """Whoever tries settings in one folder would lose the model of the run before."""
-    from mgrpo.run.train import trainer as module
-
-    def export(policy, source, folder, *, make_way=shutil.rmtree, **_):
-        if folder.exists():
-            make_way(folder)
-        folder.mkdir(parents=True)
-        (folder / "weights").write_text(policy)
-
-    def run(policy: str, resumed_at: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(
-            exports=tmp_path / "hf",
-            exported=set(),
-            done=4,
-            resumed_at=resumed_at,
-            turns=None,
-            config=config(tmp_path, model_name_or_path=str(MODEL)),
-            learner=SimpleNamespace(policy=policy, host_group=None),
-            source=SimpleNamespace(save_tokenizer=None),
-        )
-
-    monkeypatch.setattr(module, "export_hf", export)
-    monkeypatch.setattr(module, "origin", lambda config: {"model_name_or_path": "base"})
-    second = run("second")
-    for own in (run("first"), second, second, run("the second, continued", resumed_at=2)):
-        module.Trainer._export(own)
-    found = {path.parent.name: path.read_text() for path in tmp_path.glob("hf/*/weights")}
-    assert found == {"step_4": "the second, continued", "step_4.1": "first"}
