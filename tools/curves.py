@@ -24,9 +24,9 @@ from typing import Any
 
 from bench_loop import THREADS, cpu_model
 
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.course import metric_points, running_mean
 from mgrpo.telemetry.report.frame import COLOURS, UNDER_TITLE, Frame
-from mgrpo.telemetry.samples import read_records
 
 COMPLETIONS_PER_STEP = 256
 """Completions of a step of the quickstart."""

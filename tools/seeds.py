@@ -21,8 +21,8 @@ import yaml
 from bench_loop import cpu_model
 from curves import ROOT, Run, dumped, picture
 
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.course import metric_points
-from mgrpo.telemetry.samples import read_records
 
 WINDOW = 5
 """Steps of the running mean in the picture."""

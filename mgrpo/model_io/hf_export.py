@@ -34,6 +34,7 @@ def export_hf(
     group: dist.ProcessGroup,
     base: str | None = None,
     add: Callable[[Path], object] = lambda folder: None,
+    make_way: Callable[[Path], object] = lambda folder: shutil.rmtree(folder, ignore_errors=True),
 ) -> None:
     """Write the policy's weights to `folder`, with configuration and tokenizer of `source`.
 
@@ -42,6 +43,7 @@ def export_hf(
     Args:
         base: what an adapter says that it belongs to, a name on the Hub for example; None: `source`.
         add: on rank 0, writes more files to the folder that it is given.
+        make_way: on rank 0, moves or deletes what is at `folder`, when the export is complete.
     Raises:
         OutputError: on all ranks, when the folder could not be written.
     """
@@ -63,7 +65,7 @@ def export_hf(
     if dist.get_rank() == 0:
         try:
             headers = {name: (policy.dtype, shape) for name, shape in model.shapes.items()}
-            _write(folder, source, headers, model.whole, add_more, num_bytes=export_bytes(policy))
+            _write(folder, source, headers, model.whole, add_more, make_way, num_bytes=export_bytes(policy))
         except Exception as err:
             problem, cause = f"the model could not be exported to {folder}: {err}", err
         for gathering in gatherings:
@@ -91,6 +93,7 @@ def _write(
     tensors: Mapping[str, Header],
     values: Callable[[str], list[torch.Tensor]],
     add: Callable[[Path], object],
+    make_way: Callable[[Path], object],
     *,
     num_bytes: int,
 ) -> None:
@@ -103,7 +106,7 @@ def _write(
         carry(source, partial, dtype=tensors[next(iter(tensors))][0])
         write_weights(tensors, values, partial)
         add(partial)
-        shutil.rmtree(folder, ignore_errors=True)
+        make_way(folder)
         os.replace(partial, folder)
     except Exception as err:
         shutil.rmtree(partial, ignore_errors=True)

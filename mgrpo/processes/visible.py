@@ -1,4 +1,4 @@
-"""The environment variables that a program which meets untrusted text may see. Standard library only."""
+"""The environment variables that other programs may see: few where untrusted text is met, no keys elsewhere. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ _VISIBLE = re.compile(
     r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*"
     r"|(?:OMP|MKL|OPENBLAS)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
 )
+_KEY = re.compile(
+    r"(?!RAY_)(?:\w*_)?(?:(?:API|ACCESS|SECRET|PRIVATE)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)", re.IGNORECASE
+)
+
+
+def is_key(name: str) -> bool:
+    """Whether the name of a variable says that it holds a key of another service than Ray.
+
+    For programs that run no untrusted text and need whatever else is set: drivers, compilers and networks read too many variables.
+    """
+    return _KEY.fullmatch(name) is not None
 
 TOOL_VARIABLES = "MGRPO_TOOL_"
 """Prefix of the variables that a user gives to tools."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgrpo.telemetry.records import record_of
+from mgrpo.telemetry.recorded import record_of
 
 logger = logging.getLogger(__name__)
 

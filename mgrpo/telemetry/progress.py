@@ -260,7 +260,7 @@ def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = Non
 
 def summary_lines(history: History, *, before: Metrics | None = None, after: Metrics | None = None) -> list[str]:
     """The end of a run: evaluations and rewards at its two ends, and the time per phase."""
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     evaluated = [before or {}, after or {}]
     for what, metric, shown in (
         ("accuracy", "eval/pass_at_1", lambda share: f"{100 * share:.1f} %"),
@@ -269,7 +269,7 @@ def summary_lines(history: History, *, before: Metrics | None = None, after: Met
         found = ["-" if (value := metrics.get(metric)) is None else shown(value) for metrics in evaluated]
         # Where answers are right or wrong, the accuracy says what the reward would.
         if not rows and set(found) != {"-"}:
-            rows.append((f"held-out {what}", *found))
+            rows.append((f"held-out {what}", found[0], found[1]))
     note = ""
     ends = history.reward_ends()
     if ends is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
-from mgrpo.telemetry.records import Record
+from mgrpo.telemetry.recorded import Record
 from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, plain, text_of
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup, Turn

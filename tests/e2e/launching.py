@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ class Run:
         flags: the ranks share every matrix by twos unless these say otherwise.
         program: another one than the example, and words before its flags; none: `mgrpo train --nproc-per-node`.
         config: the name of an example's configuration.
+        variables: further environment variables.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Run:
         ranks: int = 2,
         program: Sequence[str] | None = ("examples/train_grpo.py",),
         config: str = "quickstart",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.log = folder / "log.txt"
         self.output_dir = folder / "out"
@@ -51,7 +53,7 @@ class Run:
             stdout=self.log.open("a"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=environment,
+            env=environment | (variables or {}),
         )
 
     def text(self) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Sampling
 from mgrpo.rollout.requests import prompt_seeds
-from mgrpo.telemetry.records import read_records
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.samples import tables
 from mgrpo.types import Prompt
 from tests.e2e.launching import ROOT, Run

@@ -12,14 +12,20 @@ from tests.e2e.launching import Run, survivors
 from tests.tiny_models import load_hf
 
 STEPS = 30
+KEYS = {"WANDB_API_KEY": "planted-key", "OPENAI_API_KEY": "planted-key", "HF_TOKEN": "planted-key"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("run"), ["--total_episodes", str(STEPS * 256), "--weight_sync_check_every", "10"])
+    flags = ["--total_episodes", str(STEPS * 256), "--weight_sync_check_every", "10"]
+    run = Run(tmp_path_factory.mktemp("run"), flags, variables=KEYS)
     try:
         run.wait_for("\nstep ", 150)
         family = run.family()
+        run.environments = {
+            kind: Path(f"/proc/{run.find(kind).pid}/environ").read_text(errors="replace")
+            for kind in ("rank 0", "raylet", "gcs", "verifier")
+        }
         assert run.wait(200) == 0, run.text()[-3000:]
     finally:
         run.end()
@@ -92,6 +98,13 @@ def test_exported_model_is_the_one_that_was_measured(finished):
         answer = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
         right += tokenizer.decode(answer, skip_special_tokens=True).strip() == str(row["ground_truth"])
     assert right / len(rows) > finished.evaluations[-1]["eval/pass_at_1"] - 0.05
+
+
+def test_keys_of_trackers_and_judges_stay_in_the_ranks(finished):
+    """What the engines start inherits Ray's environment, and programs of others run beside them."""
+    assert finished.environments["rank 0"].count("planted-key") == len(KEYS)
+    others = [text for kind, text in finished.environments.items() if kind != "rank 0"]
+    assert all("PATH=" in text and "planted-key" not in text for text in others)
 
 
 def test_no_process_is_left(finished):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.figure import reward_svg
-from mgrpo.telemetry.samples import read_records
 
 if __name__ == "__main__":
     print(reward_svg(list(read_records([Path(sys.argv[1]) / "metrics.jsonl"]))))

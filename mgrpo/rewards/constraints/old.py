@@ -105,7 +105,7 @@ def validate_json_format(response: str) -> bool:
     return is_json(response)
 
 
-def validate_repeat_prompt(response: str, *, original_prompt: Text) -> bool:
+def validate_repeat_prompt(response: str, *, original_prompt: Filled) -> bool:
     return response.startswith(original_prompt)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import THINK_END, Answer, Verifier
+from mgrpo.rewards.verifiers.answers.expressions import is_same_value, warm_up
+from mgrpo.rewards.verifiers.answers.places import minerva_answer, stated_answer, unboxed
+from mgrpo.rewards.verifiers.answers.statements import Statement, has_words, read, spelling
+from mgrpo.rewards.verifiers.answers.units import units
 from mgrpo.rewards.verifiers.cpu_limit import OutOfTime, cpu_limit
-from mgrpo.rewards.verifiers.expressions import is_same_value, warm_up
 from mgrpo.rewards.verifiers.labels import accepted_texts
-from mgrpo.rewards.verifiers.places import minerva_answer, stated_answer, unboxed
-from mgrpo.rewards.verifiers.statements import Statement, has_words, read, spelling
-from mgrpo.rewards.verifiers.units import units
 
 # Of `verifier_timeout`, which is wall time and ends the worker.
 _SHARE_OF_TIME = 0.1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import Answer, Verifier
-from mgrpo.rewards.verifiers.expressions import is_same_value, warm_up
-from mgrpo.rewards.verifiers.latex_strings import is_same_string, minerva_form
+from mgrpo.rewards.verifiers.answers.expressions import is_same_value, warm_up
+from mgrpo.rewards.verifiers.answers.latex_strings import is_same_string, minerva_form
+from mgrpo.rewards.verifiers.answers.places import boxes, last_formula, minerva_answer
 from mgrpo.rewards.verifiers.mathematics import judged, labels_of
-from mgrpo.rewards.verifiers.places import boxes, last_formula, minerva_answer
 
 
 class MathOpenInstruct(Verifier):

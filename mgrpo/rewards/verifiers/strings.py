@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import Answer, Verifier, without_thinking
@@ -26,9 +26,12 @@ _FINISH_END = re.compile(r"</finish>", re.IGNORECASE)
 
 
 class _InNormalForm(Verifier):
-    """Compares in SQuAD's normal form, with any of the texts that `accepted` finds in a label."""
+    """Compares in SQuAD's normal form."""
 
-    accepted: ClassVar[Callable[[object], list[str]]] = staticmethod(accepted_texts)
+    @staticmethod
+    def accepted(ground_truth: object) -> list[str]:
+        """The texts of a label, any of which is right."""
+        return accepted_texts(ground_truth)
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
@@ -77,11 +80,18 @@ class Puzzle(_InNormalForm):
         return _exact_match(without_thinking(answer.completion), self.accepted(answer.ground_truth))
 
 
-class ReSearchF1(_InNormalForm):
+class _OfSearches(_InNormalForm):
+    """As the data sets of ReSearch and Search-R1: labels may be JSON text."""
+
+    @staticmethod
+    def accepted(ground_truth: object) -> list[str]:
+        return accepted_texts_of_json(ground_truth)
+
+
+class ReSearchF1(_OfSearches):
     """F1 of what follows the last `<finish>`, up to `</finish>`; 0.1 for the tags alone (ReSearch, Chen et al., 2025)."""
 
     name: ClassVar[str] = "re_search_f1"
-    accepted = staticmethod(accepted_texts_of_json)
 
     def score(self, answer: Answer) -> float:
         labels = self.accepted(answer.ground_truth)
@@ -93,11 +103,10 @@ class ReSearchF1(_InNormalForm):
         return _best_f1(text, labels) or 0.1
 
 
-class ReSearch(_InNormalForm):
+class ReSearch(_OfSearches):
     """1.0 if the text between the first `<finish>` and the next `</finish>`, in any case, is a label (Search-R1)."""
 
     name: ClassVar[str] = "re_search"
-    accepted = staticmethod(accepted_texts_of_json)
 
     def score(self, answer: Answer) -> float:
         labels = self.accepted(answer.ground_truth)

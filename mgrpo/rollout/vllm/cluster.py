@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.processes.address import INTERFACES
+from mgrpo.processes.visible import is_key
 from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, has_local_core, serving_gpus
 from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
@@ -77,7 +78,7 @@ class Cluster:
         """The learners' GPUs, if each has a worker of an engine; Ray does not count them."""
         free = [] if self.shared_gpus else gpus[num_local_learners:]
         try:
-            with _without_launcher_variables(), _sigterm_blocked():
+            with _without_own_variables(), _sigterm_blocked():
                 self.ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
                 if not self.owned:
                     self.address = self._own_address(num_free_gpus=len(free))
@@ -365,9 +366,9 @@ def _sigterm_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _without_launcher_variables() -> Iterator[None]:
-    """Ray's processes are not torchrun ranks, and must not inherit these variables."""
-    names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_")]
+def _without_own_variables() -> Iterator[None]:
+    """Ray's processes are not torchrun ranks, and need no keys of trackers and judges: they do not inherit these variables."""
+    names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_") or is_key(n)]
     saved = {name: os.environ.pop(name) for name in names}
     try:
         yield

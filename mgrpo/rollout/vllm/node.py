@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mgrpo.processes.address import own_interfaces
+from mgrpo.processes.visible import is_key
 from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
 
 RAY_ENVIRONMENT = {
@@ -87,7 +88,7 @@ def _ray_start(
     environment = {
         # The engines' interfaces: rank 0 cannot name them, as they may have other names on this node.
         **own_interfaces(address),
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not is_key(name)},
         **RAY_ENVIRONMENT,
         **keeper.mark,
         "RAY_AUTH_TOKEN": token,

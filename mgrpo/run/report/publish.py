@@ -17,7 +17,7 @@ from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.report.result import TrainResult, step_of
 from mgrpo.run.report.upload import Uploads
 from mgrpo.telemetry.files import write_whole
-from mgrpo.telemetry.records import read_records
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.report.figure import reward_svg
 from mgrpo.telemetry.versions import version_line

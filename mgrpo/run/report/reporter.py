@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
 from mgrpo.telemetry.alerts import AlertWatch
 from mgrpo.telemetry.completions import completions_table, printed, some_of
+from mgrpo.telemetry.files import move_aside
 from mgrpo.telemetry.metrics.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.progress import Progress
@@ -77,6 +79,7 @@ class Reporter:
         # The files of another run's state are not continued.
         is_own = continued is not None and lies_in(continued.path, root)
         after, saved = (continued.step, continued.state["reporter"]) if continued and is_own else (None, {})
+        self.continues, self.own_exports = after is not None, set[Path]()
         self.writer = MetricsWriter(self.output_dir, resumed_after=after, num_lines=saved.get("num_lines", 0))
         self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
         settings = f"# {version_line()}\n{to_yaml(config)}"
@@ -228,6 +231,14 @@ class Reporter:
         self.listener.evaluation(step, metrics, evaluation)
         return metrics
 
+    def make_way(self, folder: Path) -> None:
+        """Rename an earlier run's export where this run's is to stand; one of this run, or of the run that it continues, is deleted."""
+        if self.continues or folder in self.own_exports:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            move_aside([folder])
+        self.own_exports.add(folder)
+
     def exported(self, step: int) -> None:
         """The model of training step `step`, which was evaluated if that was due, has been written."""
         folder = self.output_dir / "hf" / f"step_{step}"
@@ -328,6 +339,9 @@ class SilentReporter:
     ) -> dict[str, float]:
         """No metrics."""
         return {}
+
+    def make_way(self, folder: Path) -> None:
+        """Nothing: rank 0 writes."""
 
     def exported(self, step: int) -> None:
         """Nothing."""

@@ -259,7 +259,10 @@ class Trainer:
             self.turns.learners()
         folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
         base, group = origin(self.config)["model_name_or_path"], self.learner.host_group
-        export_hf(self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add)
+        make_way = self.reporter.make_way
+        export_hf(
+            self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add, make_way=make_way
+        )
         return folder
 
     def save(self) -> None:

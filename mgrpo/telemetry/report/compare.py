@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.telemetry.progress import clock_text
-from mgrpo.telemetry.records import Record
+from mgrpo.telemetry.recorded import Record
 from mgrpo.telemetry.report import overview
 from mgrpo.telemetry.report.charts import compared_charts
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Sheet

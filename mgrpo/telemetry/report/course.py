@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mgrpo.telemetry.metrics.meanings import Metric
-from mgrpo.telemetry.records import Record
+from mgrpo.telemetry.recorded import Record
 
 MAX_PLACES = 300
 """Places along the x axis of a chart; each stands for one step or for several in a row."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from mgrpo.telemetry.records import Record
+from mgrpo.telemetry.recorded import Record
 from mgrpo.telemetry.report.course import Course, Curve, Points, Values, evaluation_points, metric_points, window_of
 from mgrpo.telemetry.report.frame import HEIGHT, UNDER_TITLE, WIDTH, Frame
 from mgrpo.telemetry.report.text import text, visible

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 from mgrpo.telemetry.alerts import help_page, replay
 from mgrpo.telemetry.progress import clock_text
-from mgrpo.telemetry.records import Record, Unread
+from mgrpo.telemetry.recorded import Record, Unread
 from mgrpo.telemetry.report.run import STATES, RecordedRun
 from mgrpo.telemetry.report.text import percent, shown, table, text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.records import Record, Unread, is_engine_states, is_metrics, read_records
+from mgrpo.telemetry.recorded import Record, Unread, is_engine_states, is_metrics, read_records
 from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.state import ENGINES, STATUS, read_status
 

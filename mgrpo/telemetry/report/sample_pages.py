@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.telemetry.completions import NOT_PARTS
-from mgrpo.telemetry.records import Record, Unread, is_sample, read_records, record_of
+from mgrpo.telemetry.recorded import Record, Unread, is_sample, read_records, record_of
 from mgrpo.telemetry.report.text import shown, text, visible
 from mgrpo.telemetry.samples import TRAIN_SAMPLES, tables
 from mgrpo.telemetry.untrusted import plain

@@ -72,6 +72,7 @@ def test_all_25_functions_have_a_case() -> None:
         ("validate_sections", {"N": 2, "section_splitter": ""}, "is empty"),
         ("validate_paragraphs", {"N": 1, "i": 2, "first_word": "a"}, "i=2 is not a paragraph of N=1"),
         ("validate_no_commas", {"N": 2}, "unknown argument N"),
+        ("validate_repeat_prompt", {"original_prompt": ""}, "is empty"),
     ],
 )
 def test_a_label_that_cannot_be_read_is_an_error(name: str, kwargs: dict[str, object], message: str) -> None:

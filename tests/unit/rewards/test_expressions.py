@@ -8,8 +8,8 @@ import pytest
 import sympy
 
 from mgrpo.rewards.verifiers import expressions
-from mgrpo.rewards.verifiers.estimates import TooLarge, certainly_differ, estimate
-from mgrpo.rewards.verifiers.expressions import is_same_value, plain_number
+from mgrpo.rewards.verifiers.answers.estimates import TooLarge, certainly_differ, estimate
+from mgrpo.rewards.verifiers.answers.expressions import is_same_value, plain_number
 
 X, Y = sympy.symbols("x y", real=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.rewards.verifiers.latex_strings import is_same_string, minerva_form
+from mgrpo.rewards.verifiers.answers.latex_strings import is_same_string, minerva_form
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,11 @@ More than half of them pass, so $42$.
 The values that x cannot equal are \boxed{42}.
 The value that x cannot be is \boxed{42}.
 The outcomes that are not possible are \boxed{42}.
+The number that is not a solution is \boxed{42}.
+The value that isn't a solution is \boxed{42}.
+The one which is not the right answer is \boxed{42}.
+So x cannot be \boxed{42}.
+So x \neq \boxed{42}.
 The largest amount that you cannot make is \boxed{42}.
 The largest amount that cannot be made is $42$.
 The number of integers that are not multiples of 3 is \boxed{42}.
@@ -501,7 +506,7 @@ It's not \boxed{42}.
 That's not $\boxed{42}$.
 The answer isn’t \boxed{42}.
 I don’t think it is \boxed{42}.
-x \neq \boxed{42}
+That's not the answer: it is not \boxed{42}
 The answer is by no means \boxed{42}.
 The answer is not $\boxed{42}$
 \[ \text{not } \boxed{42} \]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.verifier import Answer
+from mgrpo.rewards.verifiers.answers.places import boxed_answer, last_formula, minerva_answer
 from mgrpo.rewards.verifiers.cpu_limit import OutOfTime, cpu_limit
 from mgrpo.rewards.verifiers.mathematics import Math, StrictMath
-from mgrpo.rewards.verifiers.places import boxed_answer, last_formula, minerva_answer
 
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 

@@ -344,3 +344,23 @@ def test_the_twins_answer_every_call_of_the_trainer(role) -> None:
     }
     assert len(called) >= 4
     assert called <= classes[role] and called <= classes[f"Silent{role}"]
+
+
+def test_the_export_of_an_earlier_run_is_renamed_and_the_runs_own_is_replaced(tmp_path) -> None:
+    """Whoever tries settings in one folder would lose the model of the run before."""
+    folder = tmp_path / "out" / "hf" / "step_4"
+
+    def export(reporter: Reporter, weights: str) -> None:
+        reporter.make_way(folder)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(weights)
+
+    export(report(tmp_path), "first")
+    second = report(tmp_path)
+    export(second, "second")
+    export(second, "second, again")
+    saved = second.state_dict()
+    second.close()
+    export(report(tmp_path, continued=state(tmp_path / "out", 2, saved)), "second, continued")
+    found = {path.parent.name: path.read_text() for path in folder.parent.glob("*/weights")}
+    assert found == {"step_4": "second, continued", "step_4.1": "first"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mgrpo.telemetry import files, samples
-from mgrpo.telemetry.records import read_records
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples, tables, trace_records
 from mgrpo.types import ScoredGroup, Turn
 from tests import builders

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mgrpo.telemetry.records import read_records
+from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.charts import num_large
 from mgrpo.telemetry.report.course import MAX_PLACES, Course, metric_points, running_mean
 from mgrpo.telemetry.report.figure import PICTURE, Series, Sheet, reward_svg

@@ -16,7 +16,6 @@ def _words(text: str) -> frozenset[str]:
 _LONGEST_WINDOW = 160
 _REMARK = re.compile(r"\A[\s$*_)\]}\\]*,(?= (?:which|but) )")
 _BREAK = re.compile(r"[.!?](?=\s|$)|[;,\n]|(?<!\bis)(?<!\bare)(?<!\bnot):")
-_UNEQUAL = re.compile(r"\\ne(?:q|g)?(?![a-z])|\\not\s*=|≠|!=")
 _NO_WORD = re.compile(r"\\[a-z]+|[^a-z0-9'.]+")
 _QUESTION = re.compile(r"[\s$*_)\]}\\]*\?")
 _RETRACTION = re.compile(r"[\s$*_)\]}\\.,;!(-]*\b(?:no|nope|wrong|incorrect|false)\b\s*(?:[.,;!)]|$)")
@@ -52,7 +51,7 @@ def is_denied(text: str, start: int, end: int) -> bool:
 
 
 def _clause(window: str, which: int) -> list[str]:
-    return _NO_WORD.sub(" ", _BREAK.split(_UNEQUAL.sub(" not ", window))[which]).replace(".", " ").split()
+    return _NO_WORD.sub(" ", _BREAK.split(window)[which]).replace(".", " ").split()
 
 
 def _is_denied_before(words: list[str]) -> bool:
@@ -61,7 +60,7 @@ def _is_denied_before(words: list[str]) -> bool:
         word, earlier = words[place], words[:place]
         last = earlier[-1] if earlier else ""
         if word in ("not", "never", "cannot") or word.endswith("n't"):
-            return last not in _NOT_DENYING_BEFORE_NOT
+            return last not in _NOT_DENYING_BEFORE_NOT and not _is_about_others(words[: place + 1], words[place + 1 :])
         if word == "doubt":
             return last in ("i", "we")
         if word in _WRONG:
@@ -74,6 +73,16 @@ def _is_denied_before(words: list[str]) -> bool:
         if word not in _BETWEEN | _COPULAS | _SUBJECTS:
             return False
     return False
+
+
+def _is_about_others(words: list[str], later: list[str]) -> bool:
+    """Whether a denial belongs to a description: "the one that is not a solution is", "x cannot be"."""
+    *earlier, denial = words
+    if denial in ("cannot", "can't"):
+        return bool(earlier) and len(earlier[-1]) == 1 and earlier[-1] != "i"
+    if denial == "not" and earlier and earlier[-1] in _COPULAS:
+        earlier = earlier[:-1]
+    return bool(earlier) and earlier[-1] in ("that", "which", "who") and not _COPULAS.isdisjoint(later)
 
 
 def _is_denied_after(words: list[str]) -> bool:

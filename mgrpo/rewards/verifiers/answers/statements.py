@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mgrpo.rewards.verifiers.expressions import is_same_value
-from mgrpo.rewards.verifiers.units import multiplied, multiplies
+from mgrpo.rewards.verifiers.answers.expressions import is_same_value
+from mgrpo.rewards.verifiers.answers.units import multiplied, multiplies
 
 
 def _words(text: str) -> frozenset[str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from mgrpo.rewards.verifiers.estimates import Estimate, TooLarge, certainly_differ, estimate
+from mgrpo.rewards.verifiers.answers.estimates import Estimate, TooLarge, certainly_differ, estimate
 
 # Characters: an answer longer than its label by more than this counts as wrong without being read.
 _MARGIN = 300

@@ -9,8 +9,8 @@ import re
 from itertools import takewhile
 from typing import NamedTuple
 
-from mgrpo.rewards.verifiers.denials import is_denied
-from mgrpo.rewards.verifiers.statements import compares, is_withdrawn
+from mgrpo.rewards.verifiers.answers.denials import is_denied
+from mgrpo.rewards.verifiers.answers.statements import compares, is_withdrawn
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
