@@ -96,10 +96,16 @@ def reduce_metrics(metrics: MetricSums) -> dict[str, float]:
     logged = {name: total / count for name, (total, count) in metrics.sums.items() if count > 0}
     if _RATIO_VAR in logged:
         # The pair holds squares of (ratio - 1), not of the ratio: near 1 the difference of two squares would cancel.
-        logged[_RATIO_VAR] = max(logged[_RATIO_VAR] - (logged[_RATIO] - 1.0) ** 2, 0.0)
+        logged[_RATIO_VAR] = _variance(logged[_RATIO_VAR], logged[_RATIO] - 1.0)
     if MISMATCH_STD in logged:
-        logged[MISMATCH_STD] = max(logged[MISMATCH_STD] - logged[MISMATCH] ** 2, 0.0) ** 0.5
+        logged[MISMATCH_STD] = _variance(logged[MISMATCH_STD], logged[MISMATCH]) ** 0.5
     return logged | {name: largest for name, largest in metrics.maxima.items() if largest != -np.inf}
+
+
+def _variance(mean_square: float, mean: float) -> float:
+    """From means of fp32 values; 0 where it is no more than their rounding."""
+    found = mean_square - mean**2
+    return found if found > 1e-6 * mean_square else 0.0
 
 
 @torch.no_grad()
@@ -118,7 +124,7 @@ def summarise(
         rho_sums: column -> scalar where the op did not compute it; None: it did.
         keep, mask: `[tokens]`.
     """
-    totals = torch.cat((sums[:, :-1].sum(0), sums.new_zeros(1)))
+    totals = torch.cat((sums[:, :-1].sum(0, dtype=torch.float64), sums.new_zeros(1)))
     for name, total in (rho_sums or {}).items():
         totals[ops.COLUMNS.index(name)] = total
     largest = torch.cat((sums[:, -1], sums.new_full((1,), -torch.inf))).amax()

@@ -45,7 +45,7 @@ class Optimizer:
     warm_up_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT, WARMING] = 0
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0."""
     warmup_ratio: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, TRL, WARMING] = 0.0
-    """Share of all optimizer steps used for warm-up."""
+    """Share of all optimizer steps used for warm-up, rounded down to whole steps as in Open Instruct; transformers rounds up."""
     weight_decay: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, TRL] = 0.0
     """AdamW's weight decay."""
     set_weight_decay_on_bias_and_norm: bool = False

@@ -360,7 +360,7 @@ class Keywords(TypedDict, total=False):
     warm_up_steps: int
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0. (default: 0)"""
     warmup_ratio: float
-    """Share of all optimizer steps used for warm-up. (default: 0.0)"""
+    """Share of all optimizer steps used for warm-up, rounded down to whole steps as in Open Instruct; transformers rounds up. (default: 0.0)"""
     weight_decay: float
     """AdamW's weight decay. (default: 0.0)"""
     set_weight_decay_on_bias_and_norm: bool

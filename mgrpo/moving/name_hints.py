@@ -31,7 +31,10 @@ class Hint:
     def advice(self, dashes: str = "") -> str:
         """The advice in words; `dashes` stand before the name of each setting."""
         use = "use " + " and ".join(dashes + target for target in self.targets) if self.targets else ""
-        return "; ".join(part for part in (use, self.sentence) if part)
+        if self.trainer != "verl":
+            return "; ".join(part for part in (use, self.sentence) if part)
+        rest = f"{use} ({self.sentence})" if use and self.sentence else use or self.sentence
+        return f"it is a name of verl, whose commands docs/moving/verl.md translates: {rest}"
 
 
 @cache

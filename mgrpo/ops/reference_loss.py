@@ -7,7 +7,7 @@ dtype of the operands, float64 included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def policy_loss(
         policy = torch.where(factor != 0, factor * term.policy, 0.0)
         d = torch.zeros_like(x) if ref_logprobs is None else known(leaf - ref_logprobs).clamp(-40, 40)
         kls = (d, d.square() / 2, torch.expm1(-d) + d, ratio * d)
-        penalty = _penalty(settings, kls, ratio) if ref_logprobs is not None else torch.zeros_like(x)
+        penalty = _penalty(settings, kls, ratio, leaf) if ref_logprobs is not None else torch.zeros_like(x)
         loss = known(weights * (policy + penalty))
         grad, seq_grad = torch.autograd.grad(loss.sum(), (leaf, seq_leaf), allow_unused=True, materialize_grads=True)
 
@@ -135,11 +135,34 @@ def _rho(
     return _Rho(torch.where(is_low | is_high, 0.0, held), held != free, is_low, is_high)
 
 
-def _penalty(settings: LossSettings, kls: Sequence[Tensor], ratio: Tensor) -> Tensor:
+def _penalty(settings: LossSettings, kls: Sequence[Tensor], ratio: Tensor, logprobs: Tensor) -> Tensor:
     """The weighted KL estimate `[tokens]`; 0 with beta 0, whatever the estimates."""
     if settings.beta == 0:
         return torch.zeros_like(ratio)
-    return settings.beta * kls[settings.kl_estimator] * (ratio if settings.kl_bias_correction else 1.0)
+    kl = kls[settings.kl_estimator]
+    if not settings.kl_bias_correction:
+        return settings.beta * kl
+    if settings.kl_estimator != 2 or settings.ratio_level == "sequence":
+        return settings.beta * kl * ratio
+    # As in the kernel: the e^-d of the two terms cancel and leave d r, which fp32 would lose when e^-d is large.
+    d = kls[0]
+    d_ratio, d_d = (torch.autograd.grad(y.sum(), logprobs, retain_graph=True)[0] for y in (ratio, d))
+    slope = torch.expm1(-d) * (d_ratio - d_d * ratio) + d * d_ratio
+    return settings.beta * _WithSlope.apply(logprobs, kl * ratio, slope)
+
+
+class _WithSlope(torch.autograd.Function):
+    """A value whose derivative in x is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope.detach())
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return g * slope, None, None
 
 
 def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> _Term:

@@ -190,6 +190,24 @@ def test_a_ratio_that_explodes_stays_finite():
         assert got.loss.isfinite() and logprobs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_values_that_are_all_alike_have_no_spread_however_large(tokens):
+    """The spread of one token is none; as the difference of two squares in fp32 it would be thousands."""
+    old = torch.linspace(-20.0, -19.0, tokens)
+    got = policy_loss(
+        old + 11.2,
+        old,
+        torch.ones(tokens),
+        torch.ones(tokens),
+        torch.tensor([0, tokens]),
+        config=loss_config(),
+        rollout_logprobs=old - 1.13,
+    )
+    metrics = reduced(got.metrics, got.maxima)
+    assert (metrics["val/ratio_var"], metrics["debug/vllm_vs_local_logprob_diff_std"]) == (0.0, 0.0)
+    assert metrics["val/ratio"] == pytest.approx(math.exp(11.2), rel=1e-5)
+
+
 def test_reference_metrics_appear_only_with_a_reference():
     """A KL of 0.0 in the log would be read as a policy that has not moved."""
     b = batch()

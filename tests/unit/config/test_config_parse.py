@@ -183,8 +183,8 @@ def test_hydra_words_do_not_count_as_values(tmp_path):
     path = file_of(tmp_path, "seed: 7\n")
     (problem,) = problems_of(["--config", path, "algorithm.kl_ctrl.kl_coef=0.1"])
     assert (
-        problem == "unknown setting algorithm.kl_ctrl.kl_coef (command line); use beta; of the KL term in the reward; "
-        "settings are written --name value"
+        problem == "unknown setting algorithm.kl_ctrl.kl_coef (command line); it is a name of verl, whose commands "
+        "docs/moving/verl.md translates: use beta (of the KL term in the reward); settings are written --name value"
     )
 
 

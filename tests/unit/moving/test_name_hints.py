@@ -48,6 +48,17 @@ MISTAKES = {
 """What is written, and a setting that the answer must name."""
 
 
+def test_a_word_of_verl_is_answered_with_its_trainer_the_settings_and_the_page():
+    """Words and remarks that run into each other cannot be taken apart by a reader."""
+    with pytest.raises(ConfigError) as caught:
+        parse(["algorithm.adv_estimator=grpo"])
+    assert caught.value.problems[0] == (
+        "unknown setting algorithm.adv_estimator (command line); it is a name of verl, whose commands docs/moving/verl.md translates: "
+        "use advantage_normalization_type (only grpo is read; Dr. GRPO is grpo with norm_adv_by_std_in_grpo=false); settings are "
+        "written --name value"
+    )
+
+
 @pytest.mark.parametrize("word", MISTAKES)
 def test_common_mistakes_are_answered_with_the_setting(word):
     """A misleading answer is worse than none: the user looks for what is wrong with a setting that he did not mean."""

@@ -24,7 +24,7 @@ from policy_loss_oracle import python_loss
 from torch import Tensor
 
 from mgrpo.algo.losses.sapo import soft_gate
-from mgrpo.ops import COLUMNS, LossSettings, policy_loss
+from mgrpo.ops import COLUMNS, LossSettings, SurrogateFunction, policy_loss
 
 COMPILED = ("ppo_clip", "cispo", "reinforce")
 IN_PYTORCH = soft_gate(1.0, 1.05)
@@ -158,16 +158,18 @@ def test_kl_of_one_token_is_the_one_worked_by_hand(kl_estimator: int, is_correct
         assert column_of(result, f"kl{k}") == pytest.approx(value)
 
 
+@pytest.mark.parametrize("surrogate", ["ppo_clip", IN_PYTORCH], ids=["compiled", "reference"])
 @pytest.mark.parametrize("ratio_level", ["token", "sequence_token"])
 @pytest.mark.parametrize("log_ratio_to_ref", [-5.0, -20.0, -30.0])
 def test_corrected_kl_keeps_its_digits_on_tokens_the_policy_finds_unlikely(
-    compiled: None, log_ratio_to_ref: float, ratio_level: str
+    compiled: None, log_ratio_to_ref: float, ratio_level: str, surrogate: str | SurrogateFunction
 ) -> None:
     """The correction makes k2's gradient d r; as a difference of two e^-d it is noise of any size, which is then a step."""
     operands = make_operands((1,), smooth=True)
     operands["ref_logprobs"] = operands["logprobs"] - log_ratio_to_ref
     operands["advantages"] = torch.zeros(1)
-    settings = {"ratio_level": ratio_level, "beta": 0.5, "kl_estimator": 2, "kl_bias_correction": True}
+    settings = {"surrogate": surrogate, "ratio_level": ratio_level}
+    settings |= {"beta": 0.5, "kl_estimator": 2, "kl_bias_correction": True}
     log_ratio = operands["logprobs"] - operands["old_logprobs"] if ratio_level == "token" else operands["seq_log_ratio"]
     d = (operands["logprobs"] - operands["ref_logprobs"]).double()
     expected = 0.5 * operands["weights"] * d * log_ratio.double().exp()
