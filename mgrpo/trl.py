@@ -11,12 +11,12 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config, ConfigError
 from mgrpo.moving import grpo_config
+from mgrpo.moving.trl_config import GRPOConfig as GRPOConfig
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.report.result import step_of
 from mgrpo.run.report.upload import Uploads, token_warning
@@ -47,18 +47,6 @@ WITHOUT_EFFECT = (
 """Fields of LoraConfig that do not change what is trained."""
 PEFT_TARGETS = ("q_proj", "v_proj")
 """The modules that peft adapts in the models of this project where target_modules is None."""
-
-
-class GRPOConfig(SimpleNamespace):
-    """The fields that a script gives, as attributes; settings of this project may be among them."""
-
-    def __init__(self, output_dir: str = "output", **fields: object) -> None:
-        """
-        Raises:
-            ConfigError: everything among them that cannot be done here.
-        """
-        super().__init__(output_dir=output_dir, **fields)
-        mgrpo.GRPOConfig.from_trl(vars(self))
 
 
 class GRPOTrainer:
@@ -233,7 +221,7 @@ def _fields(args: object) -> dict[str, object]:
         return {}
     if isinstance(args, Mapping):
         return dict(args)
-    return dict(vars(args)) if isinstance(args, GRPOConfig) else grpo_config.given_fields(args)
+    return grpo_config.given_fields(args)
 
 
 def _with_tokenizer(config: Config, tokenizer: Any) -> Config:

@@ -83,6 +83,7 @@ def apply(r: Resolution) -> None:
     states(r)
     evaluations(r)
     open_instruct.evaluations(r)
+    open_instruct.remapped(r)
     open_instruct.reward_model(r)
     reference(r)
     trl.max_steps(r)
@@ -186,8 +187,10 @@ def lengths(r: Resolution) -> None:
             r.put(target, r.peer(alias), alias)
             if alias == "max_prompt_length":
                 r.put("overlong_prompt_policy", "truncate_left", alias, weak=True)
-        elif alias in r.peers:
+        elif alias in r.peers and not (alias == "max_prompt_length" and has_trl_defaults(r)):
             r.problems.append(f"{alias}=none is refused: a length needs a limit here; give --{target} N")
+    # In TRL's main version only the model limits a prompt.
+    r.has_prompt_limit = r.preset != "trl_main" or r.rank("max_prompt_token_length") > 1
     need = sum(map(r.value, aliases.values()))
     asks = has_trl_defaults(r) or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):

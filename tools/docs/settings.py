@@ -17,7 +17,7 @@ from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.environments.workers.environment_catalog import NAMES
 from mgrpo.moving.foreign_names import Name, sections, table
 from mgrpo.moving.name_hints import tried
-from mgrpo.moving.presets import PRESET_NOTES, PRESETS
+from mgrpo.moving.presets import KEPT, PRESET_NOTES, PRESETS
 from mgrpo.moving.translate import LOSS_TYPES
 from tools.docs import markdown
 
@@ -201,12 +201,17 @@ def _presets() -> str:
         for name in changed
     )
     notes = [f"- {note}." for preset in names for note in PRESET_NOTES.get(preset, ())]
+    kept = ((f"`{preset}`", f"`{name}`", why) for preset, own in KEPT.items() for name, why in own.items())
     lines = [
         "## Presets",
         "",
         *markdown.table(("setting", "`mgrpo`", *(f"`{name}`" for name in names)), rows),
         "",
         *notes,
+        "",
+        "A setting that is not in the table has the same default there, by its own name or another of theirs, except these:",
+        "",
+        *markdown.table(("preset", "name", "why the default here stays"), kept),
     ]
     return "\n".join(lines) + "\n"
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import bounded, fitted
 from mgrpo.config.validate import problems
+from mgrpo.models.cuts import size_of
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.moving import parse
@@ -86,12 +88,12 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
     """
     continued, _ = look_for_state(config) if names_some(config) else (None, "")
     config = located(config, continued)
-    inputs = _check(config, functions)
+    own, inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
     if config.engine.vllm_mode == "server":
         print("mgrpo: starts an engine of its own, because a server may have other weights", file=sys.stderr)
-    config = for_evaluation(config)
+    config = own
 
     from mgrpo.run.inputs.lock import locked
     from mgrpo.run.produce.production import prepare, started
@@ -124,12 +126,13 @@ def summary(metrics: Mapping[str, float]) -> Table:
     return table
 
 
-def _check(config: Config, functions: list[str | Callable]) -> Inputs:
-    """Held-out data and rewards; all problems in one error."""
+def _check(config: Config, functions: list[str | Callable]) -> tuple[Config, Inputs]:
+    """The evaluation's configuration, held-out data and rewards; all problems in one error."""
     from mgrpo.run.inputs.reading import read_inputs
 
     own = for_evaluation(config)
     hf_config, about_model = _model(own)
+    own = bounded(own, size_of(hf_config or {}, "max_position_embeddings"))
     found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
     if unloadable := _unloadable(own.model_path):
         found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable
@@ -144,7 +147,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
         inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)
-    return inputs
+    return fitted(own, inputs.prompts.longest) if inputs.prompts else own, inputs
 
 
 def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
