@@ -6,7 +6,7 @@ that was begun and cannot be read is reported to the model and counted; it is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mgrpo.environments.environment import Call
@@ -61,6 +61,18 @@ class Format:
     """Whether a call in a thought counts: the turn ends there, and the thought goes on after the answer."""
     answer_tag: str = ""
     """Answers are put between tags of this name, in the turn that asked; "": the chat template writes them."""
+
+    @property
+    def tags(self) -> tuple[str, str] | None:
+        """What stands before and after an answer, in the turn that asked; None: the chat template writes answers."""
+        return (f"<{self.answer_tag}>\n", f"\n</{self.answer_tag}>\n") if self.answer_tag else None
+
+    def answer(self, texts: Sequence[str]) -> str | None:
+        """The text that answers the calls of a turn; None as for `tags`."""
+        if self.tags is None:
+            return None
+        before, after = self.tags
+        return "\n".join(before + text + after for text in texts)
 
     def parse(self, text: str, *, is_thinking: bool = False) -> Parsed:
         """Read a turn.

@@ -88,14 +88,14 @@ class Bridges:
             return self._ids(known, texts, names, last)
         return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
 
-    def in_turn(self, texts: Sequence[str], tag: str) -> list[int]:
-        """The ids of observations in the turn that asked, which goes on; each stands between tags of that name."""
+    def in_turn(self, texts: Sequence[str], tags: tuple[str, str]) -> list[int]:
+        """The ids of observations in the turn that asked, which goes on; each stands between these."""
 
         def spans(observations: Sequence[str]) -> Iterator[TextSpan]:
             for number, text in enumerate(observations):
-                yield TextSpan(text=("\n" if number else "") + f"<{tag}>\n", is_own=True)
+                yield TextSpan(text=("\n" if number else "") + tags[0], is_own=True)
                 yield TextSpan(text=text, is_own=False)
-                yield TextSpan(text=f"\n</{tag}>\n", is_own=True)
+                yield TextSpan(text=tags[1], is_own=True)
 
         neutral = self._behind(self._before, [_text(list(spans(["x"] * len(texts))))])
         guarded = [number for number in neutral if number in self._guarded_ids]

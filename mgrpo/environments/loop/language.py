@@ -85,8 +85,8 @@ class TemplateLanguage:
         return self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _after_tools(self, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
-        if self.format.answer_tag:
-            return self.bridges.in_turn(texts, self.format.answer_tag)
+        if self.format.tags is not None:
+            return self.bridges.in_turn(texts, self.format.tags)
         return self.bridges.after_tools(texts, names, last=last)
 
     def _shortened_act(self, answer: str, turn: Sampled) -> str:

@@ -17,7 +17,7 @@ from mgrpo.config.data import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
-from mgrpo.run.inputs.labels import looked_at
+from mgrpo.run.inputs.row_labels import looked_at
 from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
 
 if TYPE_CHECKING:

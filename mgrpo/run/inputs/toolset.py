@@ -129,7 +129,7 @@ def make_language(
     bridges = bridges_of(toolset.description.tools)
     if toolset.description.acts:
         bridges.check("user")
-    if toolset.description.tools and not format.answer_tag:
+    if toolset.description.tools and format.tags is None:
         bridges.check("tool")
     strips = config.tools.thinking_history == "strip" and toolset.description.acts
     stripping = find_stripping(bridges) if strips else None

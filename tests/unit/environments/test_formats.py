@@ -128,8 +128,9 @@ def test_legacy_call_in_a_thought_counts():
 
 def test_legacy_answers_in_the_turn_that_asked():
     """No template writes them; others leave it to their template."""
-    assert named("legacy", TOOLS).answer_tag == "output"
-    assert named("hermes", TOOLS).answer_tag == ""
+    assert named("legacy", TOOLS).answer(["1"]) == "<output>\n1\n</output>\n"
+    assert named("legacy", TOOLS).answer(["1", "2"]) == "<output>\n1\n</output>\n\n<output>\n2\n</output>\n"
+    assert named("hermes", TOOLS).answer(["1"]) is None
 
 
 @pytest.mark.parametrize("calls", GOOD, ids=["one", "no arguments", "all types", "three"])
@@ -338,7 +339,7 @@ def test_dr_tulu_call_is_text_and_attributes():
     assert dr_tulu.parse(text) == Parsed(content="", calls=(add(note="x", limit=5, a="3"),))
     assert dr_tulu.parse('<call_tool name="f">x</call_tool>').calls == (Call(name="f", arguments={"text": "x"}),)
     assert dr_tulu.stop_strings == ("</call_tool>",)
-    assert dr_tulu.answer_tag == "tool_output"
+    assert dr_tulu.answer(["1"]) == "<tool_output>\n1\n</tool_output>\n"
 
 
 def test_tokens_that_end_a_turn_are_those_of_the_family():

@@ -10,8 +10,8 @@ import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.rewards import registry
-from mgrpo.run.inputs.labels import looked_at
 from mgrpo.run.inputs.reading import read_inputs
+from mgrpo.run.inputs.row_labels import looked_at
 
 MODULE = """
 from mgrpo.rewards.verifier import Answer, Verifier

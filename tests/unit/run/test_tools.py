@@ -320,7 +320,7 @@ def test_the_preset_of_open_instruct_reads_calls_as_open_instruct_does(
     run = Run(["--tools", "calculate", "--preset", "open_instruct_main"], rows({}, {}), tmp_path)
     assert run.language.format.name == "legacy" and run.bounds.max_calls == 5
     assert with_stop_strings(run.config, run.language).rollout.stop_strings[-1] == "</calculate>"
-    assert run.language.format.answer_tag == "output"
+    assert run.language.format.answer(["6"]) == "<output>\n6\n</output>\n"
 
 
 def test_trls_tools_arrive(
