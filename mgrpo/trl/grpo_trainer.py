@@ -73,9 +73,7 @@ class GRPOTrainer:
         self._policy = PolicyModel(model, peft_config)
         own = {"output_dir": f"{self._policy.name}-GRPO"} | _fields(args)
         self._given = Path(str(own["output_dir"])) / "given"
-        settings, problems = self._policy.settings(self._given)
-        if self._policy.is_loaded and processing_class is None:
-            settings["tokenizer_name_or_path"] = model.config._name_or_path or None
+        settings, problems = self._policy.settings(self._given, has_tokenizer=processing_class is not None)
         functions = listed(reward_funcs)
         tokenizers = listed(reward_processing_classes) or [None] * len(functions)
         by_name = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
@@ -85,26 +83,23 @@ class GRPOTrainer:
             with_tools(self.config, by_name)
         except ConfigError as err:
             problems += err.problems
-        for name, is_given, reason in (
-            (
-                "optimizers",
-                any(optimizers),
-                "the optimizer is AdamW, which learning_rate, adam_* and lr_scheduler_type describe",
-            ),
-            ("quantization_config", quantization_config, "the base of adapters is not quantised; leave it out"),
-        ):
-            if is_given:
-                problems.append(f"{name} is not supported: {reason}")
+        if any(optimizers):
+            problems.append(
+                "optimizers is not supported: the optimizer is AdamW, which learning_rate, adam_* and lr_scheduler_type describe"
+            )
+        if quantization_config is not None:
+            problems.append("quantization_config is not supported: the base of adapters is not quantised; leave it out")
         if problems:
             raise ConfigError(problems)
-        self.args = args if args is not None and not isinstance(args, Mapping) else GRPOConfig(**own)
+        is_object = args is not None and not isinstance(args, Mapping)
+        self.args = args if is_object else GRPOConfig(**{"output_dir": own["output_dir"], **(args or {})})
         for warning in warnings_of(self.args):
             _log.warning(warning)
         self.reward_funcs, self.reward_processing_classes = functions, tokenizers
         self.reward_func_names = [function_name(function) for function in functions]
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
-        if train_dataset is None and environment_factory is not None:
+        if train_dataset is None and not self.config.data.dataset_mixer_list:
             train_dataset = placeholder_rows(self.config)
         self._brought: dict[str, Any] = {"dataset": train_dataset, "eval_dataset": eval_dataset, **by_name}
         self._callbacks = Callbacks(callbacks or (), args=self.args, processing_class=processing_class)
