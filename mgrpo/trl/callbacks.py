@@ -22,7 +22,7 @@ WISHES = ("should_evaluate", "should_save", "should_log")
 class Callbacks:
     """The callbacks of a trainer, in their order."""
 
-    def __init__(self, callbacks: Iterable[Any], *, args: object, processing_class: object) -> None:
+    def __init__(self, callbacks: Iterable[Any], *, args: Any, processing_class: object) -> None:
         """
         Args:
             callbacks: objects, or classes of which one is made.

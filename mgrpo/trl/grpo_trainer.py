@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ from mgrpo.moving.trl_config import GRPOConfig
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.report.result import NothingTrained, step_of
 from mgrpo.run.report.upload import Uploads, token_warning
-from mgrpo.trl.arguments import argument_problems, function_name, listed, placeholder_rows, warnings_of
+from mgrpo.trl.arguments import (
+    argument_problems,
+    function_name,
+    is_streamed,
+    listed,
+    placeholder_rows,
+    settle_streaming,
+    warnings_of,
+)
 from mgrpo.trl.callbacks import Callbacks
 from mgrpo.trl.history import RunHistory, TrainOutput
 from mgrpo.trl.loaded import as_reward_functions, written
@@ -95,6 +103,8 @@ class GRPOTrainer:
         self.args = args if is_object else GRPOConfig(**{"output_dir": own["output_dir"], **(args or {})})
         for warning in warnings_of(self.args):
             _log.warning(warning)
+        if is_streamed(train_dataset):
+            settle_streaming(self.args)
         self.reward_funcs, self.reward_processing_classes = functions, tokenizers
         self.reward_func_names = [function_name(function) for function in functions]
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -103,7 +113,7 @@ class GRPOTrainer:
             train_dataset = placeholder_rows(self.config)
         self._brought: dict[str, Any] = {"dataset": train_dataset, "eval_dataset": eval_dataset, **by_name}
         self._callbacks = Callbacks(callbacks or (), args=self.args, processing_class=processing_class)
-        num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
+        num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._history = RunHistory(self.config, self._callbacks, num_rows=num_rows)
         self.result: TrainResult | None = None
         """The result of `mgrpo.train`: folders and evaluations."""
