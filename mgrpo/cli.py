@@ -207,13 +207,16 @@ def environment() -> Iterator[str]:
 
 
 def completion() -> Iterator[str]:
-    """A function of bash, which zsh takes after `autoload -U bashcompinit && bashcompinit`."""
+    """A function of bash, which zsh takes after `autoload -U bashcompinit && bashcompinit`; values are completed as files."""
     commands = " ".join(("train", *COMMANDS, *SHORT_COMMANDS))
-    flags = " ".join(f"--{name}" for name in (*GENERAL, *(switch[2:] for switch in SWITCHES), *settings()))
+    flags = " ".join(
+        f"--{name}" for name in ("nproc-per-node", *GENERAL, *(switch[2:] for switch in SWITCHES), *settings())
+    )
     yield "_mgrpo() {"
-    yield f'  local words="{flags}"'
+    yield '  local word="${COMP_WORDS[COMP_CWORD]}" words=""'
+    yield f'  [[ "$word" == -* ]] && words="{flags}"'
     yield f'  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"'
-    yield '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))'
+    yield '  COMPREPLY=($(compgen -W "$words" -- "$word"))'
     yield "}"
     yield "complete -o default -F _mgrpo mgrpo"
 

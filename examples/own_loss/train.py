@@ -1,6 +1,6 @@
 """The quickstart's model learns with a custom loss.
 
-    torchrun --nproc-per-node 2 examples/own_loss/train.py --output_dir output/own_loss
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/own_loss/train.py --output_dir output/own_loss
 
 It takes the flags of every run, which override the quickstart's YAML file.
 """

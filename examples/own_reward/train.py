@@ -1,6 +1,6 @@
 """The quickstart's model learns from a Python function and from rows made in Python.
 
-    torchrun --nproc-per-node 2 examples/own_reward/train.py --output_dir output/own_reward
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/own_reward/train.py --output_dir output/own_reward
 
 It takes the flags of every run, which override the quickstart's YAML file.
 """

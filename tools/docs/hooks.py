@@ -22,6 +22,8 @@ from tools.docs.lists import with_four_spaces
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".toml": "toml", ".txt": "text"}
 """The kinds of source text that are shown as a page, and the language to highlight each in."""
+SOURCE_LAST = "---\nsearch: {boost: 0.01}\n---\n\n"
+"""Front matter of those pages: a search finds the pages that explain a word before the files that use it."""
 FOREIGN = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//"
     r"|<link\b[^>]*rel=\"?(?:stylesheet|icon|preconnect|preload)[^>]*\bhref=\"?(?:https?:)?//"
@@ -90,7 +92,8 @@ def _file(path: str, config: MkDocsConfig) -> File:
     if not _is_shown(path):
         return File.generated(config, _uri(path), abs_src_path=str(Path(path).resolve()))
     fence = f"`````{LANGUAGES[Path(path).suffix]}\n{Path(path).read_text(encoding='utf-8').rstrip()}\n`````\n"
-    return File.generated(config, _uri(path), content=f"# `{path}`\n\n{fence}", inclusion=InclusionLevel.NOT_IN_NAV)
+    page = f"{SOURCE_LAST}# `{path}`\n\n{fence}"
+    return File.generated(config, _uri(path), content=page, inclusion=InclusionLevel.NOT_IN_NAV)
 
 
 def _paths(nav: list) -> Iterator[str]:

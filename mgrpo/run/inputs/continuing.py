@@ -186,7 +186,7 @@ def _adapter_problems(
 
 
 def changes(config: Config, continued: Continued) -> Iterator[str]:
-    """One sentence about the settings that differ from those with which the state was saved."""
+    """Sentences about the settings that differ from those with which the state was saved, and about a run that is over."""
     before = continued.state.get("config", {})
     now = json.loads(json.dumps(flat(config)))
     changed = [
@@ -199,6 +199,11 @@ def changes(config: Config, continued: Continued) -> Iterator[str]:
     ]
     if changed:
         yield f"{continued.path} was saved with other settings: {', '.join(changed)}"
+    if config.has_length and continued.step == config.num_training_steps:
+        yield (
+            f"{continued.path} is the last of the run's {continued.step} steps, so nothing is left to train; to go on raise "
+            f"total_episodes, {AFRESH}"
+        )
 
 
 def _data_problems(path: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:

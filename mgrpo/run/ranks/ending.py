@@ -44,10 +44,10 @@ def report(cause: str, *, details: str = "") -> None:
         _say(cause, details)
 
 
-def report_interrupt() -> None:
-    """Ctrl-C: rank 0 says so, whatever else the other ranks have said of it."""
+def report_interrupt(after: str = "") -> None:
+    """Ctrl-C: rank 0 says so, and `after` which step and how to go on, whatever else the other ranks have said of it."""
     if rank() == 0:
-        _say("interrupted", "")
+        _say(f"interrupted{after}", "")
 
 
 def _say(cause: str, details: str) -> None:

@@ -334,6 +334,8 @@ def _run(
         if trainer is not None:
             trainer.states.stop()
             trainer.reporter.close("" if isinstance(err, KeyboardInterrupt) else f"{type(err).__name__}: {err}")
+            if isinstance(err, KeyboardInterrupt) and parts:
+                ending.report_interrupt(f" after step {trainer.done}; {trainer.states.how_to_go_on_from_newest()}")
         if not isinstance(err, KeyboardInterrupt):
             if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
                 ending.silence()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, step_path
+from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, split_path, step_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from mgrpo.checkpoint.saver import SaveError, Saver
@@ -166,6 +166,11 @@ class States:
         newest = step_path(self.root, saved)
         own = self.config.checkpoint.resume in ("auto", "intact")
         return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
+
+    def how_to_go_on_from_newest(self) -> str:
+        """The same for a run that was cut off. Remote folders are not asked, since that may take longer than a user waits."""
+        newest = latest(self.root) if isinstance(open_folder(self.root), LocalFolder) else None
+        return self.how_to_go_on(split_path(newest)[1] if newest else 0)
 
     def stop(self) -> None:
         """Stop writing."""

@@ -120,15 +120,20 @@ def test_the_version_and_the_module_are_the_command(capsys):
     assert done.stdout == words == f"mgrpo {cli.__version__}\n"
 
 
-def test_the_shell_completes_commands_and_settings(capsys):
-    """172 settings are not typed from memory."""
+def test_the_shell_completes_commands_and_settings_and_leaves_values_to_files(capsys):
+    """Settings are not typed from memory. Where nothing is offered, `-o default` completes the name of a file."""
     cli.main(["completion"])
     function = capsys.readouterr().out
-    for line, found in (("mgrpo pl", "plan"), ("mgrpo train --learning_r", "--learning_rate")):
-        words = " ".join(line.split())
-        asked = f"COMP_WORDS=({words}); COMP_CWORD={len(line.split()) - 1}; _mgrpo; echo ${{COMPREPLY[@]}}"
+    for words, found in (
+        ("mgrpo pl", ["plan"]),
+        ("mgrpo train --learning_r", ["--learning_rate"]),
+        ("mgrpo train --nproc", ["--nproc-per-node"]),
+        ("mgrpo train --output_dir ''", []),
+        ("mgrpo train --config exam", []),
+    ):
+        asked = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mgrpo; echo ${{COMPREPLY[@]}}"
         done = subprocess.run(["bash", "-c", function + asked], capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [found]
+        assert done.stdout.split() == found and "-o default" in function
 
 
 def test_switches_may_have_dashes(tmp_path, capsys):

@@ -78,6 +78,17 @@ def test_the_same_run_goes_on_without_a_word(folder, shape):
     assert problems == [] and "dataset_mixer_list" in changed[0]
 
 
+def test_a_run_that_is_over_says_that_nothing_is_left_to_train(folder, shape):
+    """Else a user who has changed the learning rate sees a good end after no step."""
+    problems, remarks = found(folder, shape, total_episodes=5 * 64)
+    assert problems == [] and not any("nothing is left" in remark for remark in remarks)
+    problems, remarks = found(folder, shape, total_episodes=4 * 64, learning_rate=0.5)
+    assert problems == [] and "learning_rate" in remarks[0]
+    assert remarks[1].endswith(
+        "/step_4 is the last of the run's 4 steps, so nothing is left to train; to go on raise total_episodes, or start afresh with --resume never"
+    )
+
+
 def test_what_would_be_another_run_is_refused(folder, shape):
     """It was noticed after the engines had started, as a traceback, or not at all: rows that changed in their file."""
     (seed,), _ = found(folder, shape, seed=7)
