@@ -20,7 +20,7 @@ from typing import Any
 from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import INTERFACES
-from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
+from mgrpo.rollout.vllm.kept_sets import draft_problems, kept_args, kept_problems
 from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -125,7 +125,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             []
             if has_servers
             else address_problems(settings.ray_address)
-            + extra_problems(settings.vllm_extra_args)
+            + extra_problems(settings.vllm_extra_args, on_gpu=bool(gpus))
             + list(kept_problems(config, on_gpu=bool(gpus)))
         )
     if num_local_learners:
@@ -202,7 +202,7 @@ def address_problems(address: str | None) -> list[str]:
     return []
 
 
-def extra_problems(text: str) -> list[str]:
+def extra_problems(text: str, *, on_gpu: bool) -> list[str]:
     """Sentences about the mistakes in `vllm_extra_args`."""
     try:
         extra = json.loads(text)
@@ -212,11 +212,15 @@ def extra_problems(text: str) -> list[str]:
         return [f'vllm_extra_args={text}; expected a JSON object, for example {{"max_num_batched_tokens": 8192}}']
     known = _known_args() if extra else frozenset()
     useful = sorted(known - OWNED.keys())
-    return [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED] + [
-        f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
-        f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
-        for name in extra.keys() - known
-    ]
+    return (
+        [*draft_problems(extra, on_gpu=on_gpu)]
+        + [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED]
+        + [
+            f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
+            f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
+            for name in extra.keys() - known
+        ]
+    )
 
 
 def _known_args() -> frozenset[str]:

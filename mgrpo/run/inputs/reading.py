@@ -185,10 +185,10 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
     """
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
-    by_preset = config.provenance.defaults.get("remap_verifier", ())
+    by_preset = config.provenance.defaults.get("remap_verifier")
     for pair in reward.remap_verifier:
         old = pair.partition("=")[0].strip().lower()
-        if len(train) and old not in named and pair not in by_preset:
+        if len(train) and old not in named and not (isinstance(by_preset, tuple) and pair in by_preset):
             problems.append(f"remap_verifier={pair}: {_unasked(old, named)}")
     asked = _asked(train, held_out, config)
     after = f" (after remap_verifier={' '.join(reward.remap_verifier)})" if reward.remap_verifier else ""

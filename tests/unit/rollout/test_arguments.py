@@ -193,7 +193,7 @@ def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apa
 def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
     """vLLM would refuse an unknown one after Ray and the engines' imports; one of ours would break the weight sync."""
     had_vllm = "vllm" in sys.modules  # of another test
-    found = engine_arguments.extra_problems(text)
+    found = engine_arguments.extra_problems(text, on_gpu=False)
     assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
     assert had_vllm or "vllm" not in sys.modules
 
@@ -226,8 +226,29 @@ OWN_MODEL = "the engine samples from the model that is trained"
 )
 def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, value, reason):
     """Weights would be written where nothing reads them, or the engine would sample from another distribution."""
-    (sentence,) = engine_arguments.extra_problems(json.dumps({name: value}))
+    (sentence,) = engine_arguments.extra_problems(json.dumps({name: value}), on_gpu=True)
     assert sentence.startswith(f"vllm_extra_args cannot hold {name}: ") and reason in sentence
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, None),
+        ({"speculative_config": {"model": "ngram"}}, None),
+        ({"speculative_config": {"method": "suffix"}}, None),
+        ({"spec_method": "ngram", "spec_tokens": 3}, None),
+        ({"speculative_config": {"method": "eagle3", "model": "owner/draft"}}, "owner/draft drafts tokens with weights of its own"),
+        ({"speculative_config": {"method": "ngram", "model": "owner/draft"}}, "owner/draft drafts tokens with weights"),
+        ({"speculative_config": {"method": "mtp"}}, "mtp drafts tokens with weights of its own"),
+        ({"spec_model": "owner/draft"}, "owner/draft drafts tokens with weights of its own"),
+    ],
+)  # fmt: skip
+def test_tokens_are_drafted_without_weights_and_on_gpus(extra, words):
+    """A second model would stay that of the first step, and fewer of its drafts be right with every step."""
+    found = engine_arguments.extra_problems(json.dumps(extra), on_gpu=True)
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)
+    (on_cpu,) = engine_arguments.extra_problems(json.dumps(extra), on_gpu=False)
+    assert (words or "by engines on GPUs only") in on_cpu
 
 
 def test_only_arguments_that_vllm_has_are_refused_by_name():

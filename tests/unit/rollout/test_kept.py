@@ -218,7 +218,7 @@ def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, run
 )
 def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch, extra, names):
     """vLLM has two ways to ask for them."""
-    monkeypatch.setattr(engine_arguments, "serving_gpus", list)
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1"])
     values = {"vllm_extra_args": json.dumps(extra), "model_dtype": "float32"}
     for top_k, count in ((0, 0), (4, 1)):
         config = from_values(values | {"top_k": top_k})

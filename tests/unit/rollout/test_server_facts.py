@@ -70,7 +70,8 @@ def test_a_server_as_it_should_be_has_no_problem():
         ("model_config/quantization", "fp8", "quantizes weights (fp8)"),
         ("model_config/hf_overrides", {"head_dtype": "bfloat16"}, "computes logits in bfloat16, expected float32"),
         ("cache_config/cache_dtype", "fp8", "keeps keys and values in fp8, expected vllm_kv_cache_dtype=auto; start it with --kv"),
-        ("speculative_config", {"method": "ngram"}, "leave --speculative-config out"),
+        ("speculative_config", {"method": "ngram"}, "drafts tokens, and on a CPU their log-probabilities are not"),
+        ("speculative_config", {"method": "eagle", "model": "a/b"}, "with weights of their own (a/b), which get no updates; leave"),
         ("scheduler_config/max_num_seqs", 3, "max_num_seqs is 3, expected at least the 16 samples of a prompt"),
         ("scheduler_config/enable_chunked_prefill", True, "start it with --no-enable-chunked-prefill"),
         ("weight_transfer_config", None, "weight-transfer backend is not set, expected mgrpo; start it with MGRPO_ENGINE=1"),
@@ -81,6 +82,13 @@ def test_each_difference_is_one_sentence_with_a_remedy(name, value, sentence):
     """Without it the run would fail steps later, or train on log-probabilities that are not the trainer's."""
     (found,) = problems({name: value}, num_samples_per_prompt_rollout=16)
     assert sentence in found and ("start" in found or "leave" in found)
+
+
+def test_a_server_on_a_gpu_may_draft_without_weights():
+    drafts = {"speculative_config": {"method": "ngram", "model": "ngram"}, "device_config/device": "cuda"}
+    assert problems(drafts) == []
+    (found,) = problems(drafts | {"model_config/return_sampling_mask": True}, top_k=512)
+    assert "known of tokens that it samples one by one" in found
 
 
 def test_a_server_rounds_as_the_run_expects():

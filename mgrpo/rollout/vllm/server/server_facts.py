@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from mgrpo.config.schema import MOST_KEPT, Config
 from mgrpo.processes.address import own_address
-from mgrpo.rollout.vllm.kept_sets import num_logprobs
+from mgrpo.rollout.vllm.kept_sets import num_logprobs, second_model
 
 _SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -65,8 +65,7 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             yield f"the server runs with --{name} {parallel[key]}, expected 1; start one server for each copy of the model"
     if model["quantization"] is not None:
         yield f"the server quantizes weights ({model['quantization']}), but receives them in {wanted}; leave --quantization out"
-    if found["speculative_config"] is not None:
-        yield "the server drafts tokens with a second model, which gets no weights; leave --speculative-config out"
+    yield from _drafts(found, config)
     samples = max(config.rollout.num_samples_per_prompt_rollout, config.rollout.eval_pass_at_k)
     if scheduler["max_num_seqs"] < samples:
         yield (
@@ -93,6 +92,25 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield (
             "the server reads prompts in parts, after which vLLM cannot seed a request on a CPU; start it with "
             f"--no-enable-chunked-prefill --max-num-batched-tokens {max(4096, model['max_model_len'])}"
+        )
+
+
+def _drafts(found: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Sentences about speculative decoding."""
+    drafts = found["speculative_config"]
+    if drafts is None:
+        return
+    if model := second_model(drafts):
+        yield (
+            f"the server drafts tokens with weights of their own ({model}), which get no updates; leave --speculative-config out, or use "
+            "its method ngram or suffix"
+        )
+    elif found["device_config"]["device"] == "cpu":
+        yield "the server drafts tokens, and on a CPU their log-probabilities are not the model's; leave --speculative-config out"
+    elif config.rollout.is_cut:
+        yield (
+            f"the server drafts tokens, and what it samples from with top_k={config.rollout.top_k} is known of tokens that it samples one by "
+            "one; leave --speculative-config or top_k out"
         )
 
 
