@@ -14,6 +14,7 @@ import pytest
 
 from mgrpo import cli
 from mgrpo.data import trial
+from mgrpo.models.checksums import write_sums
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart" / "model"
@@ -153,6 +154,13 @@ ONE = {
         lambda b: (b.model / "LICENSE").symlink_to("/etc/hostname"),
         (),
         "LICENSE is a link to /etc/hostname; put a copy of the file in its place",
+    ),
+    "index leads to no weights": (lambda b: b.index("config.json"), (), "expected a file in the same folder"),
+    "index too deep": (write(INDEX, "[" * 100_000), (), "model.safetensors.index.json is damaged: RecursionError"),
+    "other than exported": (
+        lambda b: (write_sums(b.model), b.config("generation_config.json", eos_token_id=2)),
+        (),
+        "model_name_or_path=.*generation_config.json has changed since it was written, its checksum differs from that in SHA256SUMS",
     ),
     "prompts too long": (
         lambda b: None,
