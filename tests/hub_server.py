@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,7 @@ OWNER = "someone"
 LARGE = (".safetensors", ".bin", ".model")
 
 Files = dict[str, bytes]
+Answer = tuple[int, object, dict[str, str]]
 
 
 @dataclass(kw_only=True)
@@ -57,6 +58,8 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         """Of Git LFS, by their digest."""
         self.requests: list[str] = []
+        self.spoil: Callable[[str, int, object, dict[str, str]], Answer] = lambda path, *answer: answer
+        """What becomes of an answer to a path on its way: of its status, body and headers."""
         self.failures = 0
         """So many requests that write are answered with 500."""
         self.url = ""
@@ -112,6 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def _answer(self, status: int, body: object = None, **headers: str) -> None:
+        status, body, headers = self.hub.spoil(self.path, status, body, headers)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
@@ -273,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(key: str, path: str, content: bytes) -> dict:
-    found = {key: path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+    found = {key: path, "size": len(content), "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
     found["blobId"] = found["oid"]
     if path.endswith(LARGE):
         found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "sha256": hashlib.sha256(content).hexdigest()}

@@ -94,12 +94,12 @@ class ScriptedEngine:
     def close(self) -> None:
         self.calls.append(("close",))
 
-    def die(self) -> None:
+    def die(self, err: EngineError | None = None) -> None:
         """What waits fails, and so does every later call."""
         self.fails = "all"
         waiting, self.polls, self.is_draining = [*self.polls, *self.is_draining], [], []
         for future in waiting:
-            future.set_exception(EngineError("it has died"))
+            future.set_exception(err or EngineError("it has died"))
 
     def answer(self, *numbers: int) -> None:
         """Finish these groups."""

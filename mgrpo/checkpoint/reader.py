@@ -13,8 +13,9 @@ from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, split_path
 from mgrpo.checkpoint.manifest import PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, DTYPES, sha256_of
+from mgrpo.checkpoint.shard import CODES, DTYPES
 from mgrpo.checkpoint.stored import Stored
+from mgrpo.models.checksums import sha256_of
 from mgrpo.models.table import Box, Shape
 
 

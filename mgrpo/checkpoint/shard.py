@@ -12,7 +12,6 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
@@ -75,15 +74,6 @@ class Hashed:
 
     def record(self) -> FileRecord:
         return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:

@@ -34,6 +34,7 @@ from mgrpo.model_io.hf_folder import (
 )
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint, checkpoint_bytes, write_checkpoint
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
+from mgrpo.models.checksums import sum_problems
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.family import ModelShape, is_on_hub, read_hf_config, shape_of
 from mgrpo.models.hub import Part, fetch
@@ -71,6 +72,8 @@ def hf_to_megatron(
         raise ValueError("; ".join(problems))
     with new_folder(Path(out)) as folder:
         source = HfFolder(hf, shape)
+        if changed := list(sum_problems(hf)):
+            raise ValueError("; ".join(changed))
         sizes = stored_bytes(shape, layout, source.dtypes) if layout else checkpoint_bytes(shape, source.dtypes)
         with _Report(out, sizes) as report:
             carry(hf, folder)

@@ -18,6 +18,7 @@ from mgrpo.checkpoint.space import OutputError, no_room, with_room
 from mgrpo.model_io.hf_folder import Header, carry, header_bytes, write_weights
 from mgrpo.model_io.peft_folder import write_peft
 from mgrpo.models.adapters import adapter_tensors
+from mgrpo.models.checksums import write_sums
 from mgrpo.models.peft import ADAPTER
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel.gather import gather_json
@@ -104,8 +105,9 @@ def _write(
     try:
         partial.mkdir(parents=True)
         carry(source, partial, dtype=tensors[next(iter(tensors))][0])
-        write_weights(tensors, values, partial)
+        sums = write_weights(tensors, values, partial)
         add(partial)
+        write_sums(partial, sums)
         make_way(folder)
         os.replace(partial, folder)
     except Exception as err:

@@ -19,6 +19,7 @@ import torch
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
+from mgrpo.models.checksums import write_sums
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.models.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
@@ -92,7 +93,7 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     tell: Tell = lambda num_bytes: None,
 ) -> None:
-    """Write a model's weights to a folder, with one block of rows in memory at a time.
+    """Write a model's weights to the folder with its other files, and their checksums; one block of rows is in memory at a time.
 
     Args:
         read: gives the values of a box, which are rounded to the tensor's type in `dtypes` where they differ.
@@ -105,7 +106,7 @@ def write_hf(
             tell(block.nbytes)
             yield block
 
-    write_weights(tensors, values, folder, file_bytes=file_bytes)
+    write_sums(folder, write_weights(tensors, values, folder, file_bytes=file_bytes))
 
 
 def write_weights(
@@ -114,23 +115,28 @@ def write_weights(
     folder: Path,
     *,
     file_bytes: int = FILE_BYTES,
-) -> None:
+) -> dict[str, str]:
     """Write tensors to the files of a Hugging Face folder, with an index when one file does not hold them.
 
     Args:
         values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
+    Returns:
+        The checksum of each file of tensors.
     """
     files = split(tensors, file_bytes, size=lambda name: header_bytes(tensors[name]))
     weight_map: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with LocalFolder(folder).create(file) as stream:
-            write_tensors(stream, {name: tensors[name] for name in names}, values, metadata={"format": "pt"})
+            headers = {name: tensors[name] for name in names}
+            sums[file] = write_tensors(stream, headers, values, metadata={"format": "pt"}).sha256
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         total = sum(map(header_bytes, tensors.values()))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         LocalFolder(folder).replace(INDEX, json.dumps(index, indent=1).encode())
+    return sums
 
 
 def row_blocks(name: str, header: Header, block_bytes: int = _BLOCK_BYTES) -> Iterator[Box]:

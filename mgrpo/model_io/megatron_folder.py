@@ -28,9 +28,10 @@ from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.manifest import FileRecord, file_name
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_tensors
+from mgrpo.checkpoint.shard import CODES, FILE_BYTES, split, write_tensors
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
+from mgrpo.models.checksums import sha256_of
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
 from mgrpo.models.weight_files import MEGATRON

@@ -12,6 +12,7 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import write_tensors
 from mgrpo.models.adapters import LoraShape, adapter_tensors
+from mgrpo.models.checksums import write_sums
 from mgrpo.models.family import ModelShape
 from mgrpo.models.peft import CONFIG, PREFIX, WEIGHTS, peft_config, peft_problems
 from mgrpo.models.table import Box
@@ -21,7 +22,7 @@ from mgrpo.policy.weights import Read
 def write_peft(
     folder: Path, values: Callable[[str], Iterable[torch.Tensor]], model: ModelShape, lora: LoraShape, *, base: str
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors into `folder`, which is made.
+    """Write adapter_config.json and adapter_model.safetensors into `folder`, which is made, with their checksums.
 
     Args:
         values: gives each of `adapter_tensors` in blocks of rows, float32, in their order.
@@ -30,8 +31,10 @@ def write_peft(
     headers = {PREFIX + name: (torch.float32, shape) for name, shape in adapter_tensors(model, lora).items()}
     folder.mkdir(parents=True, exist_ok=True)
     with LocalFolder(folder).create(WEIGHTS) as stream:
-        write_tensors(stream, headers, lambda name: values(name.removeprefix(PREFIX)), metadata={"format": "pt"})
+        read = lambda name: values(name.removeprefix(PREFIX))  # noqa: E731
+        written = write_tensors(stream, headers, read, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(peft_config(model, lora, base=base), indent=2) + "\n")
+    write_sums(folder, {WEIGHTS: written.sha256})
 
 
 def peft_reader(folder: str | Path, model: ModelShape, lora: LoraShape) -> Read:

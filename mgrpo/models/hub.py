@@ -6,6 +6,7 @@ Only what training reads is downloaded: configurations, tokenizer, chat template
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,16 +14,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mgrpo.models.checksums import sha256_of
 from mgrpo.models.weight_files import INDEX
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 Part = Literal["model", "tokenizer", "config", "adapter"]
 """The part of a repository that is needed; a model comes with its tokenizer."""
@@ -78,7 +80,7 @@ def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> Hu
     Raises:
         HubError: it could not be found or downloaded.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RevisionNotFoundError
 
     if _COMMIT.fullmatch(revision or "") and (found := _cached(name, revision, part)):
@@ -95,6 +97,8 @@ def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> Hu
             why = f"the Hub cannot be asked ({type(err).__name__}: {_line(err)})"
             _say(f"{name} is taken from the cache, commit {found.commit[:7]}: {why}")
         return found
+    if odd := _odd(info):
+        raise HubError(f"{name} could not be found: {constants.ENDPOINT} answers with {odd}, as the Hub does not")
     assert info.sha is not None
     sizes = _wanted(info, part)
     if problem := _lacks(info, sizes, part):
@@ -103,6 +107,7 @@ def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> Hu
         missing = _missing(name, info.sha, sizes)
         if missing:
             _download(name, info.sha, revision, sizes, missing, part)
+            _compare(info, missing)
         _remember(name, info.sha, revision)
     return HubSnapshot(name=name, commit=info.sha, part=part, folder=_folder(name, info.sha))
 
@@ -132,6 +137,41 @@ def _download(
     if left := _missing(name, commit, sizes):
         raise HubError(f"{name} could not be downloaded: {', '.join(left)} did not arrive; start again")
     _say(f"downloaded {name} in {time.monotonic() - began:.1f} s")
+
+
+def _compare(info: ModelInfo, arrived: Iterable[str]) -> None:
+    """Compare files with the repository's record of them. What differs is deleted, or the next start would take it for good."""
+    assert info.sha is not None
+    folder, wrong = _folder(info.id, info.sha), []
+    for file in info.siblings or ():
+        path = folder / file.rfilename
+        if file.rfilename in arrived and not _is_as_recorded(path, file):
+            wrong.append(file.rfilename)
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+    if wrong:
+        raise HubError(
+            f"{info.id} could not be downloaded: {', '.join(wrong)} arrived damaged and was deleted; start again"
+        )
+
+
+def _is_as_recorded(path: Path, file: RepoSibling) -> bool:
+    if path.stat().st_size != file.size:
+        return False
+    if file.lfs:
+        return sha256_of(path) == file.lfs.sha256
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == file.blob_id
+
+
+def _odd(info: ModelInfo) -> str:
+    """A part of an answer that is not of a form that the Hub gives; empty where all is well."""
+    if not _COMMIT.fullmatch(str(info.sha)):
+        return f"commit {str(info.sha)[:60]}"
+    for file in info.siblings or ():
+        if type(file.size) is not int or file.size < 0:
+            return f"{str(file.rfilename)[:60]} of {str(file.size)[:60]} bytes"
+    return ""
 
 
 def _remember(name: str, commit: str, revision: str | None) -> None:

@@ -7,11 +7,15 @@ no torch.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from mgrpo.models.checksums import SUMS
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Shape, hf_tensors
 
@@ -40,6 +44,17 @@ _WEIGHTS = (
 )
 _TEMPLATES = "additional_chat_templates"
 """A folder that transformers makes for tokenizers with several templates."""
+_MOST_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits of an element of each type that the library knows."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -67,36 +82,68 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
     try:
         weight_map = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as err:
         raise ValueError(f"{folder}: {INDEX} is damaged: {type(err).__name__}: {err}") from err
+    if not weight_map:
+        raise ValueError(f"{folder}: {INDEX} is damaged: it lists no tensor")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise ValueError(f"{folder}: {INDEX} has {name} in {file!r}; expected a file in the same folder")
+        if not (isinstance(file, str) and _is_inside(PurePosixPath(file))):
+            raise ValueError(f"{folder}: {INDEX} has {name} in {file!r:.100}; expected a file in the same folder")
     return {name: folder / file for name, file in weight_map.items()}
+
+
+def _is_inside(path: PurePosixPath) -> bool:
+    return not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors" and "\0" not in str(path)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; ValueError if it is not one, or not all of one."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise _incomplete(path, "it is no file")
         with path.open("rb") as file:
             start, size = file.read(8), path.stat().st_size
             length = int.from_bytes(start, "little")
-            text = file.read(length) if 8 + length <= size else b""
+            text = file.read(length) if 8 + length <= size and length <= _MOST_HEADER_BYTES else b""
     except OSError as err:
         raise _incomplete(path, f"it cannot be read ({err.strerror or err})") from err
     if start == _LFS_POINTER[:8]:
         raise _incomplete(path, "it is a Git LFS pointer; fetch the weights: git lfs pull")
     if size < 8 or 8 + length > size:
         raise _incomplete(path, f"it ends after {size:,} bytes, before its header does")
+    if length > _MOST_HEADER_BYTES:
+        raise _incomplete(path, f"its header has {length:,} bytes, at most {_MOST_HEADER_BYTES:,} are read")
     try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        tensors = {name: Tensor(str(own["dtype"]), tuple(map(int, own["shape"]))) for name, own in entries.items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as err:
-        raise _incomplete(path, f"its header is damaged ({type(err).__name__}: {err})") from err
-    if end != size:
-        raise _incomplete(path, f"it has {size:,} bytes, its header promises {end:,}")
+        entries = json.loads(text, object_pairs_hook=_without_doubles)
+        entries.pop("__metadata__", None)
+        tensors, places = {}, []
+        for name, entry in entries.items():
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+                raise ValueError(f"{name} is {entry}")
+            if 8 * (end - begin) != _BITS[dtype] * math.prod(shape):
+                raise ValueError(f"{name}, {dtype} {shape}, has {end - begin} bytes")
+            tensors[name] = Tensor(dtype, tuple(shape))
+            places.append((begin, end, name))
+        data_bytes = 0
+        for begin, end, name in sorted(places):
+            if begin != data_bytes or end < begin:
+                raise ValueError(f"{name} is in bytes {begin:,} to {end:,}, expected from {data_bytes:,}")
+            data_bytes = end
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise _incomplete(path, f"its header is damaged ({type(err).__name__}: {str(err)[:200]})") from err
+    if 8 + length + data_bytes != size:
+        raise _incomplete(path, f"it has {size:,} bytes, its header promises {8 + length + data_bytes:,}")
     return tensors
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(
+            f"{some(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)} occurs twice"
+        )
+    return found
 
 
 def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Collection[str] = FLOATS) -> Iterator[str]:
@@ -176,12 +223,12 @@ def torch_dist_folder(path: str | Path) -> Path | None:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """The files of a model besides its weights: configurations, tokenizer, chat templates, model card, licence.
+    """The files of a model besides its weights and checksums: configurations, tokenizer, chat templates, model card, licence.
 
     Raises:
         ValueError: one of them is a link that leads out of the folder, whose content could be anything of this machine.
     """
-    weights = (*_WEIGHTS, MEGATRON, TRACKER, *([TORCH_DIST] if (folder / TORCH_DIST_INDEX).is_file() else []))
+    weights = (*_WEIGHTS, SUMS, MEGATRON, TRACKER, *([TORCH_DIST] if (folder / TORCH_DIST_INDEX).is_file() else []))
     beside = [
         path
         for path in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*")))

@@ -35,6 +35,10 @@ class EngineError(RuntimeError):
     """An engine failed, died or did not answer in time."""
 
 
+class WrongAnswerError(EngineError):
+    """An engine's answer does not fit its question. It would not at the next one: the engine is given up."""
+
+
 class NotFiniteError(EngineError):
     """An engine sampled with log-probabilities that are not finite: its weights are broken, or have diverged."""
 

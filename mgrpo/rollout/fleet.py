@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
-from mgrpo.rollout.engine import Engine, EngineError, Pause
+from mgrpo.rollout.engine import Engine, EngineError, Pause, WrongAnswerError
 from mgrpo.rollout.requests import sampler_seed
 from mgrpo.rollout.roster import Roster, say
 
@@ -93,7 +93,8 @@ class Fleet:
 
         def answered(answer: Future[T]) -> None:
             if (err := answer.exception()) is not None:
-                self.roster.lost(number, engine, f"could not {what}: {err}")
+                is_wrong = isinstance(err, WrongAnswerError)
+                self.roster.lost(number, engine, f"could not {what}: {err}", for_good=is_wrong)
 
         answer.add_done_callback(answered)
         return answer

@@ -178,14 +178,14 @@ class Members:
                 suspects.append(member.number)
         return suspects, late
 
-    def died(self, number: int, reason: str) -> bool:
-        """An engine has failed. Whether that was not known."""
+    def died(self, number: int, reason: str, *, for_good: bool = False) -> bool:
+        """An engine has failed, and is not to be started again if that is `for_good`. Whether it was not known."""
         member = self.all[number]
         if member.state in GONE:
             return False
         member.deaths = [*(when for when in member.deaths if when > self.num_syncs - RESTART_WINDOW), self.num_syncs]
         member.failed_starts += member.state is State.STARTING
-        is_last = self.max_restarts is not None and len(member.deaths) > self.max_restarts
+        is_last = for_good or (self.max_restarts is not None and len(member.deaths) > self.max_restarts)
         member.state = State.RETIRED if is_last or member.state is State.LEAVING else State.DEAD
         member.reason, member.is_trusted, member.is_in_transfer = reason, False, False
         return True

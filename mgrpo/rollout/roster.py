@@ -168,12 +168,12 @@ class Roster:
         self._starts.submit(self.engines[number].close)
         self._tell_lost(number)
 
-    def lost(self, number: int, engine: Engine, reason: str) -> None:
+    def lost(self, number: int, engine: Engine, reason: str, *, for_good: bool = False) -> None:
         """An engine has failed. Nothing happens when that is known, or when another has taken its place."""
         with self.lock:
             if self.is_closed or not self.has_started:
                 return
-            if self._alive[number] is not engine or not self.members.died(number, reason):
+            if self._alive[number] is not engine or not self.members.died(number, reason, for_good=for_good):
                 return
             self._alive[number] = None
             self.num_deaths += 1

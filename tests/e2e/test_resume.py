@@ -14,7 +14,7 @@ import time
 import pytest
 
 from mgrpo.checkpoint.folder import ABANDONED, complete
-from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, metrics, origins, weights
+from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, export, metrics, origins, weights
 from tests.e2e.launching import survivors
 from tests.unit.telemetry import wandb_file
 
@@ -201,6 +201,18 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(copied, rank, wo
     assert f"--resume {checkpoints / 'step_3'}" in run.text()
     assert "mgrpo/run/train/trainer.py" not in run.text()  # a message, no traceback
     assert (copied / "out" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_run_does_not_start_from_a_damaged_export(uninterrupted, tmp_path, name):
+    """Its checksums are compared by the ranks as they load it, and those of small files before anything is started."""
+    model = shutil.copytree(export(uninterrupted), tmp_path / "model")
+    (model / name).write_bytes(flip((model / name).read_bytes()))
+    run = fail(tmp_path, ["--model_name_or_path", str(model)])
+    assert f"model_name_or_path={model}: {name} has changed since it was written" in run.text()
+    assert "mgrpo/run" not in run.text()  # a message, no traceback
+    assert ("starting Ray" in run.text()) == (name == "model.safetensors")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located, names_some
 from mgrpo.run.report.result import EvaluationResult
-from mgrpo.run.start.check import file_problems, with_prompts
+from mgrpo.run.start.check import changed_files, file_problems, with_prompts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -170,6 +170,7 @@ def _check(
     found += [problem for problem in about_inputs if problem not in found]
     if hf_config and not unloadable:
         found += file_problems(own, _shape(hf_config))
+        found += changed_files(own, of_weights=True)
         inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)

@@ -37,6 +37,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This learner's number on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def num_local_learners() -> int:
     """Learner ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -10,19 +11,22 @@ import torch.distributed as dist
 
 from mgrpo import ops
 from mgrpo.algo import LossFunction
-from mgrpo.config import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import layout_of
 from mgrpo.config.fused_kernels import kernel_line
 from mgrpo.data.pieces import TokenPieces
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
+from mgrpo.parallel.gather import gather_json
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.produce.production import Production, Started, prepare
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead
+from mgrpo.run.ranks.process import local_rank, num_local_learners
 from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.throughput import Throughput
+from mgrpo.run.start.check import changed_files
 from mgrpo.run.train.engine_weights import EngineWeights
 from mgrpo.run.train.gpu_turns import GpuTurns
 from mgrpo.run.train.learner import Learner
@@ -63,6 +67,7 @@ def make_trainer(
         lead.run(partial(_wait_for_engines, started, sleep=config.engine.takes_turns))
     _say(started, f"loading the weights into {_learners()}")
     lead.pulse.at("loading the model")
+    _check_weights(config, host_group)
     learner = Learner(
         config,
         shape=shape,
@@ -123,6 +128,17 @@ def make_trainer(
         steps = config.num_training_steps
         reporter.say(f"continues from {continued.path}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _check_weights(config: Config, group: dist.ProcessGroup) -> None:
+    """Compare the weights with the checksums beside them, if there are any: each machine its own files, each rank its share.
+
+    Raises:
+        ConfigError: on all ranks, when any has changed.
+    """
+    found = changed_files(config, of_weights=True, rank=local_rank(), world_size=num_local_learners())
+    if problems := list(dict.fromkeys(itertools.chain.from_iterable(gather_json(found, group)))):
+        raise ConfigError(problems)
 
 
 def _facts(learner: Learner, weights: EngineWeights) -> Iterator[str]:

@@ -14,6 +14,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import bounded, counted, fitted, widest_cut
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
+from mgrpo.models.checksums import sum_problems
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
@@ -142,7 +143,7 @@ def _counted(config: Config, inputs: Inputs | None) -> Config:
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """Sentences about the model's weights, and the files that an export copies.
+    """Sentences about the model's weights, and the files that an export copies. The weights' values are compared when they load.
 
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
@@ -158,7 +159,23 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
         files_beside(folder)
     except ValueError as err:
         found.append(str(err))
-    return [f"model_name_or_path={problem}" for problem in found]
+    return [f"model_name_or_path={problem}" for problem in found] + changed_files(config, of_weights=False)
+
+
+def changed_files(config: Config, *, of_weights: bool, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Sentences about files that are not those that an export wrote; see `sum_problems`."""
+    adapter = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
+    settings = {
+        adapter: "lora_adapter_path",
+        config.tokenizer_path: "tokenizer_name_or_path",
+        config.model_path: "model_name_or_path",
+    }
+    return [
+        f"{name}={problem}"
+        for path, name in settings.items()
+        if path
+        for problem in sum_problems(Path(path), of_weights=of_weights, rank=rank, world_size=world_size)
+    ]
 
 
 def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:

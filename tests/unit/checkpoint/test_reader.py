@@ -52,6 +52,32 @@ def test_a_flipped_bit_is_found(damaged):
     assert f"{name} has changed since it was written, its checksum differs" in str(refusal(latest(root)))
 
 
+def test_every_flipped_bit_of_a_state_is_found(tmp_path):
+    """In whatever file it lies: tensors, their headers, the trainer's own state, the manifest."""
+    save(tmp_path, 1, make_values(1))
+    rng, files = random.Random(3), sorted((tmp_path / "step_1").iterdir())
+    assert len(files) == 5
+    for number in range(100):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        assert "step_1 is damaged" in str(refusal(tmp_path / "step_1")), (path.name, place, bit)
+        path.write_bytes(content)
+    open_checkpoint(tmp_path / "step_1").verify()
+
+
+def test_a_file_of_another_step_is_found(tmp_path):
+    """A link to a file of the same name and size: whole, and of no step of this run."""
+    for run, seed in (("one", 1), ("other", 2)):
+        save(tmp_path / run, 1, make_values(seed), world_size=1)
+    first, second = (next((tmp_path / run / "step_1").glob("*.safetensors")) for run in ("one", "other"))
+    assert first.name == second.name and first.stat().st_size == second.stat().st_size
+    second.unlink()
+    second.symlink_to(first)
+    assert f"{second.name} has changed since it was written" in str(refusal(tmp_path / "other" / "step_1"))
+
+
 def test_a_missing_file_is_found(damaged):
     """Clean-up jobs delete what is old."""
     root, folder, name = damaged

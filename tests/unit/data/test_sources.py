@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,6 +325,57 @@ def test_a_damaged_parquet_file_is_reported(tmp_path: Path, cache: Path) -> None
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read: "):
         read(tmp_path / "a.parquet", cache=cache)
+
+
+def test_no_damage_of_a_parquet_file_is_another_error_or_another_number_of_rows(
+    datasets, tmp_path: Path, cache: Path
+) -> None:
+    """A flipped bit of a value cannot be seen, all else is one sentence before anything starts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path, rng, refused = tmp_path / "a.parquet", random.Random(1), 0
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "ground_truth": "1"} for row in sums(50)]), path)
+    content = path.read_bytes()
+    for number in range(16):
+        place = rng.randrange(len(content))
+        flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+        path.write_bytes(flipped if number % 4 else content[:place])
+        try:
+            assert read(path, cache=cache).summary.num_rows == 50
+        except ValueError as err:
+            assert f"{path} cannot be read" in str(err)
+            refused += 1
+    assert refused > 6
+
+
+def test_types_that_no_row_can_have_are_refused(datasets, tmp_path: Path, cache: Path) -> None:
+    """Whoever writes tables from other programs' tables meets them."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    deep: Any = "x"
+    for _ in range(60):
+        deep = [deep]
+    half = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
+    for name, values, is_unreadable in [
+        ("prompt", pa.array([b"\xff"]), False),
+        ("prompt", pa.array([1]), False),
+        ("prompt", pa.array([None]), False),
+        ("prompt", pa.array([{"a": 1}]), False),
+        ("prompt", half, True),
+        ("ground_truth", pa.array([b"\0"]), False),
+        ("ground_truth", pa.array([datetime.timedelta(1)]), False),
+        ("ground_truth", pa.array([deep]), True),
+        ("ground_truth", pa.array([2**31 - 1], pa.date32()), True),
+        ("level", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), True),
+    ]:
+        row = {"prompt": ["a"], "ground_truth": ["1"], "dataset": ["math"]} | {name: values}
+        pa.parquet.write_table(pa.table(row), tmp_path / "a.parquet")
+        try:
+            assert read(tmp_path / "a.parquet", cache=cache).summary.num_problems == 1 and not is_unreadable, values
+        except ValueError as err:
+            assert is_unreadable and "a.parquet cannot be read" in str(err), values
 
 
 def test_columns_that_cannot_be_kept_are_named(caplog: pytest.LogCaptureFixture, settings) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.hub_server import TOKEN, Hub, hub_server
+from tests.hub_server import TOKEN, Answer, Hub, hub_server
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 NOWHERE = "http://127.0.0.1:9"
@@ -194,3 +195,97 @@ def test_full_disk_is_told_before_the_download(hub, tmp_path):
         and "has 1.0 kB left; make room there, or set HF_HOME" in done.stderr
     )
     assert not hub.asked("resolve")
+
+
+def of_files(change: Callable[[bytes], bytes]) -> Callable[..., Answer]:
+    """Another content of every file."""
+
+    def spoil(path: str, status: int, body: object, headers: dict[str, str]) -> Answer:
+        return status, change(body) if "/resolve/" in path and isinstance(body, bytes) else body, headers
+
+    return spoil
+
+
+def of_info(**fields: object) -> Callable[..., Answer]:
+    """Another record of the repository; of a file, where a field is one of a file's."""
+
+    def spoil(path: str, status: int, body: object, headers: dict[str, str]) -> Answer:
+        if "/revision/" not in path or not isinstance(body, dict):
+            return status, body, headers
+        files = [file | {k: v for k, v in fields.items() if k in file} for file in body["siblings"]]
+        return status, body | {"siblings": files} | {k: v for k, v in fields.items() if k not in files[0]}, headers
+
+    return spoil
+
+
+def of_headers(**fields: str) -> Callable[..., Answer]:
+    """Other headers of every file."""
+
+    def spoil(path: str, status: int, body: object, headers: dict[str, str]) -> Answer:
+        return status, body, headers | fields if "/resolve/" in path else headers
+
+    return spoil
+
+
+HTML = b"<html>Please log in</html>"
+UPWARDS = {"rfilename": "tokenizer/../../../../evil.json", "size": 2, "blobId": "0" * 40}
+
+
+SPOILT: list[tuple[Callable[..., Answer], str]] = [
+    (
+        lambda path, status, body, headers: (200, HTML, {"Content_Type": "text/html"}),
+        "does not answer (JSONDecodeError",
+    ),
+    (of_files(lambda content: HTML), "arrived damaged and was deleted; start again"),
+    (of_files(lambda content: content[:-5]), "arrived damaged and was deleted; start again"),
+    (of_files(lambda content: content + b"more"), "arrived damaged and was deleted; start again"),
+    (of_files(lambda content: content[:-1] + b"x"), "arrived damaged and was deleted; start again"),
+    (of_info(sha=None), "answers with commit None, as the Hub does not"),
+    (of_info(sha="../../evil"), "answers with commit ../../evil, as the Hub does not"),
+    (of_info(sha="f" * 40), "has no revision"),
+    (of_info(size="many"), "of many bytes, as the Hub does not"),
+    (of_info(size=-5), "of -5 bytes, as the Hub does not"),
+    (of_info(size=10**18), "which has"),
+    (of_info(siblings=[1]), "does not answer (TypeError"),
+    (of_info(siblings=None), "has no config.json"),
+    (of_info(siblings=[{"rfilename": "config.json", "size": 826, "blobId": ""}, UPWARDS]), "has no safetensors"),
+    (of_info(rfilename="../../../tokenizer.json"), "has no config.json"),
+    (of_headers(X_Repo_Commit="e" * 40), "did not arrive; start again"),
+    (of_headers(X_Repo_Commit="../../../evil"), "does not answer (ValueError"),
+]
+FETCH = """
+import sys
+from mgrpo.models.hub import HubError, fetch
+for name in sys.argv[1:]:
+    try:
+        print(fetch(name, revision="main").folder)
+    except HubError as err:
+        print(err)
+"""
+
+
+def test_a_reply_that_is_not_the_hubs_is_refused_and_leaves_nothing_to_trust(hub, tmp_path):
+    """A proxy's page in place of config.json, a download that broke off, a name that leads out of the cache: one line, and the next
+    start does not take it for the model."""
+    names = [f"someone/tiny-{number:02}" for number in range(len(SPOILT))]
+    for name in names:
+        hub.add(name, MODEL)
+
+    def spoil(path: str, *answer: Any) -> Answer:
+        return SPOILT[int(path.partition("/tiny-")[2][:2])][0](path, *answer)
+
+    def said() -> list[str]:
+        command = [sys.executable, "-c", FETCH, *names]
+        environment = hub.environment(tmp_path / "home")
+        return subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        ).stdout.splitlines()
+
+    good, hub.spoil = hub.spoil, spoil
+    for name, (_, words), line in zip(names, SPOILT, said(), strict=True):
+        assert line.startswith(f"{name} ") and words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    hub.spoil = good
+    for folder in said():
+        for path in MODEL.iterdir():
+            assert (Path(folder) / path.name).read_bytes() == path.read_bytes()

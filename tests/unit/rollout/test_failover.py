@@ -14,7 +14,7 @@ import pytest
 from mgrpo.moving import from_values
 from mgrpo.rollout import members, start
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.engine import Engine, EngineError
+from mgrpo.rollout.engine import Engine, EngineError, WrongAnswerError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.heartbeat import Heartbeat
 from mgrpo.rollout.members import State
@@ -269,6 +269,21 @@ def test_an_engine_for_which_there_is_no_room_is_refused() -> None:
     with pytest.raises(EngineError, match=r"^no engine can be added: Ray has only 0 CPUs left$"):
         run.fleet.roster.add()
     assert len(run.fleet.engines) == 1 and run.failure is None
+
+
+def test_an_engine_with_a_wrong_answer_is_given_up() -> None:
+    """A server may be started again any number of times, and would answer wrongly each time: the run would go round until its limit."""
+    run = Run(2)
+    run.send(*range(4))
+    run.engine(0).die(WrongAnswerError("token 96, the vocabulary has 0 to 63"))
+    run.settle()
+    assert run.started == [] and run.fleet.members[0].state is State.RETIRED
+    run.answer_all()
+    assert sorted(run.came.elements()) == [0, 1, 2, 3] and run.failure is None
+    run.send(4)
+    run.engine(1).die(WrongAnswerError("0 completions"))
+    run.settle()
+    assert "could not generate: token 96, the vocabulary has 0 to 63" in str(run.failure)
 
 
 def test_the_run_ends_when_too_few_engines_are_left_and_says_what_became_of_each() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.rollout.engine import EngineError, Sampling
+from mgrpo.rollout.engine import EngineError, Sampling, WrongAnswerError
 from mgrpo.rollout.vllm.server import server_calls, server_connection
 from mgrpo.rollout.vllm.server.http_engine import HttpEngine
 from tests.sampling import prompt_batch
@@ -61,11 +61,11 @@ def engine(server) -> Iterator[HttpEngine]:
     engine.close()
 
 
-def refusal(engine: HttpEngine, sampling: Sampling = SAMPLING) -> str:
+def refusal(engine: HttpEngine, sampling: Sampling = SAMPLING, *, kind: type[EngineError] = WrongAnswerError) -> str:
     """The failure of a prompt."""
     engine.submit(prompt_batch([np.arange(2, 5)], sampling)).result(10)
     error = engine.poll().exception(10)
-    assert type(error) is EngineError, error
+    assert type(error) is kind, error
     assert str(error).startswith(f"server {engine.url}: ") and "\n" not in str(error) and len(str(error)) < 2500
     return str(error)
 
@@ -133,7 +133,7 @@ def test_an_answer_that_does_not_fit_the_question_is_refused(server, engine, wha
     """Each would be trained on, or would stop a learner with an error of its own: with other lengths the arrays of all groups shift."""
     change, words = WRONG[what]
     server.answers[GENERATE] = (200, changed(change))
-    assert words in refusal(engine)
+    assert words in refusal(engine, kind=EngineError if words == "cannot be read" else WrongAnswerError)
 
 
 CUT = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,), top_k=2)
@@ -213,14 +213,14 @@ def test_a_reply_that_is_no_answer_is_refused(server, engine, what):
     """Neither may it fill rank 0's memory, nor end a thread that the run waits for."""
     status, said, words = REPLIES[what]
     server.answers[GENERATE] = (status, said)
-    assert words in refusal(engine)
+    assert words in refusal(engine, kind=EngineError)
 
 
 def test_a_wait_that_the_server_asks_for_is_not_waited(server, engine):
     """A day of Retry-After is a run that hangs; its prompts go to other servers at once."""
     reply = raw(b"Retry-After: 86400\r\nContent-Length: 0\r\n\r\n", head=b"HTTP/1.1 503 Service Unavailable\r\n")
     server.answers[GENERATE] = (503, reply)
-    assert "HTTP 503" in refusal(engine)
+    assert "HTTP 503" in refusal(engine, kind=EngineError)
 
 
 @pytest.mark.parametrize("path", ["/resume", "/pause?mode=keep&clear_cache=true", "/start_weight_update"])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from mgrpo import cli
 from mgrpo.config import ConfigError
 from mgrpo.data import trial
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.moving import parse
+from mgrpo.models.checksums import write_sums
+from mgrpo.moving import from_values, parse
 from mgrpo.run.inputs.prompts import vocabulary_notes
 from mgrpo.run.start import check
 
@@ -159,6 +161,13 @@ ONE = {
         lambda b: (b.model / "LICENSE").symlink_to("/etc/hostname"),
         (),
         "LICENSE is a link to /etc/hostname; put a copy of the file in its place",
+    ),
+    "index leads to no weights": (lambda b: b.index("config.json"), (), "expected a file in the same folder"),
+    "index too deep": (write(INDEX, "[" * 100_000), (), "model.safetensors.index.json is damaged: RecursionError"),
+    "other than exported": (
+        lambda b: (write_sums(b.model), b.config("generation_config.json", eos_token_id=2)),
+        (),
+        "model_name_or_path=.*generation_config.json has changed since it was written, its checksum differs from that in SHA256SUMS",
     ),
     "prompts too long": (
         lambda b: None,
@@ -324,3 +333,30 @@ def test_an_adapter_in_the_models_place_is_named_as_one(bench):
     (bench.folder / "adapter" / "adapter_config.json").write_text("{}")
     (problem,) = bench.problems("--model_name_or_path", str(bench.folder / "adapter"))
     assert "is an adapter without its model; give the model, and this folder as lora_adapter_path" in problem
+
+
+def test_weights_other_than_exported_are_refused_when_they_load(bench, monkeypatch):
+    """Their headers are whole. One rank finds it, and the others must not begin without that one."""
+    from mgrpo.run.start import assembly
+
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        shutil.copy(bench.model / "model.safetensors", bench.model / name)
+    write_sums(bench.model)
+    content = (bench.model / names[1]).read_bytes()
+    (bench.model / names[1]).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    config = from_values({"model_name_or_path": str(bench.model)})
+    found: list[list[str]] = []
+
+    def gathered(own: list[str], group: object) -> list[list[str]]:
+        found.append(own)
+        return found
+
+    monkeypatch.setattr(assembly, "gather_json", gathered)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    refused = rf"model_name_or_path={bench.model}: {names[1]} has changed since it was written"
+    for rank in (0, 1, 0):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(ConfigError, match=refused) if any(found) or rank else nullcontext():
+            assembly._check_weights(config, None)
+    assert [len(own) for own in found] == [0, 1, 0]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
-from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
+from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, WrongAnswerError
 from mgrpo.rollout.vllm.calls import Caller
 from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
 
@@ -96,11 +96,10 @@ class HttpEngine(Caller):
         except asyncio.CancelledError as err:
             raise EngineError(self.refusal or "the call was cancelled") from err
         except EngineError as err:
-            raise (
-                err
-                if str(err).startswith(f"vllm_server_base_url={self.url}")
-                else EngineError(f"server {self.url}: {err}")
-            ) from err
+            if str(err).startswith(f"vllm_server_base_url={self.url}"):
+                raise
+            kind = WrongAnswerError if isinstance(err, WrongAnswerError) else EngineError
+            raise kind(f"server {self.url}: {err}") from err
         except Exception as err:
             raise EngineError(f"server {self.url}: {type(err).__name__}: {err}") from err
 

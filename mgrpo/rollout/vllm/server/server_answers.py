@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from mgrpo.rollout.engine import UNSYNCED, EngineError
+from mgrpo.rollout.engine import UNSYNCED, EngineError, WrongAnswerError
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
 from mgrpo.types import KeptTokens
 
@@ -108,14 +108,17 @@ def read_answer(answer: bytes, expected: ExpectedAnswer, *, version: int, is_abo
         version: that of the engine's weights now.
         is_aborted: whether the run has ended the request.
     Raises:
-        EngineError: they are not what can have been sampled.
+        EngineError: it cannot be read.
+        WrongAnswerError: they are not what can have been sampled.
     """
     try:
         choices = sorted(_DECODER.decode(answer).choices, key=lambda choice: choice.index)
     except (ValueError, RecursionError) as err:
         raise EngineError(f"the answer to a prompt cannot be read: {str(err)[:200]}") from err
     if (problem := next(_problems(choices, expected, version, is_aborted=is_aborted), None)) is not None:
-        raise EngineError(f"the answer to a prompt has {problem}, which a vLLM server cannot have sampled for this run")
+        raise WrongAnswerError(
+            f"the answer to a prompt has {problem}, which a vLLM server cannot have sampled for this run"
+        )
     return choices
 
 
