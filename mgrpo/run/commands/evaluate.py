@@ -22,6 +22,7 @@ from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.moving import parse
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import look_for_state
+from mgrpo.run.inputs.disk_space import output_problems
 from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located, names_some
@@ -142,6 +143,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     if hf_config and not unloadable:
         found += file_problems(own, _shape(hf_config))
         inputs = with_prompts(own, inputs, hf_config, found)
+    found += output_problems(own, None)
     if found or inputs is None:
         raise ConfigError(found)
     return inputs
