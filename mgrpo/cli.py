@@ -80,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train_command(words[1:], prog="mgrpo train")
     if words[0] in COMMANDS:
         module, function = COMMANDS[words[0]]
-        return getattr(importlib.import_module(module), function)(words[1:])
+        try:
+            return getattr(importlib.import_module(module), function)(words[1:])
+        except KeyboardInterrupt:
+            sys.stderr.write("mgrpo: interrupted\n")
+            return 128 + signal.SIGINT
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"mgrpo {__version__}\n")
         return 0
