@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function = COMMANDS[words[0]]
         try:
             return getattr(importlib.import_module(module), function)(words[1:])
+        except KeyboardInterrupt:
+            sys.stderr.write("mgrpo: interrupted\n")
+            return 128 + signal.SIGINT
         except UserCodeError as err:
             from mgrpo.run.ranks import ending
 

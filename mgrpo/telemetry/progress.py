@@ -166,6 +166,7 @@ class History:
         self.clock = clock
         self.started_at = clock()
         self.step = 0
+        self.num_added = 0
         self.latest: dict[str, float] = {}
         self.rewards: list[float] = []
         self.seconds = dict.fromkeys((*PHASES, EVALUATE), 0.0)
@@ -174,6 +175,7 @@ class History:
     def add(self, step: int, metrics: Metrics) -> None:
         """Add one step."""
         self.step, self.latest = step, dict(metrics)
+        self.num_added += 1
         if self._first is None:
             self._first = (step, self.clock())
         reward = metrics.get("reward")
@@ -287,7 +289,9 @@ def summary_lines(history: History, *, before: Metrics | None = None, after: Met
 def _time_lines(history: History) -> list[str]:
     """Total time, and a bar per phase: its seconds over all steps and its share of the whole run."""
     total = history.elapsed_s()
-    lines = ["", f"{history.step} {'step' if history.step == 1 else 'steps'} in {clock_text(total)}"]
+    # A run that continues another has fewer of its own.
+    count = "" if history.num_added == history.step else f"{history.num_added} of "
+    lines = ["", f"{count}{history.step} {'step' if history.step == 1 else 'steps'} in {clock_text(total)}"]
     phases = {phase: seconds for phase, seconds in history.seconds.items() if seconds}
     if not phases:
         return lines

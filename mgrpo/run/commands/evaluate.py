@@ -25,6 +25,7 @@ from mgrpo.moving import parse
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.rollout.start import machine_problems, serving_gpus
 from mgrpo.run.inputs.continuing import look_for_state
+from mgrpo.run.inputs.disk_space import output_problems
 from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located, names_some
@@ -172,6 +173,7 @@ def _check(
         found += file_problems(own, _shape(hf_config))
         found += changed_files(own, of_weights=True)
         inputs = with_prompts(own, inputs, hf_config, found)
+    found += output_problems(own, None)
     if found or inputs is None:
         raise ConfigError(found)
     return fitted(own, inputs.prompts.longest) if inputs.prompts else own, inputs

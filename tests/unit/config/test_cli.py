@@ -136,6 +136,17 @@ def test_the_shell_completes_commands_and_settings_and_leaves_values_to_files(ca
         assert done.stdout.split() == found and "-o default" in function
 
 
+def test_ctrl_c_ends_a_command_with_one_sentence(monkeypatch, capsys):
+    """Forty lines of traceback look like a fault of the user's own making."""
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mgrpo.planner.plan_command.plan_command", interrupted)
+    assert cli.main(["plan"]) == 130
+    assert capsys.readouterr().err == "mgrpo: interrupted\n"
+
+
 def test_switches_may_have_dashes(tmp_path, capsys):
     """As every other flag."""
     assert cli.train_command(["--show-config", "--model-name-or-path", str(tmp_path)]) == 0

@@ -289,6 +289,13 @@ def test_all_of_them_are_one_list(bench):
         assert sum(words in problem for problem in problems) == 1, problems
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_folder_that_cannot_be_written_to_is_one_sentence(bench, command):
+    """On a storage that is mounted read-only an evaluation ended with a traceback."""
+    (problem,) = bench.problems("--output_dir", "/proc/out", command=command)
+    assert problem.startswith("output_dir=/proc/out") and "cannot be written to: " in problem
+
+
 def test_a_model_of_another_family_is_one_sentence(bench, capsys):
     """transformers knows it, prints its whole config.json when it does not suit, and blames the tokenizer for it."""
     bench.config(model_type="mamba")

@@ -208,6 +208,16 @@ def test_evaluations_have_a_row_of_their_own():
     assert "1 step in 0:14" in out.getvalue()
 
 
+def test_a_run_that_goes_on_counts_its_own_steps_beside_all():
+    """15 steps in the time of five make every plan for the next run three times too short."""
+    clock = Clock()
+    history = History(15, clock)
+    for step in range(11, 16):
+        clock.now += 6.0
+        history.add(step, metrics(step))
+    assert "5 of 15 steps in 0:30" in summary_lines(history)
+
+
 def test_a_summary_of_nothing_is_short():
     """A run that ends before its first step still ends in order."""
     assert summary_lines(History(5, Clock())) == ["", "0 steps in 0:00"]
