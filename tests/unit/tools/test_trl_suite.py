@@ -43,10 +43,10 @@ def test_the_trainer_is_replaced_and_the_rest_is_the_checkouts(tmp_path: Path) -
     [
         (TRAINS, "TestGRPOTrainer", None),
         (TRAINS, "TestGRPOTrainerVLM", "vision"),
-        (TRAINS + "    assert trainer._logs\n", "TestGRPOTrainer", "private"),
-        (TRAINS + "    trainer.get_eval_dataloader()\n", "TestGRPOTrainer", "private"),
+        (TRAINS + "    assert trainer._logs\n", "TestGRPOTrainer", "inner"),
+        (TRAINS + "    trainer.get_eval_dataloader()\n", "TestGRPOTrainer", "inner"),
         (TRAINS + "    assert trainer.reward_funcs\n", "TestGRPOTrainer", None),
-        ("def test_mask(self):\n    GRPOTrainer.get_off_policy_mask(mask)\n", "TestGRPOTrainer", "private"),
+        ("def test_mask(self):\n    GRPOTrainer.get_off_policy_mask(mask)\n", "TestGRPOTrainer", "inner"),
         (TRAINS.replace("model_id", "model_id, use_liger_kernel=True"), "TestGRPOTrainer", "Liger"),
         (TRAINS.replace("model_id", "model_id, use_liger_kernel=use_liger_kernel"), "TestGRPOTrainer", None),
         ('with patch.object(trainer.model, "generate", side_effect=fake):\n' + TRAINS, "TestGRPOTrainer", "vLLM"),
@@ -89,8 +89,10 @@ def test_each_test_runs_apart_and_what_hangs_is_stopped(tmp_path: Path) -> None:
         "    def test_private(self): trainer._generate()\n"
     )
     program = (
-        "import pytest; from pathlib import Path; from tools.peers.trl_suite.session import Session;"
-        "pytest.main(['-p', 'no:cacheprovider', '--capture=no', 'test_some.py'], [Session(Path('out'), limit_s=1.0)])"
+        "import pytest; from pathlib import Path; from tools.peers.trl_suite.session import Session\n"
+        "for chosen, limit_s in (('hangs', 0.2), ('not hangs', 100.0)):\n"
+        "    arguments = ['-p', 'no:cacheprovider', '--capture=no', '-k', chosen, 'test_some.py']\n"
+        "    pytest.main(arguments, [Session(Path('out'), limit_s=limit_s)])"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, check=True)
@@ -99,9 +101,9 @@ def test_each_test_runs_apart_and_what_hangs_is_stopped(tmp_path: Path) -> None:
         "leaves": ("passed", ""),
         "finds": ("passed", ""),
         "dies": ("failed", "its process ended without a word"),
-        "hangs": ("failed", "not done after 1 s"),
+        "hangs": ("failed", "not done after 0.2 s"),
         "skipped": ("skipped", "no GPU"),
-        "private": ("not meaningful", "calls or reads private parts of TRL's trainer"),
+        "private": ("not meaningful", "calls, reads or replaces inner parts of TRL's trainer"),
     }
 
 
@@ -119,8 +121,10 @@ def test_the_page_counts_and_explains(tmp_path: Path) -> None:
         "TestA::test_d": outcome("skipped", "no GPU"),
         "TestB::test_e": outcome("not meaningful", "vision"),
     }
-    lines = list(table.section(results, {"test_c": "It is another thing here.", "test_a": "Never shown."}))
-    assert lines[0] == ("6 tests: 1 skipped by TRL itself, 1 not meaningful here, 4 meaningful. **Of these 2 pass.**")
+    lines = list(table.section("1.2", results, {"test_c": "It is another thing here.", "test_a": "Never shown."}))
+    assert lines[0] == (
+        "TRL 1.2, 6 tests: 1 skipped by TRL itself, 1 not meaningful here, 4 meaningful. **Of these 2 pass.**"
+    )
     assert "| `test_b[x]` | `ConfigError: a \\| b` |" in lines
     assert "| `test_c[y]` | It is another thing here. |" in lines
     assert "| passed |  | 2 | `test_a` (2) |" in lines

@@ -11,7 +11,7 @@ REASONS = {
     "the completions are written in place of transformers' generate; here vLLM samples": (
         r"""patch\("transformers[.\w]*\.generate"\)|patch\.object\(trainer\.model, "generate\""""
     ),
-    "calls or reads private parts of TRL's trainer": (
+    "calls, reads or replaces inner parts of TRL's trainer": (
         r"class TestGetHighEntropyMask|class TestGRPORolloutDispatch|\b(?:GRPOT|t)rainer\._\w+"
         r"|trainer\.training_step|\.get_(?:train|eval)_dataloader|GRPOTrainer\.get_off_policy_mask"
     ),

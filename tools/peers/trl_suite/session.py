@@ -68,7 +68,7 @@ class Session:
             os.killpg(child, signal.SIGKILL)
         seconds = round(time.monotonic() - start, 1)
         if not in_time:
-            return {"outcome": "failed", "note": f"not done after {self.limit_s:.0f} s", "seconds": seconds}
+            return {"outcome": "failed", "note": f"not done after {self.limit_s:g} s", "seconds": seconds}
         if not answer.exists():
             return {"outcome": "failed", "note": "its process ended without a word", "seconds": seconds}
         return {**json.loads(answer.read_text()), "seconds": seconds}

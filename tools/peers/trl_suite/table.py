@@ -1,4 +1,4 @@
-"""The outcomes as a section of a page: `python -m tools.peers.trl_suite.table OUT docs/moving/trl.md`."""
+"""The outcomes as a section of a page: `python -m tools.peers.trl_suite.table CHECKOUT OUT docs/moving/trl.md`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def explanations() -> dict[str, str]:
         return {row["test"]: row["why"] for row in csv.DictReader(file)}
 
 
-def section(results: Mapping[str, Outcome], why: Mapping[str, str]) -> Iterator[str]:
+def section(version: str, results: Mapping[str, Outcome], why: Mapping[str, str]) -> Iterator[str]:
     """Lines of the section.
 
     Args:
@@ -30,7 +30,7 @@ def section(results: Mapping[str, Outcome], why: Mapping[str, str]) -> Iterator[
     count = Counter(result["outcome"] for result in results.values())
     meaningful = count["passed"] + count["failed"]
     yield (
-        f"{len(results)} tests: {count['skipped']} skipped by TRL itself, {count['not meaningful']} not meaningful here, "
+        f"TRL {version}, {len(results)} tests: {count['skipped']} skipped by TRL itself, {count['not meaningful']} not meaningful here, "
         f"{meaningful} meaningful. **Of these {count['passed']} pass.**"
     )
     yield ""
@@ -80,10 +80,12 @@ def replaced(page: str, lines: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkout", type=Path, help="the clone of TRL, for its version")
     parser.add_argument("out", type=Path, help="the folder with results.json")
     parser.add_argument("page", type=Path)
     given = parser.parse_args()
-    lines = list(section(kept(given.out / "results.json"), explanations()))
+    version = (given.checkout / "VERSION").read_text(encoding="utf-8").strip()
+    lines = list(section(version, kept(given.out / "results.json"), explanations()))
     text = replaced(given.page.read_text(encoding="utf-8"), lines)
     given.page.write_text(text, encoding="utf-8")
 
