@@ -14,8 +14,8 @@ from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 
-COUNTED = ("total_episodes", "save_freq", "local_eval_every")
-"""Settings that may follow from the number of training prompts, all of them whole numbers."""
+COUNTED = ("total_episodes", "save_freq", "local_eval_every", "max_prompt_token_length", "pack_length")
+"""Settings that may follow from the number of training prompts and their lengths, all of them whole numbers."""
 
 
 def state_root(config: Config) -> str:
@@ -42,6 +42,46 @@ def layout_of(config: Config, world_size: int) -> Layout:
         zero_stage=parallel.zero_stage,
         shard_size=parallel.fsdp_shard_degree,
     )
+
+
+def bounded(config: Config, positions: int | None) -> Config:
+    """`config` with prompts as long as the model's positions allow, where nobody has limited them; the data are read with these."""
+    own, rollout = config.provenance, config.rollout
+    if own.has_prompt_limit or not positions:
+        return config
+    room = positions - max(rollout.response_length, rollout.eval_response_length or 0)
+    if _is_given(config, "pack_length"):
+        room = min(room, config.parallel.pack_length - rollout.response_length)
+    return _with_prompts_up_to(room, config) if room > 0 else config
+
+
+def fitted(config: Config, longest: int) -> Config:
+    """A `bounded` config with no more room than the data's longest prompt and the preset's length ask for.
+
+    Args:
+        longest: tokens of the longest prompt, before any was left out.
+    """
+    own, limit = config.provenance, config.data.max_prompt_token_length
+    if own.has_prompt_limit:
+        return config
+    tokens = min(limit, max(longest, int(str(own.defaults["max_prompt_token_length"]))))
+    found = _with_prompts_up_to(tokens, config)
+    limits = "what the model's positions leave beside a completion" if tokens < longest else "for the longest prompt"
+    notes = [note for note in own.notes if not note.startswith("pack_length is ")]
+    notes.append(f"max_prompt_token_length is {tokens}, {limits}, and pack_length {found.parallel.pack_length}")
+    return replace(found, provenance=replace(own, notes=tuple(notes)))
+
+
+def _with_prompts_up_to(tokens: int, config: Config) -> Config:
+    values = {"max_prompt_token_length": tokens}
+    if not _is_given(config, "pack_length"):
+        values["pack_length"] = tokens + config.rollout.response_length
+    return build(flat(config) | values, config.provenance)
+
+
+def _is_given(config: Config, name: str) -> bool:
+    source = config.provenance.sources.get(name, "derived")
+    return source != "derived" and not source.startswith("preset")
 
 
 def counted(config: Config, num_prompts: int) -> Config:

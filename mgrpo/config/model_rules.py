@@ -94,21 +94,26 @@ def _float16(hf_config: HfConfig, model_dtype: str) -> Iterator[str]:
         )
 
 
-def _positions(config: Config, hf_config: HfConfig) -> Iterator[str]:
+def _positions(config: Config, hf_config: HfConfig, provenance: Provenance) -> Iterator[str]:
     positions = size_of(hf_config, "max_position_embeddings")
     longest = config.max_model_length
     if positions and longest > positions:
         yield (
             f"{longest_sequence(config)} = {longest} is more than the model's "
-            f"max_position_embeddings={positions}; shorten one of them"
+            f"max_position_embeddings={positions}; shorten one of them{provenance.not_given(**_lengths(config))}"
         )
 
 
 def longest_sequence(config: Config) -> str:
     """The settings that `max_model_length` is the sum of."""
-    rollout = config.rollout
-    is_evaluations = (rollout.eval_response_length or 0) > rollout.response_length
-    return f"max_prompt_token_length + {'eval_response_length' if is_evaluations else 'response_length'}"
+    return " + ".join(_lengths(config))
+
+
+def _lengths(config: Config) -> dict[str, object]:
+    rollout, prompts = config.rollout, {"max_prompt_token_length": config.data.max_prompt_token_length}
+    if (rollout.eval_response_length or 0) > rollout.response_length:
+        return {**prompts, "eval_response_length": rollout.eval_response_length}
+    return {**prompts, "response_length": rollout.response_length}
 
 
 MODEL_RULES: tuple[Rule, ...] = (

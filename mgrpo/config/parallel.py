@@ -16,6 +16,7 @@ from mgrpo.config.annotations import (
     Needs,
     Rule,
 )
+from mgrpo.config.provenance import Provenance
 from mgrpo.layout import Layout
 from mgrpo.models.cuts import num_experts
 from mgrpo.models.family import HfConfig
@@ -114,12 +115,14 @@ def _recomputes(module: str, granularity: str, modules: tuple[str, ...]) -> bool
     return granularity == "full" or (granularity == "selective" and module in modules)
 
 
-def _pack_length(pack_length: int, max_prompt_token_length: int, response_length: int) -> Iterator[str]:
+def _pack_length(
+    pack_length: int, max_prompt_token_length: int, response_length: int, provenance: Provenance
+) -> Iterator[str]:
     longest = max_prompt_token_length + response_length
     if pack_length < longest:
         yield (
             f"pack_length={pack_length} cannot hold max_prompt_token_length {max_prompt_token_length} "
-            f"+ response_length {response_length}; use at least {longest}"
+            f"+ response_length {response_length}; use at least {longest}{provenance.not_given(pack_length=pack_length, max_prompt_token_length=max_prompt_token_length)}"
         )
 
 

@@ -27,10 +27,22 @@ class Provenance:
     """Settings whose value could not be read; they hold defaults and are not checked."""
     due: Mapping[str, float | None] = field(default_factory=dict)
     """Settings in steps that `counted` works out: a share of the run, or, for None, a pass over the data; until then they hold 1."""
+    has_prompt_limit: bool = True
+    """Whether prompts have a limit beside the model's; where nobody has set one, `bounded` and `fitted` say how long they may be."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
     snapshots: Mapping[str, HubSnapshot] = field(default_factory=dict)
     """The folder on this machine for each setting that holds a name on the Hub."""
+
+    def not_given(self, **values: object) -> str:
+        """A clause about those of `values` that nobody gave, and where they come from; empty where all were given."""
+        origins = {name: self.sources.get(name, "by default").replace("preset", "of preset") for name in values}
+        chosen = [
+            f"{name}={values[name]} {origin}"
+            for name, origin in origins.items()
+            if origin.startswith(("by default", "of preset"))
+        ]
+        return f" ({' and '.join(chosen)} {'was' if len(chosen) == 1 else 'were'} not given)" if chosen else ""
 
     def folder(self, setting: str, value: str | None) -> str | None:
         """Where the model lies that `value` of a setting names."""

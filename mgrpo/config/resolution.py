@@ -79,6 +79,7 @@ class Resolution:
         self.unsound: set[str] = set()
         self.expected: dict[str, Any] = {}
         self.due: dict[str, float | None] = {}
+        self.has_prompt_limit = True
 
     def add(self, layer: Layer) -> None:
         """Add a layer of higher rank than those before."""
@@ -192,6 +193,7 @@ class Resolution:
             problems=tuple(dict.fromkeys(self.problems)),
             unsound=frozenset(self.unsound),
             due=self.due,
+            has_prompt_limit=self.has_prompt_limit,
             expected=self.expected,
         )
         values = {name: given.value for name, given in self.given.items() if name not in self.unsound}

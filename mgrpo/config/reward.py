@@ -37,8 +37,8 @@ class Reward:
     """Replace the reward of completions that did not stop by themselves."""
     non_stop_penalty_value: Annotated[float, FINITE, OPEN_INSTRUCT] = 0.0
     """Reward of completions that did not stop by themselves, with non_stop_penalty."""
-    remap_verifier: Annotated[str | None, OPEN_INSTRUCT] = None
-    """old=new: rows that name the verifier old use the verifier new."""
+    remap_verifier: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
+    """old=new, ...: rows that name the verifier old use the verifier new."""
     verifier_weights: tuple[str, ...] = ()
     """name=weight, ...: weights of verifiers in the sum of their scores; 1 for the others."""
     reward_funcs: Annotated[tuple[str, ...], TRL] = ()
@@ -91,9 +91,9 @@ class Reward:
     """Number of verifier processes."""
 
     @property
-    def verifier_replacement(self) -> tuple[str, str] | None:
-        """The verifier that `remap_verifier` replaces and the one in its place, in lower case; ValueError for another form."""
-        return _replacement(self.remap_verifier)
+    def verifier_replacements(self) -> Mapping[str, str]:
+        """The verifiers that `remap_verifier` replaces and those in their places, in lower case; ValueError for another form."""
+        return replacements(self.remap_verifier)
 
     @property
     def weight_by_verifier(self) -> Mapping[str, float]:
@@ -110,13 +110,17 @@ class Reward:
 
 
 @cache
-def _replacement(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    old, equals, new = (word.strip().lower() for word in text.partition("="))
-    if not (old and equals and new) or "=" in new:
-        raise ValueError(f"remap_verifier={text} must be old=new, the names of two verifiers")
-    return old, new
+def replacements(words: tuple[str, ...]) -> Mapping[str, str]:
+    """The pairs of remap_verifier; ValueError for another form."""
+    found: dict[str, str] = {}
+    for pair in words:
+        old, equals, new = (word.strip().lower() for word in pair.partition("="))
+        if not (old and equals and new) or "=" in new:
+            raise ValueError(f"remap_verifier={pair} must be old=new, the names of two verifiers")
+        if old in found:
+            raise ValueError(f"remap_verifier replaces {old} twice, by {found[old]} and by {new}; keep one")
+        found[old] = new
+    return MappingProxyType(found)
 
 
 @cache
@@ -137,8 +141,8 @@ def _weights(words: tuple[str, ...]) -> Mapping[str, float]:
     return MappingProxyType(weights)
 
 
-def _verifiers(remap_verifier: str | None, verifier_weights: tuple[str, ...]) -> Iterator[str]:
-    for read in (lambda: _replacement(remap_verifier), lambda: _weights(verifier_weights)):
+def _verifiers(remap_verifier: tuple[str, ...], verifier_weights: tuple[str, ...]) -> Iterator[str]:
+    for read in (lambda: replacements(remap_verifier), lambda: _weights(verifier_weights)):
         try:
             read()
         except ValueError as err:

@@ -39,14 +39,14 @@ def open_data(
     *,
     need_verifiers: bool = True,
     dataset: Iterable[Mapping[str, object]] | None = None,
-    eval_dataset: Iterable[Mapping[str, object]] | None = None,
+    eval_dataset: Iterable[Mapping[str, object]] | Mapping[str, Iterable[Mapping[str, object]]] | None = None,
 ) -> tuple[Mixture, Mixture]:
     """The training mix and the held-out mix, with every row read and checked; a mix that is not configured is empty.
 
     Args:
         need_verifiers: False for runs without verifiers, which ignore `dataset` and need no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
-        eval_dataset: held-out rows, in place of `dataset_mixer_eval_list`.
+        eval_dataset: held-out rows, in place of `dataset_mixer_eval_list`; or several such sets by name.
     Raises:
         BadData: everything that is wrong; of bad rows the first 20, by file and line.
     """
@@ -54,11 +54,13 @@ def open_data(
     if dataset is None:
         train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     else:
-        train = opening.take("dataset", dataset)
+        train = opening.take([("dataset", dataset)])
     if eval_dataset is None:
         held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
     else:
-        held_out = opening.take("eval_dataset", eval_dataset)
+        several = eval_dataset.items() if isinstance(eval_dataset, Mapping) else ()
+        named = [(f"eval_dataset/{name}", rows) for name, rows in several]
+        held_out = opening.take(named or [("eval_dataset", eval_dataset)])
     opening.finish()
     return Mixture(train, data, opening.reader), Mixture(held_out, data, opening.reader)
 
@@ -242,10 +244,10 @@ class _Opening:
             self._failures.append(f"the {what} {words} selects no rows; ask for more")
         return selection
 
-    def take(self, name: str, rows: Iterable[Mapping]) -> Selection:
-        """The rows that the caller passed under `name`."""
-        line = Entry(source=name, amount="1.0", split="")
-        return self._select([line], lambda line: self.reader.given(name, rows))
+    def take(self, named: Sequence[tuple[str, Iterable[Mapping]]]) -> Selection:
+        """The rows that the caller passed, each part with its name."""
+        lines, rows = [Entry(source=name, amount="1.0", split="") for name, _ in named], dict(named)
+        return self._select(lines, lambda line: self.reader.given(line.source, rows[line.source]))
 
     def finish(self) -> None:
         """Raise everything that is wrong, in one error."""

@@ -11,6 +11,7 @@ from mgrpo.config.schema import Config
 from mgrpo.moving.config_doors import from_values, parse
 from mgrpo.moving.scripts import slime, verl
 from mgrpo.moving.scripts.command_line import words_of
+from mgrpo.moving.trl_config import GRPOConfig as TrlConfig
 
 if TYPE_CHECKING:
     from mgrpo.moving.keywords import Keywords
@@ -84,7 +85,9 @@ GRPOConfig = ConfigDoor()
 
 
 def given_fields(config: object) -> dict[str, object]:
-    """Fields of an object of TRL that differ from their defaults."""
+    """What a script has given of an object of TRL's class or of ours; of TRL's, the fields that differ from their defaults."""
+    if isinstance(config, TrlConfig):
+        return config.given()
     given = changed_fields(config)
     # TRL stores both in the object and computes one from the other.
     if {"generation_batch_size", "steps_per_generation"} <= given.keys():

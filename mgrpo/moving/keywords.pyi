@@ -137,8 +137,8 @@ class Keywords(TypedDict, total=False):
     """Replace the reward of completions that did not stop by themselves. (default: false)"""
     non_stop_penalty_value: float
     """Reward of completions that did not stop by themselves, with non_stop_penalty. (default: 0.0)"""
-    remap_verifier: str | None
-    """old=new: rows that name the verifier old use the verifier new. (default: none)"""
+    remap_verifier: Sequence[str] | str
+    """old=new, ...: rows that name the verifier old use the verifier new. (default: empty)"""
     verifier_weights: Sequence[str] | str
     """name=weight, ...: weights of verifiers in the sum of their scores; 1 for the others. (default: empty)"""
     reward_funcs: Sequence[str] | str

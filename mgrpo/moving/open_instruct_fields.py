@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mgrpo.config.resolution import FILE, PRESET, Resolution
+from mgrpo.config.reward import replacements
 
 CALLS = 5
 """Its max_steps when it is not given."""
@@ -134,6 +136,11 @@ def repository(r: Resolution) -> None:
         return
     name = name or f"{r.value('exp_name')}__{r.value('seed')}"
     r.put("hub_model_id", f"{owner}/{name}" if owner and "/" not in name else name, "hf_entity", "hf_repo_id")
+    if not r.rank("push_to_hub"):
+        r.notes.append(
+            f"{' and '.join(name for name in ('hf_entity', 'hf_repo_id') if name in r.peers)}: nothing is uploaded to "
+            f"{r.value('hub_model_id')}, because push_to_hub is true by default in Open Instruct and false here; give push_to_hub=true"
+        )
 
 
 def max_steps(r: Resolution) -> None:
@@ -161,6 +168,26 @@ def packs_per_micro_batch(r: Resolution, count: int | None) -> None:
     r.problems.append(
         f"per_device_train_batch_size={count} is refused: a micro-batch is one pack of pack_length tokens (Open "
         "Instruct's meaning); for TRL's meaning, sequences, also give num_generations or choose a trl preset; leave it out or give 1"
+    )
+
+
+def remapped(r: Resolution) -> None:
+    """A script's pair goes with the preset's, without which the name in it would be another verifier than there."""
+    theirs = r.defaults.get("remap_verifier", ())
+    if not isinstance(theirs, tuple) or r.rank("remap_verifier") <= PRESET:
+        return
+    own = r.given["remap_verifier"]
+    try:
+        before, given = replacements(theirs), replacements(own.value)
+    except ValueError:  # which the rule reports
+        return
+    pairs = {**before, **{old: new if old in before else before.get(new, new) for old, new in given.items()}}
+    if pairs == given:
+        return
+    value = tuple(f"{old}={new}" for old, new in pairs.items())
+    r.given["remap_verifier"] = replace(own, value=value)
+    r.notes.append(
+        f"remap_verifier is {' '.join(value)}: {' '.join(theirs)} of preset {r.preset} stays beside what is given"
     )
 
 

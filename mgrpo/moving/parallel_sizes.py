@@ -39,12 +39,13 @@ def ulysses(r: Resolution) -> None:
 
 def recomputation(r: Resolution) -> None:
     """Whole layers, or what a memory budget allows; names that ask for no recomputation give way to the others."""
-    whole, budget = r.peer("gradient_checkpointing"), r.peer("activation_memory_budget")
+    name = "gradient_checkpointing" if r.peer("activation_checkpointing") is None else "activation_checkpointing"
+    whole, budget = r.peer(name), r.peer("activation_memory_budget")
     mode = r.peer("activation_checkpointing_mode", "budget")
     if whole and budget is not None and 0 <= budget < 1:
-        r.notes.append("gradient_checkpointing has no effect beside activation_memory_budget, as in Open Instruct")
+        r.notes.append(f"{name} has no effect beside activation_memory_budget, as in Open Instruct")
     elif whole is not None:
-        r.put("recompute_granularity", "full" if whole else "none", "gradient_checkpointing", weak=not whole)
+        r.put("recompute_granularity", "full" if whole else "none", name, weak=not whole)
     if mode == "full":
         r.put("recompute_granularity", "full", "activation_checkpointing_mode")
     elif mode != "budget":

@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "clip_higher": 0.272,
         "advantage_normalization_type": "centered",
         "use_rho_correction": True,
-        "remap_verifier": "math=math_open_instruct",
+        "remap_verifier": ("math=math_open_instruct",),
         "async_steps": 8,
         "inflight_updates": True,
         "inflight_kv": "keep",
@@ -47,6 +47,10 @@ PRESETS: dict[str, dict[str, object]] = {
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 3.0,
         "recompute_granularity": "full",
+        "kl_bias_correction": True,
+        "output_dir": "trainer_output",
+        "hub_strategy": "every_save",
+        "keep_last_n_checkpoints": -1,
     },
 }
 """Values of settings by preset."""
@@ -56,6 +60,31 @@ PRESET_NOTES: dict[str, tuple[str, ...]] = {
         "preset open_instruct_main: a step waits for what would become older than async_steps, where Open Instruct drops it",
     ),
     "trl_seed": ("preset trl_seed: prompts beyond max_prompt_token_length are left out, where TRL cuts them",),
-    "trl_main": ("preset trl_main: prompts beyond max_prompt_token_length are left out, where TRL has no limit",),
 }
 """Where a preset differs from its trainer."""
+
+KEPT: dict[str, dict[str, str]] = {
+    "trl_main": {
+        "vllm_mode": "colocate applies there with use_vllm=True; engines here are always vLLM's, and on the learners' GPUs they need vllm_kv_cache_mb",
+        "report_to": "TensorBoard's files are written into output_dir, and nothing is sent anywhere",
+        "ddp_timeout": "learners first meet when the data are read and the engines have started, for which half an hour may be too short",
+        "hub_private_repo": "a repository that an upload makes is private unless false is given",
+    },
+    "open_instruct_main": {
+        "output_dir": "the same folder",
+        "report_to": "it applies there with with_tracking; TensorBoard's files are written into output_dir, and nothing is sent anywhere",
+        "set_weight_decay_on_bias_and_norm": "true leaves them out of the decay there, as false does here",
+        "num_learners_per_node": "as many learners as were started",
+        "deepspeed_stage": "the gradient is the same; ranks share the optimizer's states",
+        "push_to_hub": "nothing leaves the machine unasked; a run with hf_entity or hf_repo_id says so",
+        "checkpoint_state_freq": "states are saved there with checkpoint_state_dir alone, with which it is 200 here as well",
+        "dataset_mixer_list": "data have to be named",
+        "dataset_local_cache_dir": "in the user's cache folder",
+        "llm_judge_model": "a judge has to be named",
+        "code_api_url": "programs run in a sandbox on the same machine where no service is named",
+        "max_possible_score": "it follows from other settings, there as well",
+        "rollouts_save_path": "the folder there is one of its authors' machines; here output_dir/rollouts",
+        "vllm_enable_prefix_caching": "completions are the same, and prompts are computed once",
+    },
+}
+"""Defaults of a trainer that its preset does not take, by that trainer's name, and why."""

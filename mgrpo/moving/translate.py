@@ -83,6 +83,7 @@ def apply(r: Resolution) -> None:
     states(r)
     evaluations(r)
     open_instruct.evaluations(r)
+    open_instruct.remapped(r)
     open_instruct.reward_model(r)
     reference(r)
     trl.max_steps(r)
@@ -186,8 +187,10 @@ def lengths(r: Resolution) -> None:
             r.put(target, r.peer(alias), alias)
             if alias == "max_prompt_length":
                 r.put("overlong_prompt_policy", "truncate_left", alias, weak=True)
-        elif alias in r.peers:
+        elif alias in r.peers and not (alias == "max_prompt_length" and has_trl_defaults(r)):
             r.problems.append(f"{alias}=none is refused: a length needs a limit here; give --{target} N")
+    # In TRL's main version only the model limits a prompt.
+    r.has_prompt_limit = r.preset != "trl_main" or r.rank("max_prompt_token_length") > 1
     need = sum(map(r.value, aliases.values()))
     asks = has_trl_defaults(r) or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
@@ -266,6 +269,12 @@ def batch(r: Resolution) -> None:
     elif total % group:
         sizes_ = ", ".join(str(size) for size in range(2, min(total, 256) + 1) if total % size == 0)
         r.problems.append(f"{name} must be a multiple of num_generations={group}; num_generations may be {sizes_}")
+    elif (
+        accumulated and accumulated % (total // step) == 0 and total < step * accumulated and r.value("num_epochs") == 1
+    ):
+        # No step lies between them: the same weights have sampled all that an optimizer step takes.
+        r.put("num_unique_prompts_rollout", step * accumulated // group, *given)
+        r.put("num_mini_batches", 1, *given)
     elif (total // step) % (accumulated or 1):
         r.problems.append(
             f"{name} makes {total // step} micro-steps ({factors}), which gradient_accumulation_steps={accumulated} "

@@ -147,7 +147,6 @@ SMALL = {
     "algo/losses/reinforce.py": "a loss a file, to be read beside its paper",
     "algo/losses/sapo.py": "a loss a file, to be read beside its paper",
     "config/errors.py": "below everything that raises it",
-    "config/provenance.py": "below fields and resolution",
     "environments/tools/calculate.py": "a tool a file: users name it by its path",
     "environments/tools/game.py": "shared by two tools, each of which is named by its path",
     "packing/cost.py": "one formula, under which everything else in the room is balanced",

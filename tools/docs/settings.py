@@ -17,7 +17,7 @@ from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.environments.workers.environment_catalog import NAMES
 from mgrpo.moving.foreign_names import Name, sections, table
 from mgrpo.moving.name_hints import tried
-from mgrpo.moving.presets import PRESET_NOTES, PRESETS
+from mgrpo.moving.presets import KEPT, PRESET_NOTES, PRESETS
 from mgrpo.moving.translate import LOSS_TYPES
 from tools.docs import markdown
 
@@ -70,7 +70,9 @@ With d data-parallel ranks (`world size / (tensor x pipeline x context)`), TRL's
 
 completions are sampled at once, and one optimizer step takes `per_device_train_batch_size x d x gradient_accumulation_steps` of
 them. Here these are `num_unique_prompts_rollout` = generation_batch_size / num_generations and `num_mini_batches` =
-steps_per_generation / gradient_accumulation_steps. Those of the four that are not given have TRL's defaults:
+steps_per_generation / gradient_accumulation_steps. Where that is 1/n, so that one optimizer step takes n generation batches of the
+same weights, they are one rollout batch. Where neither divides the other, or num_iterations repeats the n batches, it is refused: a step
+would take completions of two policies, or each several times. Those of the four that are not given have TRL's defaults:
 per_device_train_batch_size 8, gradient_accumulation_steps 1, steps_per_generation as gradient_accumulation_steps. This applies
 with a trl preset, with generation_batch_size or steps_per_generation, and if num_generations is given together with one of the
 other two. Otherwise per_device_train_batch_size and gradient_accumulation_steps have their meaning in Open Instruct.
@@ -201,12 +203,17 @@ def _presets() -> str:
         for name in changed
     )
     notes = [f"- {note}." for preset in names for note in PRESET_NOTES.get(preset, ())]
+    kept = ((f"`{preset}`", f"`{name}`", why) for preset, own in KEPT.items() for name, why in own.items())
     lines = [
         "## Presets",
         "",
         *markdown.table(("setting", "`mgrpo`", *(f"`{name}`" for name in names)), rows),
         "",
         *notes,
+        "",
+        "A setting that is not in the table has the same default there, by its own name or another of theirs, except these:",
+        "",
+        *markdown.table(("preset", "name", "why the default here stays"), kept),
     ]
     return "\n".join(lines) + "\n"
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import bounded, fitted
 from mgrpo.config.validate import problems
+from mgrpo.models.cuts import size_of
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.moving import parse
+from mgrpo.moving.config_doors import with_tools
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Production
+    from mgrpo.run.report.listener import RunListener
 
 
 def eval_command(argv: Sequence[str]) -> int:
@@ -51,7 +55,14 @@ def eval_command(argv: Sequence[str]) -> int:
 
 
 def evaluate(
-    config: Config, *, reward_funcs: Sequence[str | Callable] | str | Callable | None = None
+    config: Config,
+    *,
+    reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
+    tools: Sequence[str | Callable] | Callable | None = None,
+    environment_factory: Callable | Mapping[str, Callable] | None = None,
+    rollout_func: Callable | None = None,
+    listener: RunListener | None = None,
 ) -> EvaluationResult:
     """Sample the held-out prompts with the model of `config` and score them; one process, without torchrun.
 
@@ -59,17 +70,24 @@ def evaluate(
 
     Args:
         config: as `mgrpo.GRPOConfig(...)` makes it.
-        reward_funcs: as in `mgrpo.train`.
+        reward_funcs: as in `mgrpo.train`, and likewise the arguments below.
+        eval_dataset: held-out rows, or several sets by name, instead of `dataset_mixer_eval_list`.
+        tools: functions and environments that the model may call.
+        environment_factory: classes and functions of environments.
+        rollout_func: a function that samples.
+        listener: is told of the evaluation.
     Returns:
         Its metrics, and where its files are.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    with ready(config, as_functions(reward_funcs)) as (config, production):
+    own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    config = with_tools(config, own)
+    with ready(config, as_functions(reward_funcs), eval_dataset) as (config, production):
         from mgrpo.run.report.reporter import Reporter
 
         evaluator = production.evaluator
-        with closing(Reporter(config, scale=evaluator.rewarder.scale)) as reporter:
+        with closing(Reporter(config, scale=evaluator.rewarder.scale, listener=listener)) as reporter:
             step = re.fullmatch(r"step_([0-9]{1,18})", model_name(config))
             metrics = reporter.evaluation(
                 evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
@@ -78,7 +96,11 @@ def evaluate(
 
 
 @contextmanager
-def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Config, Production]]:
+def ready(
+    config: Config,
+    functions: list[str | Callable],
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
+) -> Iterator[tuple[Config, Production]]:
     """Engines, environments and verifiers for the held-out prompts of `config`, and the configuration that they have.
 
     Raises:
@@ -86,12 +108,12 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
     """
     continued, _ = look_for_state(config) if names_some(config) else (None, "")
     config = located(config, continued)
-    inputs = _check(config, functions)
+    own, inputs = _check(config, functions, eval_dataset)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
     if config.engine.vllm_mode == "server":
         print("mgrpo: starts an engine of its own, because a server may have other weights", file=sys.stderr)
-    config = for_evaluation(config)
+    config = own
 
     from mgrpo.run.inputs.lock import locked
     from mgrpo.run.produce.production import prepare, started
@@ -124,27 +146,32 @@ def summary(metrics: Mapping[str, float]) -> Table:
     return table
 
 
-def _check(config: Config, functions: list[str | Callable]) -> Inputs:
-    """Held-out data and rewards; all problems in one error."""
+def _check(
+    config: Config,
+    functions: list[str | Callable],
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None,
+) -> tuple[Config, Inputs]:
+    """The evaluation's configuration, held-out data and rewards; all problems in one error."""
     from mgrpo.run.inputs.reading import read_inputs
 
     own = for_evaluation(config)
     hf_config, about_model = _model(own)
+    own = bounded(own, size_of(hf_config or {}, "max_position_embeddings"))
     found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
     if unloadable := _unloadable(own.model_path):
         found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable
     elif not any(problem.startswith("model_name_or_path") for problem in found):
         found += about_model
-    if not own.data.dataset_mixer_eval_list:
+    if eval_dataset is None and not own.data.dataset_mixer_eval_list:
         found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
-    inputs, about_inputs = read_inputs(own, functions=functions)
+    inputs, about_inputs = read_inputs(own, functions=functions, eval_dataset=eval_dataset)
     found += [problem for problem in about_inputs if problem not in found]
     if hf_config and not unloadable:
         found += file_problems(own, _shape(hf_config))
         inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)
-    return inputs
+    return fitted(own, inputs.prompts.longest) if inputs.prompts else own, inputs
 
 
 def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -34,6 +34,12 @@ class Prompts:
     language: TemplateLanguage | None = None
     """Reads and answers turns, in a run with tools."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, before any was left out or cut."""
+        sets = [own.statistics["total"]["tokens"] for own in (self.train, self.held_out) if own is not None]
+        return max((tokens["max"] for tokens in sets if tokens), default=0)
+
     def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
         """A prompt in which the opening words of its environment stand in its last user message."""
         own = self.train if is_training else self.held_out

@@ -60,7 +60,7 @@ def read_inputs(
     *,
     functions: Sequence[str | Callable] = (),
     dataset: Iterable[Mapping] | None = None,
-    eval_dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
 ) -> tuple[Inputs | None, list[str]]:
     """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
 
@@ -71,7 +71,7 @@ def read_inputs(
     reward, problems = config.reward, []
     for check in (
         lambda: check_name(config.data.chat_template_name),
-        lambda: reward.verifier_replacement,
+        lambda: reward.verifier_replacements,
         lambda: reward.weight_by_verifier,
         lambda: add_modules(reward.verifier_modules),
     ):
@@ -156,26 +156,27 @@ def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
 
 
 def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
-    old, new = config.reward.verifier_replacement or ("", "")
+    replacements = config.reward.verifier_replacements
     found: dict[str, str] = {}
     for name, origin in verifiers.items():
-        found.setdefault(new if name.lower() == old else name.lower(), origin)
+        found.setdefault(replacements.get(name.lower(), name.lower()), origin)
     return found
 
 
 def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:
-    """Sentences about weights and a replacement of verifiers that no row asks for.
+    """Sentences about weights and replacements of verifiers that no row asks for.
 
     Without training rows they may be meant for those that the model was trained on.
     """
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
-    pair = reward.verifier_replacement
-    by_preset = config.provenance.sources.get("remap_verifier", "").startswith("preset ")
-    if pair and len(train) and pair[0] not in named and not by_preset:
-        problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
+    by_preset = config.provenance.defaults.get("remap_verifier", ())
+    for pair in reward.remap_verifier:
+        old = pair.partition("=")[0].strip().lower()
+        if len(train) and old not in named and pair not in by_preset:
+            problems.append(f"remap_verifier={pair}: {_unasked(old, named)}")
     asked = _asked(train, held_out, config)
-    after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""
+    after = f" (after remap_verifier={' '.join(reward.remap_verifier)})" if reward.remap_verifier else ""
     for name, weight in reward.weight_by_verifier.items():
         if name in asked:
             continue

@@ -132,7 +132,7 @@ def prepare(config: Config, parts: Started) -> Production:
         samples_per_engine=_samples_per_engine(config),
         interaction=parts.interaction,
     )
-    prompt = partial(_prompt, replacement=config.reward.verifier_replacement)
+    prompt = partial(_prompt, replacements=config.reward.verifier_replacements)
     evaluator = Evaluator(
         config,
         [prompt(held_out, (0, index)) for index in range(len(held_out))] if held_out else [],
@@ -194,11 +194,10 @@ def _engines(config: Config) -> str:
     return "the engine" if count == 1 else f"{count} engines"
 
 
-def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:
-    """One prompt, with the verifier that `remap_verifier` puts in place of another."""
+def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacements: Mapping[str, str]) -> Prompt:
+    """One prompt, with the verifiers that `remap_verifier` puts in place of others."""
     prompt = prompts.prompt(prompt_id)
-    if replacement is None:
+    if not replacements:
         return prompt
-    old, new = replacement
-    verifiers = tuple(new if name.lower() == old else name for name in prompt.verifiers)
+    verifiers = tuple(replacements.get(name.lower(), name) for name in prompt.verifiers)
     return dataclasses.replace(prompt, verifiers=verifiers)

@@ -16,6 +16,7 @@ from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.best import BestExport
+from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.step_metrics import Clock, step_metrics
 from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
@@ -56,6 +57,7 @@ class Reporter:
         continued: Continued | None = None,
         pieces: Pieces | None = None,
         engines: Callable[[], list[dict[str, Any]]] = list,
+        listener: RunListener | None = None,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
 
@@ -65,8 +67,10 @@ class Reporter:
             continued: the state that the run continues.
             pieces: the text of single tokens; None: it is not written.
             engines: gives the states of the run's engines.
+            listener: is told of the run.
         """
         self.config, self.scale, self.throughput = config, scale, throughput
+        self.listener = listener or RunListener()
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         root = state_root(config)
@@ -125,9 +129,18 @@ class Reporter:
             room = f"{words(free_bytes(self.output_dir))} are free there"
             self._failure = self._failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
 
+    @property
+    def wants_end(self) -> bool:
+        """Whether the listener wants the present step to be the last."""
+        return self.listener.wants_end
+
     def say(self, text: str) -> None:
         """Print a line."""
         self.progress.say(text)
+
+    def begin(self, done: int) -> None:
+        """Training begins, after the `done` steps of the state that the run continues."""
+        self.listener.begin(self.config, done=done)
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
         """One line of metrics for training step `step`; docs/metrics.md says what each means.
@@ -164,6 +177,7 @@ class Reporter:
             self.progress.warn(warning)
         if time.monotonic() >= self.report_due:
             self.write_report()
+        self.listener.step(step, metrics, rollouts)
 
     def _completions(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
         """Show the step's completions, with `log_completions`."""
@@ -211,14 +225,17 @@ class Reporter:
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
         self.best.evaluate(step, metrics)
+        self.listener.evaluation(step, metrics, evaluation)
         return metrics
 
     def exported(self, step: int) -> None:
         """The model of training step `step`, which was evaluated if that was due, has been written."""
+        folder = self.output_dir / "hf" / f"step_{step}"
         with self._writing():
             self.best.export(step)
         if step < self.config.num_training_steps:
-            self.uploads.saved(self.output_dir / "hf" / f"step_{step}", step)
+            self.uploads.saved(folder, step)
+        self.listener.exported(step, folder, self.best.best)
 
     @property
     def best_step(self) -> int | None:
@@ -286,7 +303,15 @@ class SilentReporter:
         """Nothing is written."""
         return ""
 
+    @property
+    def wants_end(self) -> bool:
+        """Rank 0 knows it."""
+        return False
+
     def say(self, text: str) -> None:
+        """Nothing."""
+
+    def begin(self, done: int) -> None:
         """Nothing."""
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:

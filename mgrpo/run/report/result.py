@@ -7,10 +7,6 @@ from pathlib import Path
 from shlex import quote
 
 
-class NothingTrained(RuntimeError):
-    """A run has done all of its steps, and none of them changed the weights."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """The outcome of a run."""
@@ -52,6 +48,18 @@ class TrainResult:
         held_out = "" if has_held_out else " --dataset_mixer_eval_list HELDOUT.jsonl 1.0"
         command = f"mgrpo eval --config {quote(f'{out}/config.yaml')} --model_name_or_path {quote(str(model))}"
         return [*lines, f"model    {model}", *last, f"evaluate it again: {command}{held_out}"]
+
+
+class NothingTrained(RuntimeError):
+    """A run has done all of its steps, and none of them changed the weights."""
+
+    def __init__(self, result: TrainResult) -> None:
+        super().__init__(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+        self.result = result
+        """The outcome of the run all the same."""
 
 
 def step_of(export: Path) -> int:

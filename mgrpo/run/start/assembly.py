@@ -20,6 +20,7 @@ from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.produce.production import Production, Started, prepare
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead
+from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.throughput import Throughput
 from mgrpo.run.train.engine_weights import EngineWeights
@@ -38,6 +39,7 @@ def make_trainer(
     host: str,
     continued: Continued | None = None,
     loss: LossFunction | None = None,
+    listener: RunListener | None = None,
 ) -> Trainer:
     """A trainer whose engines have the policy's weights. Collective over all learners.
 
@@ -46,6 +48,7 @@ def make_trainer(
         host: the address at which other learners reach this machine.
         continued: the state that the run continues; rank 0's counts.
         loss: in place of the configuration's `policy_loss`.
+        listener: is told of the run on rank 0.
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
@@ -91,7 +94,7 @@ def make_trainer(
         source, reporter = SilentSource(lead, config, layout=layout, rejoining=weights), SilentReporter()
     else:
         throughput = Throughput(config, shape, num_learners=layout.world_size, device_name=backend.device_name())
-        production, reporter = lead.work(partial(_get_ready, config, started, throughput, continued))
+        production, reporter = lead.work(partial(_get_ready, config, started, throughput, continued, listener))
         source = Source(production, lead, config, layout=layout, hidden=shape.hidden, rejoining=weights)
         remarks = production.remarks
     turns = GpuTurns(learner, lead, fleet) if config.engine.takes_turns else None
@@ -163,7 +166,11 @@ def _learners() -> str:
 
 
 def _get_ready(
-    config: Config, started: Started, throughput: Throughput, continued: Continued | None
+    config: Config,
+    started: Started,
+    throughput: Throughput,
+    continued: Continued | None,
+    listener: RunListener | None,
 ) -> tuple[Production, Reporter]:
     """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
     production = prepare(config, started)
@@ -174,5 +181,6 @@ def _get_ready(
         continued=continued,
         engines=started.fleet.roster.describe,
         pieces=TokenPieces(production.tokenizer),
+        listener=listener,
     )
     return production, reporter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import counted
+from mgrpo.config.derived import bounded, counted, fitted
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
 from mgrpo.models.cuts import size_of
@@ -37,7 +37,7 @@ def check_run(
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
-    eval_dataset: Iterable[Mapping] | None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None,
     loss: LossFunction | None,
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
@@ -50,6 +50,7 @@ def check_run(
         ConfigError: every problem at once.
     """
     hf_config, shape, about_model = _model(config)
+    config = bounded(config, size_of(hf_config or {}, "max_position_embeddings"))
     find = partial(
         found_problems,
         world_size=world_size(),
@@ -117,18 +118,21 @@ def _model(config: Config) -> tuple[HfConfig | None, ModelShape | None, list[str
 
 def with_length(config: Config) -> Config:
     """`config` with the number of its steps, if its data and its tokenizer can be read; else as it is."""
-    inputs, problems = read_inputs(config)
     try:
         hf_config = read_hf_config(config.model.model_name_or_path or "")
     except ValueError:
         return config
+    config = bounded(config, size_of(hf_config, "max_position_embeddings"))
+    inputs, problems = read_inputs(config)
     inputs = with_prompts(config, inputs, hf_config, problems) if not problems else None
     return _counted(config, inputs)
 
 
 def _counted(config: Config, inputs: Inputs | None) -> Config:
-    prompts = inputs.prompts.train if inputs and inputs.prompts else None
-    return counted(config, len(prompts)) if prompts is not None else config
+    prompts = inputs.prompts if inputs else None
+    if prompts is None or prompts.train is None:
+        return config
+    return counted(fitted(config, prompts.longest), len(prompts.train))
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:

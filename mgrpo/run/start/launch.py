@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Started
+    from mgrpo.run.report.listener import RunListener
     from mgrpo.run.report.result import TrainResult
 
 
@@ -65,11 +66,12 @@ def train(
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
-    eval_dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
     loss: LossFunction | None = None,
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
     rollout_func: Callable | None = None,
+    listener: RunListener | None = None,
 ) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
@@ -79,12 +81,13 @@ def train(
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
-        eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`.
+        eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`; or several such sets by name.
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
         tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
             import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
         environment_factory: as the setting of this name, also such classes and functions.
         rollout_func: as the setting of this name, also such a function.
+        listener: is told on rank 0 what the run does, and may end it.
     Returns:
         What the run has reached, and where its files are; None with `cache_dataset_only`, which ends when the data are
         prepared.
@@ -106,7 +109,7 @@ def train(
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
-    result = _start(config, inputs, continued, loss)
+    result = _start(config, inputs, continued, loss, listener)
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
         if inputs is not None:
@@ -114,10 +117,7 @@ def train(
 
             publish(config, inputs, result)
     if not result.has_trained:
-        raise NothingTrained(
-            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
-            f"{result.output_dir}/report.html say why"
-        )
+        raise NothingTrained(result)
     return result
 
 
@@ -190,6 +190,7 @@ def _start(
     inputs: Inputs | None,
     continued: Continued | None = None,
     loss: LossFunction | None = None,
+    listener: RunListener | None = None,
 ) -> TrainResult:
     if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
@@ -203,7 +204,7 @@ def _start(
         on_goodbye=ending.follow,
     )
     with ending.bounded(partial(_interrupt, watch)):
-        return _run_with_engines(config, inputs, continued, watch, loss)
+        return _run_with_engines(config, inputs, continued, watch, loss, listener)
 
 
 def _interrupt(watch: Liveness) -> None:
@@ -219,12 +220,13 @@ def _run_with_engines(
     continued: Continued | None,
     watch: Liveness,
     loss: LossFunction | None,
+    listener: RunListener | None,
 ) -> TrainResult:
     before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
     try:
         if inputs is None:
-            return _run(config, None, None, stop, watch, loss)
+            return _run(config, None, None, stop, watch, loss, listener)
         from mgrpo.run.produce.production import started
 
         # The main thread may be in a collective that waits for the engines.
@@ -237,7 +239,7 @@ def _run_with_engines(
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, parts, continued, stop, watch, loss)
+                return _run(config, parts, continued, stop, watch, loss, listener)
             finally:
                 # A second signal must not cut the clean-up short.
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -294,6 +296,7 @@ def _run(
     stop: StopRequest,
     watch: Liveness,
     loss: LossFunction | None,
+    listener: RunListener | None,
 ) -> TrainResult:
     if parts:
         parts.startup.say("importing torch and Megatron")
@@ -317,7 +320,7 @@ def _run(
     try:
         # Rank 0 has counted the prompts.
         config = same_counts(config, lead.share(lambda: counts_of(config)))
-        trainer = make_trainer(config, lead, parts, host=host, continued=continued, loss=loss)
+        trainer = make_trainer(config, lead, parts, host=host, continued=continued, loss=loss, listener=listener)
         stop.is_polled = True
         result = trainer.fit()
     except Stopped as err:

@@ -41,6 +41,7 @@ Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 Kind = TypeVar("Kind", bound=Policy)
 
 ENTROPY = "policy/entropy_avg"
+BONUS = "loss/entropy_avg"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,8 @@ class Learner:
         if self.policy.adapters:
             self.policy.wait_for_weights()
             metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
+        if self.entropy_control:
+            metrics["policy/entropy_coef"] = self.entropy_control.coef
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
         return Learned(
@@ -332,15 +335,17 @@ class Learner:
                 denominator=mini_batch.denominator(batch),
                 function=self.own_loss,
             )
-            loss = result.loss
+            loss, num_trained = result.loss, pack.loss_mask.sum()
+            entropies = {ENTROPY: torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), num_trained)).float()}
             if entropy_coef:
                 rewarded = pack.loss_mask if batch.keep is None else pack.loss_mask * batch.keep
-                loss = loss - algo.entropy_bonus(
+                bonus = algo.entropy_bonus(
                     entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
-            entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
+                loss = loss - bonus
+                entropies[BONUS] = torch.stack((bonus.detach() * mini_batch.num_trained_tokens, num_trained)).float()
             metrics, maxima = agreement(logprobs, batch, is_left_to_loss=not algorithm.use_vllm_logprobs)
-            return loss, (result.metrics | {ENTROPY: entropy_sum.float()} | metrics, result.maxima | maxima)
+            return loss, (result.metrics | entropies | metrics, result.maxima | maxima)
 
         return grpo_loss
 

@@ -106,6 +106,7 @@ class Trainer:
         return result
 
     def _fit(self) -> TrainResult:
+        self.reporter.begin(self.done)
         if not self.done:
             self.before = self.evaluate("before training")
         elif not self.is_followed_up:
@@ -114,6 +115,9 @@ class Trainer:
             if not self.step(step):
                 break
             self.follow_up()
+            if self.lead.share(lambda: self.reporter.wants_end):
+                self.reporter.say(f"step {step}: the caller wants no more; training ends")
+                break
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
         self.states.wait()

@@ -198,6 +198,12 @@ def test_a_context_longer_than_the_model_is_refused(model):
     """Positions the model never saw give noise, and vLLM refuses to start."""
     found = problems_of(model, {}, hf_config={"max_position_embeddings": 400})
     assert "max_prompt_token_length + response_length = 512" in found[0]
+    assert found[0].endswith(
+        "(max_prompt_token_length=256 by default and response_length=256 by default were not given)"
+    )
+    values = {"preset": "trl_seed", "max_completion_length": 6, "num_unique_prompts_rollout": 4}
+    found = problems_of(model, values, hf_config={"max_position_embeddings": 400})
+    assert found[0].endswith("shorten one of them (max_prompt_token_length=512 of preset trl_seed was not given)")
     found = problems_of(model, {"eval_response_length": 9}, hf_config={"max_position_embeddings": 400})
     assert "max_prompt_token_length + response_length = 512" in found[0]
 
@@ -449,7 +455,7 @@ def test_functions_replace_all_that_only_verifiers_read():
         "llm_judge_model": "m",
         "max_length_verifier_max_length": 9,
         "non_stop_penalty": True,
-        "remap_verifier": "a=b",
+        "remap_verifier": ("a=b",),
         "remote_verifier_concurrency": 2,
         "rubric_judge_model": "m",
         "verification_reward": 2.0,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mgrpo.config import to_yaml
-from mgrpo.config.derived import counted, counts_of, same_counts
+from mgrpo.config.derived import bounded, counted, counts_of, fitted, same_counts
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.validate import problems
 from mgrpo.moving import from_values, parse
@@ -113,3 +113,30 @@ def test_an_uncounted_length_is_not_shown_as_a_number():
     assert "\n# save_freq: decided when the data can be read  # alias save_steps (argument)\n" in to_yaml(waits)
     assert "\nsave_freq: 5  # alias save_steps (argument)\n" in to_yaml(counted(waits, 10))
     assert "num_training_steps: 5\n" in derived_lines(counted(config, 10), world_size=1)
+
+
+SHORT = {"preset": "trl_main", "response_length": 6}
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "longest", "lengths"),
+    [
+        ({}, 512, 20, (506, 512)),  # TRL's script with a model of 512 positions
+        ({}, 4096, 20, (512, 518)),
+        ({}, 4096, 3000, (3000, 3006)),
+        ({}, 4096, 5000, (4090, 4096)),
+        ({}, None, 5000, (512, 518)),
+        ({"eval_response_length": 100}, 512, 20, (412, 418)),
+        ({"pack_length": 800}, 4096, 3000, (794, 800)),
+        ({"max_prompt_length": 32}, 4096, 3000, (32, 512)),
+        ({"max_prompt_length": None}, 4096, 3000, (3000, 3006)),
+        ({"max_prompt_token_length": 512, "pack_length": 1024}, 4096, 3000, (512, 1024)),
+        ({"preset": "trl_seed"}, 4096, 3000, (512, 518)),
+    ],
+)
+def test_prompts_that_nobody_limits_are_as_long_as_model_and_data_ask(given, positions, longest, lengths):
+    """TRL's main version has no limit: a limit of ours would leave prompts out, or keep a small model from starting."""
+    config = fitted(bounded(from_values(SMALL | SHORT | given), positions), longest)
+    assert (config.data.max_prompt_token_length, config.parallel.pack_length) == lengths
+    assert sum("pack_length is" in note or "and pack_length" in note for note in config.notes) <= 1
+    assert same_counts(from_values(SMALL | SHORT | given), counts_of(counted(config, 8))) == counted(config, 8)

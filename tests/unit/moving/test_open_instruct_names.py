@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from alias_cases import assert_means, problems_of
 
+from mgrpo.config.fields import flat
 from mgrpo.config.validate import problems
 from mgrpo.moving import from_values, parse
+from mgrpo.moving.presets import KEPT
 
 
 @pytest.mark.parametrize(
@@ -294,3 +299,42 @@ def test_an_open_instruct_denominator_wins_over_a_trl_preset():
 def test_what_open_instruct_refuses_is_refused_in_its_words(given, words):
     """The user knows the other trainer's names; a sentence about ours alone would not be understood."""
     assert words in "\n".join(problems_of(given))
+
+
+DEFAULTS = json.loads(Path(__file__).with_name("open_instruct_defaults.json").read_text())
+"""Of the trainer's flags; tools/peers/record_open_instruct.py reads them from Open Instruct's sources."""
+MAIN = from_values({}, preset="open_instruct_main")
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_of_open_instruct_is_the_presets(name):
+    """A script that leaves a flag out must train as it does there."""
+    given = from_values({name: DEFAULTS[name]}, preset="open_instruct_main")
+    is_kept = name in KEPT["open_instruct_main"]
+    assert (flat(given) != flat(MAIN) or "max_possible_score" in given.provenance.expected) == is_kept
+    assert KEPT["open_instruct_main"].keys() <= DEFAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("math_dapo=math", ("math=math_open_instruct", "math_dapo=math_open_instruct")),
+        ("code=code_stdio", ("math=math_open_instruct", "code=code_stdio")),
+        ("math=math", ("math=math",)),
+        ("Math=strict_math", ("Math=strict_math",)),
+    ],
+)
+def test_a_scripts_verifier_goes_with_the_presets(given, expected):
+    """`--remap_verifier math_dapo=math` means Open Instruct's math; alone it would be read strictly, without a word."""
+    config = parse(["--preset", "open_instruct_main", "--remap_verifier", given])
+    assert config.reward.remap_verifier == expected
+    assert any("of preset open_instruct_main stays" in note for note in config.notes) == (len(expected) == 2)
+    assert parse(["--remap_verifier", given]).reward.remap_verifier == (given,)
+
+
+def test_a_repository_without_an_upload_is_said():
+    """Open Instruct uploads by default; a script that only names the owner expects to find its model there."""
+    said = "hf_entity: nothing is uploaded to me/grpo__42, because push_to_hub is true by default in Open Instruct"
+    for flags, count in ((["--hf_entity", "me"], 1), (["--hf_entity", "me", "--push_to_hub", "false"], 0), ([], 0)):
+        notes = parse(["--preset", "open_instruct_main", *flags]).notes
+        assert sum(note.startswith(said) for note in notes) == count

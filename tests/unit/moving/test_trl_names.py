@@ -141,6 +141,9 @@ def test_trl_names_mean_what_they_mean_there(given, expected):
         ({"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}, 1, 8, 1),
         ({"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}, 4, 32, 1),
         ({"steps_per_generation": 8, "gradient_accumulation_steps": 2, "num_generations": 8}, 1, 8, 4),
+        # Four generation batches of the same weights in one optimizer step.
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 8, "num_generations": 8}, 1, 8, 1),
+        ({"generation_batch_size": 32, "gradient_accumulation_steps": 8, "num_generations": 8}, 2, 16, 1),
         ({"generation_batch_size": 64, "per_device_train_batch_size": 4, "num_generations": 8}, 2, 8, 8),
         ({"generation_batch_size": 64, "per_device_train_batch_size": 4}, 2, 16, 8),
         # A quarter of the ranks hold different data.
@@ -221,6 +224,11 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
         (
             {"generation_batch_size": 24, "gradient_accumulation_steps": 2},
             "3 micro-steps (per_device_train_batch_size 8 x 1 data-parallel ranks), which gradient_accumulation_steps=2",
+        ),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 3}, "an optimizer step would mix two batches"),
+        (
+            {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2},
+            "an optimizer step would mix two batches",
         ),
         ({"num_generations": 1}, "num_generations=1 must be at least 2"),
         ({"generation_batch_size": -8}, "generation_batch_size=-8 must be at least 1"),

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from mgrpo import cli
+from mgrpo.config import ConfigError
 from mgrpo.data import trial
+from mgrpo.moving import parse
+from mgrpo.run.start import check
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart" / "model"
@@ -227,6 +230,21 @@ def test_show_config_counts_the_rows(bench, capsys):
     assert "# num_training_steps: 2\n" in shown and "\ntotal_episodes: 640  # alias num_train_epochs (flag)\n" in shown
     assert cli.main(["train", *words, "--dataset_mixer_list", "missing.jsonl", "1.0"]) == 0
     assert "# num_training_steps: num_train_epochs decides" in capsys.readouterr().out
+
+
+def test_a_script_of_trl_starts_with_a_small_model(bench, capsys):
+    """TRL limits no prompt. A limit of 512 tokens that nobody gave kept models of 512 positions from starting at all."""
+    words = ["--preset", "trl_main", "--model_name_or_path", str(bench.model), "--num_generations", "8"]
+    words += ["--dataset_local_cache_dir", f"{bench.folder}/cache", "--max_completion_length"]
+    words += ["6", "--dataset_mixer_list", f"{bench.folder}/rows.jsonl", "1.0"]
+    assert cli.main(["train", *words, "--show_config"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nmax_prompt_token_length: 506  #" in shown and "\npack_length: 512  #" in shown
+    words[words.index("6")] = "512"
+    with pytest.raises(
+        ConfigError, match=r"= 1024 is more .* \(max_prompt_token_length=512 of preset trl_main was not"
+    ):
+        check.check_run(parse(words), None, "", functions=[], dataset=None, eval_dataset=None, loss=None)
 
 
 def test_all_of_them_are_one_list(bench):

@@ -58,7 +58,7 @@ def test_the_function_reaches_the_run(config, monkeypatch):
     """It would train the named loss and say nothing."""
     started = []
 
-    def start(config, inputs, continued, loss):
+    def start(config, inputs, continued, loss, listener):
         started.append((config, loss))
         return TrainResult(output_dir=Path("out"), steps=1, before={}, after={}, exported=None)
 

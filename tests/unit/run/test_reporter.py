@@ -17,6 +17,7 @@ from mgrpo.layout import Layout
 from mgrpo.moving import from_values
 from mgrpo.parallel import backend
 from mgrpo.run.inputs.continuing import Continued
+from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.reporter import Reporter
 from tests.unit.run.producing import collect, evaluator, producer
 from tests.unit.telemetry.wandb_file import history, offline_runs, run, values
@@ -198,6 +199,40 @@ def test_an_evaluation_is_written_with_its_samples(tmp_path) -> None:
     samples = (tmp_path / "out" / "rollouts" / "eval_step_3.jsonl").read_text().splitlines()
     assert len(samples) == 3
     assert np.isfinite(metrics["eval/scores"])
+
+
+def test_a_listener_hears_what_was_written_and_may_end_the_run(tmp_path, batch) -> None:
+    """In the order of the run; without one nothing changes."""
+
+    class Ears(RunListener):
+        def __init__(self) -> None:
+            self.heard: list[tuple] = []
+
+        def begin(self, config, *, done):
+            self.heard.append(("begin", done))
+
+        def step(self, step, metrics, rollouts):
+            (line,) = lines(tmp_path)
+            self.heard.append(("step", step, metrics["reward"] == line["reward"], len(rollouts.groups)))
+            self.wants_end = True
+
+        def evaluation(self, step, metrics, evaluation):
+            self.heard.append(("evaluation", step, metrics["eval/scores"], len(evaluation.groups)))
+
+        def exported(self, step, folder, best):
+            self.heard.append(("exported", step, folder.name, best))
+
+    ears = Ears()
+    reporter = report(tmp_path, listener=ears)
+    reporter.begin(0)
+    assert not reporter.wants_end
+    step(reporter, 1, batch)
+    assert reporter.wants_end and not report(tmp_path).wants_end
+    reporter.evaluation(evaluator().evaluate(0), step=1, policy_version=1)
+    reporter.exported(1)
+    assert ears.heard == [
+        ("begin", 0), ("step", 1, True, 4), ("evaluation", 1, 1.0, 3), ("exported", 1, "step_1", None)
+    ]  # fmt: skip
 
 
 def test_the_best_export_is_said_and_belongs_to_the_state_of_the_run(tmp_path, capsys) -> None:

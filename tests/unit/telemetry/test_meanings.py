@@ -169,7 +169,8 @@ def keys(*names: str, readers: bool = False) -> set[str]:
     for path in sorted((ROOT / "mgrpo").rglob("*.py")):
         parts = path.relative_to(ROOT / "mgrpo").parts
         is_reader = parts[0] == "telemetry" and bool(READERS & set(parts))
-        if is_reader == readers and (not names or path.name in names):
+        # That one gives them TRL's names.
+        if parts[0] != "trl" and is_reader == readers and (not names or path.name in names):
             found |= keys_of(path.read_text())
     return found - OTHER_KEYS
 
@@ -282,7 +283,8 @@ def test_what_a_batch_and_an_evaluation_promise_comes_out_of_them():
     # The pool of environments measures these, which a batch knows nothing of.
     of_the_pool = {"time/tools", "time/env_acquire", "env/replaced", "env/timeouts"}
     assert promised("Tools, environments and rubrics") - found == of_the_pool
-    measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}", "policy/entropy_avg"}
+    entropies = {"policy/entropy_avg", "policy/entropy_coef", "loss/entropy_avg"}
+    measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}"} | entropies
     assert promised("Loss", "Engine and trainer") - found == measured
 
 
