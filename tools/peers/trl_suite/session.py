@@ -60,12 +60,14 @@ class Session:
         child = os.fork()
         if not child:
             _in_fork(item, log, answer)
-        in_time = _ended(child, self.limit_s)
-        if not in_time:
-            os.killpg(child, signal.SIGTERM)
-            _ended(child, GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+        try:
+            in_time = _ended(child, self.limit_s)
+            if not in_time:
+                os.killpg(child, signal.SIGTERM)
+                _ended(child, GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
         seconds = round(time.monotonic() - start, 1)
         if not in_time:
             return {"outcome": "failed", "note": f"not done after {self.limit_s:g} s", "seconds": seconds}
