@@ -58,9 +58,11 @@ def open_data(
     if eval_dataset is None:
         held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
     else:
-        several = eval_dataset.items() if isinstance(eval_dataset, Mapping) else ()
-        named = [(f"eval_dataset/{name}", rows) for name, rows in several]
-        held_out = opening.take(named or [("eval_dataset", eval_dataset)])
+        held_out = opening.take(
+            [(f"eval_dataset/{name}", rows) for name, rows in eval_dataset.items()]
+            if isinstance(eval_dataset, Mapping)
+            else [("eval_dataset", eval_dataset)]
+        )
     opening.finish()
     return Mixture(train, data, opening.reader), Mixture(held_out, data, opening.reader)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from mgrpo.config import Config
@@ -53,6 +54,8 @@ def argument_problems(
             f"reward_processing_classes has {len(tokenizers)} entries, which must match the {len(functions)} of reward_funcs; "
             "give one for each, None where it is no reward model"
         )
+    if is_streamed(train_dataset) and _accelerator(given.get("accelerator_config")).get("dispatch_batches"):
+        yield "Iterable datasets require `dispatch_batches=False`; leave it out of accelerator_config, rank 0 alone reads them"
     if train_dataset is not None or given.get("dataset_mixer_list"):
         return
     if environment_factory is None:
@@ -75,6 +78,17 @@ def warnings_of(args: Any) -> Iterator[str]:
         )
 
 
+def is_streamed(dataset: Any) -> bool:
+    """Whether the number of its rows is not known."""
+    return dataset is not None and not hasattr(dataset, "__len__")
+
+
+def settle_streaming(args: Any) -> None:
+    """Write into the arguments what TRL does beside a streamed dataset, which no other process reads or divides."""
+    args.dataloader_num_workers = 0
+    args.accelerator_config = SimpleNamespace(**_accelerator(args.accelerator_config) | {"dispatch_batches": False})
+
+
 def placeholder_rows(config: Config) -> list[dict[str, Any]]:
     """Rows without a prompt, which the environment gives: those of one training step."""
     return [{"prompt": [{"role": "user", "content": ""}]} for _ in range(config.rollout.num_unique_prompts_rollout)]
@@ -88,6 +102,10 @@ def _may_reward(environment_factory: Any) -> bool:
     return any(
         hasattr(factory, "get_reward") if inspect.isclass(factory) else factory is not None for factory in factories
     )
+
+
+def _accelerator(config: Any) -> dict[str, Any]:
+    return dict(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
 
 
 def _names_verifiers(dataset: Any) -> bool:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mgrpo.run.ranks.process import rank
+
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
 
@@ -20,7 +22,7 @@ WISHES = ("should_evaluate", "should_save", "should_log")
 class Callbacks:
     """The callbacks of a trainer, in their order."""
 
-    def __init__(self, callbacks: Iterable[Any], *, args: object, processing_class: object) -> None:
+    def __init__(self, callbacks: Iterable[Any], *, args: Any, processing_class: object) -> None:
         """
         Args:
             callbacks: objects, or classes of which one is made.
@@ -58,12 +60,12 @@ class Callbacks:
         return None
 
     def call(self, event: str, state: TrainerState, **more: object) -> None:
-        """Tell each callback of `event`.
+        """Tell each callback of `event`; on rank 0 alone.
 
         Args:
             more: `logs` of on_log, `metrics` of on_evaluate.
         """
-        for callback in self.callbacks:
+        for callback in self.callbacks if rank() == 0 else ():
             given = {"model": None, "processing_class": self.processing_class, **more}
             returned = getattr(callback, event)(self.args, state, self.control, **given)
             self._control = returned or self.control

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ from mgrpo.moving.trl_config import GRPOConfig
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.report.result import NothingTrained, step_of
 from mgrpo.run.report.upload import Uploads, token_warning
-from mgrpo.trl.arguments import argument_problems, function_name, listed, placeholder_rows, warnings_of
+from mgrpo.trl.arguments import (
+    argument_problems,
+    function_name,
+    is_streamed,
+    listed,
+    placeholder_rows,
+    settle_streaming,
+    warnings_of,
+)
 from mgrpo.trl.callbacks import Callbacks
 from mgrpo.trl.history import RunHistory, TrainOutput
 from mgrpo.trl.loaded import as_reward_functions, written
@@ -73,9 +81,7 @@ class GRPOTrainer:
         self._policy = PolicyModel(model, peft_config)
         own = {"output_dir": f"{self._policy.name}-GRPO"} | _fields(args)
         self._given = Path(str(own["output_dir"])) / "given"
-        settings, problems = self._policy.settings(self._given)
-        if self._policy.is_loaded and processing_class is None:
-            settings["tokenizer_name_or_path"] = model.config._name_or_path or None
+        settings, problems = self._policy.settings(self._given, has_tokenizer=processing_class is not None)
         functions = listed(reward_funcs)
         tokenizers = listed(reward_processing_classes) or [None] * len(functions)
         by_name = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
@@ -85,30 +91,29 @@ class GRPOTrainer:
             with_tools(self.config, by_name)
         except ConfigError as err:
             problems += err.problems
-        for name, is_given, reason in (
-            (
-                "optimizers",
-                any(optimizers),
-                "the optimizer is AdamW, which learning_rate, adam_* and lr_scheduler_type describe",
-            ),
-            ("quantization_config", quantization_config, "the base of adapters is not quantised; leave it out"),
-        ):
-            if is_given:
-                problems.append(f"{name} is not supported: {reason}")
+        if any(optimizers):
+            problems.append(
+                "optimizers is not supported: the optimizer is AdamW, which learning_rate, adam_* and lr_scheduler_type describe"
+            )
+        if quantization_config is not None:
+            problems.append("quantization_config is not supported: the base of adapters is not quantised; leave it out")
         if problems:
             raise ConfigError(problems)
-        self.args = args if args is not None and not isinstance(args, Mapping) else GRPOConfig(**own)
+        is_object = args is not None and not isinstance(args, Mapping)
+        self.args = args if is_object else GRPOConfig(**{"output_dir": own["output_dir"], **(args or {})})
         for warning in warnings_of(self.args):
             _log.warning(warning)
+        if is_streamed(train_dataset):
+            settle_streaming(self.args)
         self.reward_funcs, self.reward_processing_classes = functions, tokenizers
         self.reward_func_names = [function_name(function) for function in functions]
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
-        if train_dataset is None and environment_factory is not None:
+        if train_dataset is None and not self.config.data.dataset_mixer_list:
             train_dataset = placeholder_rows(self.config)
         self._brought: dict[str, Any] = {"dataset": train_dataset, "eval_dataset": eval_dataset, **by_name}
         self._callbacks = Callbacks(callbacks or (), args=self.args, processing_class=processing_class)
-        num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
+        num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._history = RunHistory(self.config, self._callbacks, num_rows=num_rows)
         self.result: TrainResult | None = None
         """The result of `mgrpo.train`: folders and evaluations."""

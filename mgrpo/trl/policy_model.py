@@ -56,16 +56,24 @@ class PolicyModel:
         self.extra_config = peft_config if self.has_adapter else None
         self.trained: Path | None = None
         """The folder of the trained model."""
-        self._object: Any = given if self.is_loaded else None
+        # A bare model gets its adapters when the object is asked for.
+        self._object: Any = given if self.has_adapter or (self.is_loaded and peft_config is None) else None
 
-    def settings(self, folder: Path) -> tuple[dict[str, object], list[str]]:
+    def settings(self, folder: Path, *, has_tokenizer: bool) -> tuple[dict[str, object], list[str]]:
         """The settings that it comes to, and what cannot be done with it.
 
         Args:
             folder: where `write` puts a loaded model.
+            has_tokenizer: the script gives one; else it is that of the model's name.
         """
         settings, problems = lora_settings(self.peft_config)
         settings["model_name_or_path"] = str(folder / "model") if self.is_loaded else str(self.given)
+        if self.is_loaded and not has_tokenizer:
+            settings["tokenizer_name_or_path"] = self.given.config._name_or_path
+            if not self.given.config._name_or_path:
+                problems.append(
+                    "model is an object without a name, by which its tokenizer would be found; give processing_class"
+                )
         if self.has_adapter:
             settings["lora_adapter_path"] = str(folder / ADAPTER)
             if self.peft_config is None:
@@ -98,7 +106,7 @@ class PolicyModel:
         """
         if self._object is None:
             source = self.trained if self.trained and self.peft_config is None else self.given
-            self._object = _from_folder(source, revision)
+            self._object = source if self.is_loaded else _from_folder(source, revision)
             if self.peft_config is not None:
                 import peft
 

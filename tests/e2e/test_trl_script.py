@@ -17,7 +17,7 @@ def finished(tmp_path_factory):
     """What the script has found and printed."""
     folder = tmp_path_factory.mktemp("script")
     command = [sys.executable, str(ROOT / "tests/e2e/trl_script.py"), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text()) | {"said": done.stderr}
 

@@ -50,6 +50,15 @@ def test_rows_of_the_caller_take_the_place_of_the_mix(settings, write) -> None:
         open_data(settings(), dataset=[])
 
 
+def test_held_out_rows_may_be_several_sets(settings) -> None:
+    """Each is a source of its own, by which an evaluation tells them apart."""
+    _, held_out = open_data(settings(), dataset=sums(1), eval_dataset={"easy": sums(2), "hard": sums(3)})
+    assert [(part["source"], part["taken"]) for part in held_out.counts] == [
+        ("eval_dataset/easy", 2),
+        ("eval_dataset/hard", 3),
+    ]
+
+
 def test_bad_rows_of_all_sources_are_reported_together(settings, write) -> None:
     """One error a start is one start too many: training and held-out data, files and folders, in one message."""
     # a.jsonl is also held out, under another split: its rows are reported once.

@@ -173,6 +173,17 @@ def test_rewards_and_prompts_may_come_from_elsewhere():
     assert made(**playing, args={"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4}) is not None
 
 
+def test_a_streamed_dataset_is_read_by_one_process():
+    """Rank 0; a script that asks for more is told, as by TRL."""
+    own = made(train_dataset=iter(ROWS), args=GRPOConfig(dataloader_num_workers=4, max_steps=1))
+    assert (own.args.dataloader_num_workers, own.args.accelerator_config.dispatch_batches) == (0, False)
+    assert made(args=GRPOConfig(dataloader_num_workers=4)).args.dataloader_num_workers == 4
+    asking = GRPOConfig(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ConfigError, match="Iterable datasets require `dispatch_batches=False`"):
+        made(train_dataset=iter(ROWS), args=asking)
+    made(args=asking)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_a_sequence_level_with_a_sum_over_tokens_is_said(loss_type, caplog):
     """Whoever means GSPO trains something else, and sees nothing of it."""

@@ -39,7 +39,7 @@ def test_a_loaded_model_is_trained_from_a_folder_and_then_has_the_trained_weight
     """Scripts go on with the object that they have, as TRL trains it in place."""
     model = load()
     policy = PolicyModel(model)
-    settings, problems = policy.settings(tmp_path)
+    settings, problems = policy.settings(tmp_path, has_tokenizer=True)
     assert (settings, problems) == ({"model_name_or_path": str(tmp_path / "model")}, [])
     policy.write(tmp_path, beta=0.1)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -48,6 +48,16 @@ def test_a_loaded_model_is_trained_from_a_folder_and_then_has_the_trained_weight
     policy.take(export(tmp_path / "hf", load()))
     assert policy.load(None) is model
     assert all(torch.equal(model.state_dict()[name], weight + 1) for name, weight in before.items())
+
+
+def test_the_tokenizer_of_a_loaded_model_is_that_of_its_name(tmp_path):
+    """As in TRL, which takes it from where the model came from."""
+    model = load()
+    settings, problems = PolicyModel(model).settings(tmp_path, has_tokenizer=False)
+    assert (settings["tokenizer_name_or_path"], problems) == (str(MODEL), [])
+    model.config._name_or_path = ""
+    (problem,) = PolicyModel(model).settings(tmp_path, has_tokenizer=False)[1]
+    assert problem.endswith("give processing_class")
 
 
 def test_a_name_becomes_an_object_when_it_is_asked_for(tmp_path):
@@ -79,7 +89,7 @@ def adapter(folder: Path, model: torch.nn.Module) -> Path:
 def test_a_peft_model_is_its_base_and_its_adapter(tmp_path, adapted, caplog):
     """The base must be the model without adapters, and training goes on with the adapter as it is."""
     policy = PolicyModel(adapted)
-    settings, problems = policy.settings(tmp_path)
+    settings, problems = policy.settings(tmp_path, has_tokenizer=True)
     assert not problems and settings["lora_adapter_path"] == str(tmp_path / "adapter")
     assert (settings["use_peft"], settings["lora_r"], settings["lora_target_modules"]) == (
         True, 4, ("down_proj", "q_proj")
@@ -99,10 +109,12 @@ def test_a_peft_model_is_its_base_and_its_adapter(tmp_path, adapted, caplog):
     assert "the reference of beta=0.1 is the model without its adapter" in caplog.text
 
 
-def test_adapters_of_a_name_are_an_object_of_peft(tmp_path, adapted):
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_adapters_of_a_model_without_them_are_an_object_of_peft(tmp_path, adapted, is_loaded):
     """With the names of peft, before and after training."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    policy = PolicyModel(str(MODEL), config)
+    policy = PolicyModel(load() if is_loaded else str(MODEL), config)
+    policy.write(tmp_path, beta=0.0)
     before = {name: weight.clone() for name, weight in policy.load(None).named_parameters()}
     policy.take(adapter(tmp_path / "hf", adapted))
     for name, weight in before.items():
@@ -113,10 +125,13 @@ def test_adapters_of_a_name_are_an_object_of_peft(tmp_path, adapted):
 def test_a_peft_model_has_one_adapter_and_no_config_beside_it(adapted):
     """Which of two was meant is a guess."""
     assert any(
-        "beside a PeftModel" in problem for problem in PolicyModel(adapted, peft.LoraConfig()).settings(MODEL)[1]
+        "beside a PeftModel" in problem
+        for problem in PolicyModel(adapted, peft.LoraConfig()).settings(MODEL, has_tokenizer=True)[1]
     )
     named = peft.get_peft_model(load(), peft.LoraConfig(), adapter_name="mine")
-    assert any("expected one, default" in problem for problem in PolicyModel(named).settings(MODEL)[1])
+    assert any(
+        "expected one, default" in problem for problem in PolicyModel(named).settings(MODEL, has_tokenizer=True)[1]
+    )
 
 
 @pytest.fixture
