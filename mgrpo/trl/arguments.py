@@ -43,7 +43,7 @@ def argument_problems(
     """
     environment_factory = environment_factory or given.get("environment_factory")
     if not (
-        functions or given.get("reward_funcs") or _may_reward(environment_factory) or _names_verifiers(train_dataset)
+        functions or given.get("reward_funcs") or _may_reward(environment_factory) or names_verifiers(train_dataset)
     ):
         yield (
             "No reward source provided: give reward_funcs, an environment_factory whose environment has get_reward, or rows "
@@ -108,7 +108,8 @@ def _accelerator(config: Any) -> dict[str, Any]:
     return dict(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
 
 
-def _names_verifiers(dataset: Any) -> bool:
+def names_verifiers(dataset: Any) -> bool:
+    """Whether rows name verifiers of this project, which then score them where there are no functions."""
     columns = getattr(dataset, "column_names", None)
     if columns is None and isinstance(dataset, Sequence) and dataset:
         columns = dataset[0]

@@ -23,6 +23,7 @@ from mgrpo.trl.arguments import (
     function_name,
     is_streamed,
     listed,
+    names_verifiers,
     placeholder_rows,
     settle_streaming,
     warnings_of,
@@ -85,6 +86,8 @@ class GRPOTrainer:
         functions = listed(reward_funcs)
         tokenizers = listed(reward_processing_classes) or [None] * len(functions)
         by_name = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+        if environment_factory is not None and not functions and not names_verifiers(train_dataset):
+            settings["apply_verifiable_reward"] = False
         problems += argument_problems(own, functions, tokenizers, train_dataset, environment_factory)
         try:
             self.config = mgrpo.GRPOConfig.from_trl(own | settings, preset=grpo_config.preset_of(args))

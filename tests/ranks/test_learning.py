@@ -170,6 +170,11 @@ def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, vari
     (expected,), truth = results[0]
     # Also where the old logprobs are the engine's, which agree with themselves.
     assert expected["debug/vllm_vs_local_logprob_diff_mean"] > 0.1
+    if "entropy_coef" in VARIANTS[variant]:
+        # The bonus counts half of the tokens, the most uncertain ones.
+        assert 0.05 < expected["policy/entropy_coef"] <= 0.1
+        whole = expected["policy/entropy_coef"] * expected["policy/entropy_avg"]
+        assert 0.3 * whole < expected["loss/entropy_avg"] < whole
     start = dict(load_hf(model).named_parameters())
     assert all((parameter - start[name]).abs().max() > 1e-4 for name, parameter in truth.items())
     for metrics, parameters in results[1:]:

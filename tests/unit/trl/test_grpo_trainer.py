@@ -9,10 +9,13 @@ import pytest
 
 import mgrpo
 from mgrpo.config import ConfigError
-from mgrpo.config.validate import problems
+from mgrpo.config.validate import problems as found_problems
+from mgrpo.moving.config_doors import with_tools
+from mgrpo.run.inputs.reading import read_inputs
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.upload import Uploads
 from mgrpo.trl import GRPOConfig, GRPOTrainer
+from mgrpo.trl.arguments import placeholder_rows
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 SCRIPTS = {
@@ -143,6 +146,14 @@ class Guessing:
 
 
 class Rewarding(Guessing):
+    def guess(self, word: str) -> str:
+        """Guess.
+
+        Args:
+            word: The word.
+        """
+        return "No."
+
     def get_reward(self):
         return 1.0
 
@@ -170,7 +181,11 @@ def test_rewards_and_prompts_may_come_from_elsewhere():
     made(reward_funcs=None, args={"reward_funcs": ["accuracy_reward"]})
     made(train_dataset=None, args={"dataset_mixer_list": ["rows.jsonl", "1.0"]})
     playing = {"train_dataset": None, "reward_funcs": None, "environment_factory": Rewarding}
-    assert made(**playing, args={"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4}) is not None
+    own = made(**playing, args={"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4})
+    inputs, problems = read_inputs(
+        with_tools(own.config, {"environment_factory": Rewarding}), dataset=placeholder_rows(own.config)
+    )
+    assert problems == [] and len(inputs.train) == 2, "the rows of a step, without verifiers"
 
 
 def test_a_streamed_dataset_is_read_by_one_process():
@@ -291,13 +306,13 @@ def test_a_schedule_ends_where_the_script_says(kwargs, end):
     args = {"learning_rate": 5e-6, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
     config = made("m", args=args).config
     assert config.optimizer.min_lr == pytest.approx(end)
-    found = [problem for problem in problems(config, world_size=1) if "min_lr" in problem]
+    found = [problem for problem in found_problems(config, world_size=1) if "min_lr" in problem]
     assert bool(found) != bool(end) and all("cosine_with_min_lr needs min_lr above 0" in problem for problem in found)
     with pytest.raises(ConfigError, match="lr_scheduler_kwargs: num_cycles=2 is refused"):
         GRPOConfig(lr_scheduler_kwargs={"num_cycles": 2})
     (above,) = [
         p
-        for p in problems(made("m", args=args | {"lr_scheduler_kwargs": {"min_lr": 1}}).config, world_size=1)
+        for p in found_problems(made("m", args=args | {"lr_scheduler_kwargs": {"min_lr": 1}}).config, world_size=1)
         if "min_lr" in p
     ]
     assert above.startswith("min_lr=1 is above learning_rate=5e-06")
