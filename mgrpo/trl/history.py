@@ -55,7 +55,7 @@ class RunHistory(RunListener):
         """How an evaluation is reported, see `held_out.by_set`."""
         self._values: dict[str, list[float]] = defaultdict(list)
         self._losses: list[float] = []
-        self._has_warned = False
+        self._is_training = self._has_warned = False
 
     @cached_property
     def state(self) -> TrainerState:
@@ -66,9 +66,11 @@ class RunHistory(RunListener):
         return TrainerState(is_local_process_zero=rank() == 0, is_world_process_zero=rank() == 0)
 
     def begin(self, config: Config, *, done: int) -> None:
-        self.config, self.wants_end = config, False
+        self.config, self.wants_end, self._is_training = config, False, True
         self._values.clear()
         self._losses.clear()
+        # Each run has a state of its own.
+        vars(self).pop("state", None)
         state = self.state
         state.max_steps = config.num_optimizer_steps
         self._reach(done)
@@ -100,7 +102,8 @@ class RunHistory(RunListener):
         self._write(dict(found))
         own = self.config.checkpoint
         self.callbacks.call("on_evaluate", self.state, metrics=self.evaluated)
-        self._compare(metrics.get(own.metric_for_best_model, math.nan), is_greater_better=own.greater_is_better)
+        if self._is_training:
+            self._compare(metrics.get(own.metric_for_best_model, math.nan), is_greater_better=own.greater_is_better)
         self.wants_end = self.callbacks.wants_end
 
     def exported(self, step: int, folder: Path, best: Best | None) -> None:
@@ -115,6 +118,7 @@ class RunHistory(RunListener):
 
     def finish(self, result: TrainResult, seconds: float) -> TrainOutput:
         """The run is over: the last line of the log."""
+        self._is_training = False
         self._reach(result.steps)
         steps, loss = max(len(self._losses), 1), mean(self._losses) or 0.0
         metrics = {

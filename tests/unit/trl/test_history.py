@@ -106,6 +106,20 @@ def test_steps_after_the_last_line_are_in_the_summary():
     assert own.state.log_history[-1]["reward"] == 3.0 and "train_loss" in own.state.log_history[-1]
 
 
+def test_every_run_has_a_state_of_its_own():
+    """An evaluation outside of training is no best one, and the next run does not go on with the numbers of the last."""
+    own = history(logging_steps=1)
+    scored = evaluator().evaluate(0)
+    own.evaluation(0, evaluation_metrics(scored.groups), scored)
+    assert own.state.best_metric is None and len(own.state.log_history) == 1
+    for _ in range(2):
+        own.begin(own.config, done=0)
+        own.step(1, STEP, collect(producer()))
+        finish(own, 1)
+        assert [line["step"] for line in own.state.log_history] == [1, 1]
+    assert own.state.log_history[0]["num_tokens"] == own.state.num_input_tokens_seen
+
+
 def test_a_run_in_which_nothing_was_trained_has_a_loss_of_0():
     """The metrics of such a step have none."""
     own = history(logging_strategy="no")
