@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _short_command(*words)
     commands = ("train", *COMMANDS, *SHORT_COMMANDS)
     near = difflib.get_close_matches(words[0], commands, n=1)
-    advice = f"; did you mean {near[0]}?" if near else ""
-    sys.stderr.write(f"mgrpo: unknown command {words[0]!r}{advice}\n{USAGE}")
+    advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(commands)}"
+    sys.stderr.write(f"mgrpo: unknown command {words[0]!r}; {advice} `mgrpo --help` explains each\n")
     return 2
 
 

@@ -17,6 +17,10 @@ Rule = Callable[..., Iterator[str]]
 """A function that yields one sentence per violation. Its parameters are the settings that it reads, see `rules.Reading`."""
 
 
+FINITE_TOO = " and finite"
+"""What a limit says of numbers, of which whole ones are always finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """The finite numbers a field may hold; other values of the field, such as none or auto, are not judged."""
@@ -36,7 +40,7 @@ class Range:
         if self.low == -math.inf:
             return "a finite number"
         if self.high == math.inf:
-            return f"{'above' if self.low_open else 'at least'} {self.low} and finite"
+            return f"{'above' if self.low_open else 'at least'} {self.low}{FINITE_TOO}"
         return f"in {'(' if self.low_open else '['}{self.low}, {self.high}{')' if self.high_open else ']'}"
 
 

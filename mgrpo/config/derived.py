@@ -11,6 +11,7 @@ from fractions import Fraction
 from math import ceil
 
 from mgrpo.config.fields import build, flat, shown
+from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 
@@ -42,6 +43,31 @@ def layout_of(config: Config, world_size: int) -> Layout:
         zero_stage=parallel.zero_stage,
         shard_size=parallel.fsdp_shard_degree,
     )
+
+
+def widest_cut(config: Config, vocab: int | None) -> Config:
+    """`config` for engines on GPUs: cuts that nobody has bounded by top_k are bounded by the most that such an engine says of what
+    it samples from."""
+    rollout, own = config.rollout, config.provenance
+    given = [
+        text
+        for text, is_on in (
+            (f"top_p={shown(rollout.top_p)}", rollout.top_p < 1),
+            (f"min_p={shown(rollout.min_p)}", rollout.min_p > 0),
+            ("vllm_guided_decoding_regex", rollout.vllm_guided_decoding_regex is not None),
+        )
+        if is_on
+    ]
+    if not given or _is_given(config, "top_k") or config.engine.vllm_mode == "server":
+        return config
+    # An engine that returns masks refuses greedy sampling.
+    most = min(MOST_KEPT if rollout.eval_temperature == 0 else MOST_MASKED, vocab or MOST_MASKED)
+    note = (
+        f"top_k is {most}, the most that an engine on a GPU says of what it samples from: with {' and '.join(given)} the trainer "
+        "computes with the tokens that were left"
+    )
+    notes = (*(note for note in own.notes if not note.startswith("top_k is ")), note)
+    return build(flat(config) | {"top_k": most}, replace(own, notes=notes, sources={**own.sources, "top_k": "derived"}))
 
 
 def bounded(config: Config, positions: int | None) -> Config:

@@ -6,15 +6,17 @@ Files, flags and the Python door all hand over text, so that one set of rules de
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from mgrpo.config.annotations import Form, JSONObject, Needs, Peer, Range, Reason
+from mgrpo.config.annotations import FINITE_TOO, Form, JSONObject, Needs, Peer, Range, Reason
 from mgrpo.config.annotations import shown as shown
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
@@ -125,7 +127,19 @@ def build(values: Mapping[str, object], provenance: Provenance | None = None) ->
 def mismatch(setting: Setting, came: object, where: str) -> str:
     """The sentence for a value of the wrong type."""
     shown = "nothing" if came is None else repr(list(came) if isinstance(came, tuple) else came)
-    return f"{setting.name} must be {describe(setting.type)}, got {shown} ({where})"
+    return f"{setting.name} must be {describe(setting.type)}, got {shown} ({where}){_near(setting, came)}"
+
+
+def _near(setting: Setting, came: object) -> str:
+    """The choice that a misspelt word is near to."""
+    choices = [
+        str(word)
+        for kind in alternatives(setting.type)
+        if typing.get_origin(kind) is Literal
+        for word in typing.get_args(kind)
+    ]
+    near = difflib.get_close_matches(str(came).lower(), choices, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read(text: Text, expected: Any) -> object:
@@ -199,13 +213,25 @@ def _whole(word: str) -> int:
     return int(number)
 
 
+def in_python(sentence: str) -> str:
+    """A sentence with its flags as keywords: `--top_k 8` is `top_k=8`, and of a list `["a", "b"]`."""
+
+    def keyword(found: re.Match[str]) -> str:
+        name, words = found[1], found[2].split()
+        is_list = name in settings() and settings()[name].is_list
+        return f"{name}={json.dumps(words) if is_list else ' '.join(words)}"
+
+    return re.sub(r"--(?!help\b)([a-z]\w*)((?: [^\s,;:()`]+)+)", keyword, sentence)
+
+
 def problem_of(setting: Setting, value: object) -> str:
     """The sentence for a value that no configuration may hold, whatever its others are; empty for a sound one."""
     reason = f"; {setting.reason}" if setting.reason else ""
     if not fits(value, setting.type):
-        return f"{setting.name}={value!r} must be {describe(setting.type)}{reason}"
+        return f"{setting.name}={value!r} must be {describe(setting.type)}{_near(setting, value)}{reason}"
     if setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
-        return f"{setting.name}={value} must be {setting.range}{reason}"
+        limits = str(setting.range).removesuffix("" if float in alternatives(setting.type) else FINITE_TOO)
+        return f"{setting.name}={value} must be {limits}{reason}"
     if setting.form and not setting.form.holds(str(value)):
         return f"{setting.name}={value!r} must be {setting.form.words}"
     return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import Setting, Text, describe, mismatch, read, settings
+from mgrpo.config.fields import Setting, Text, describe, in_python, mismatch, read, settings
 from mgrpo.config.resolution import FILE, FLAG, Layer
 from mgrpo.config.schema import Config
 from mgrpo.config.tools import SOURCES
@@ -29,6 +29,8 @@ OVERRIDE = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_]\w*(\.\w+)+)=")
 """A setting as Hydra writes it, `a.b.c=value`."""
 
 
+PYTHON = "a Python value"
+"""Where a value stands that is not in a file or a flag."""
 HIDDEN = "(hidden)"
 """Stands for a value that must not be repeated."""
 
@@ -65,8 +67,9 @@ def started_ranks() -> int:
 
 def raise_problems(config: Config) -> Config:
     """`config`, or ConfigError if reading it found problems."""
-    if config.provenance.problems:
-        raise ConfigError(config.provenance.problems)
+    found = config.provenance.problems
+    if found:
+        raise ConfigError([*map(in_python, found)] if config.provenance.is_python else found)
     return config
 
 
@@ -82,7 +85,7 @@ def read_values(values: Mapping[str, object], names: SettingNames, problems: lis
         except ValueError as err:
             problems.append(f"{name}: {err}")
             continue
-        _take(str(name), text, "a Python value", layer, names, problems)
+        _take(str(name), text, PYTHON, layer, names, problems)
     return layer, preset
 
 
@@ -198,6 +201,13 @@ def read_file(path: Path, names: SettingNames, problems: list[str]) -> tuple[Lay
     except OSError as err:
         raise ConfigError(
             [*problems, f"cannot read the YAML file {path}: {err.strerror or err}; check the path"]
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            [
+                *problems,
+                f"{path} holds lists or mappings within each other, deeper than any setting; settings are `name: value` lines",
+            ]
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as err:
         raise ConfigError([*problems, f"{path} is not valid YAML: {' '.join(str(err).split())}"]) from None

@@ -19,6 +19,8 @@ class Provenance:
     """The values of settings that it has in place of the schema's."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source of every setting that is not at its default: "flag", "file F", "preset P", "argument", "alias A (flag)", "derived"."""
+    is_python: bool = False
+    """Whether the values came from Python, where a sentence has no flags."""
     notes: tuple[str, ...] = ()
     """Sentences for the user: each alias that was used, each name without effect."""
     problems: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class Rollout:
     top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
     """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the
     engine had left (docs/algorithms.md). At most 64; with engines on GPUs 2048, where more than 64 bound evaluations as well. All
-    other cuts need it."""
+    other cuts need it; where they are given without it, engines on GPUs take 2048."""
     top_p: Annotated[float, SHARE, TRL] = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k."""
     min_p: Annotated[float, UP_TO_ONE, TRL] = 0.0
@@ -149,8 +149,8 @@ def _cuts(
     if given and not top_k:
         yield (
             f"{' and '.join(given)} leaves a part of the vocabulary to sample from, in which the trainer must compute as well, and "
-            f"without top_k nothing bounds it; give top_k with it: at most {MOST_KEPT} with engines on a CPU; on GPUs for example "
-            "512, which is more than other cuts mostly leave"
+            f"without top_k nothing bounds it; give top_k with it, 2 to {MOST_KEPT} (engines on GPUs, which the run "
+            f"starts itself, take up to {MOST_MASKED} without being asked)"
         )
     if top_k == 1:
         yield (

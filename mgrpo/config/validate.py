@@ -27,7 +27,7 @@ from mgrpo.config import (
     tracking,
 )
 from mgrpo.config.annotations import Needs, Rule
-from mgrpo.config.fields import flat, problem_of, settings, shown
+from mgrpo.config.fields import flat, in_python, problem_of, settings, shown
 from mgrpo.config.model_rules import MODEL_RULES, longest_sequence
 from mgrpo.config.rules import Reading
 from mgrpo.config.schema import Config
@@ -119,7 +119,8 @@ def problems(
         found += reading.find(*MODEL_RULES)
     if hf_config is not None and reading.has("layout"):
         found += reading.find(*adapter.MODEL)
-    return [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
+    sentences = [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
+    return [*map(in_python, sentences)] if config.provenance.is_python else sentences
 
 
 def _derived(config: Config, layout: Layout) -> Iterator[str]:

@@ -7,6 +7,7 @@ Named templates are in `builtin_templates`. The text is to be encoded with `add_
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,8 @@ def _file(name: str) -> Path:
     if len(path.parts) > 1 or path.suffix in _FILE_SUFFIXES:
         raise ValueError(f"chat_template_name={name}: this file does not exist (looked for {path.absolute()})")
     known = (_OWN, _NO_TEMPLATE, *NAMES)
+    opening = re.sub("[^a-z].*", "", name.lower())
     near = difflib.get_close_matches(name.lower(), known, n=3)
+    near = near or [other for other in NAMES if opening and other.startswith(opening)]
     advice = f"did you mean {' or '.join(near)}?" if near else f"expected a Jinja file or one of {', '.join(known)}"
     raise ValueError(f"chat_template_name={name!r} is unknown; {advice}")

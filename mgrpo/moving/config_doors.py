@@ -76,12 +76,13 @@ def parse(
         preset: the one to use if neither the file nor a flag names one.
         world_size: learner ranks, for names that count per rank; by default those that torchrun started.
         defer: leave problems in `provenance.problems`, which `validate` adds to its own, instead of raising.
-    Prints the settings and exits on -h and --help. Raises ConfigError with all problems of file and flags.
+    Prints settings and exits on -h and --help [TOPIC]. Raises ConfigError with all problems of file and flags.
     """
-    if "-h" in argv or "--help" in argv:
+    if asked := next((number for number, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
         from mgrpo.config.help import help_text
 
-        sys.stdout.write(help_text(prog, presets=PRESETS, other_names=OTHER_NAMES))
+        topic = next((word for word in argv[asked : asked + 1] if not word.startswith("-")), "")
+        sys.stdout.write(help_text(prog, topic=topic, presets=PRESETS, other_names=OTHER_NAMES))
         raise SystemExit(0)
     problems: list[str] = []
     general, flags = split_argv(argv, NAMES, problems)
@@ -106,7 +107,8 @@ def from_values(values: Mapping[str, object], *, preset: str | None = None, worl
     """Config of flat Python values, `{"seed": 2, "beta": 0.0}`, by the same rules as a file."""
     problems: list[str] = []
     layer, named = read_values(values, NAMES, problems)
-    return raise_problems(_resolved([layer], preset=named or preset, world_size=world_size, problems=problems))
+    config = _resolved([layer], preset=named or preset, world_size=world_size, problems=problems)
+    return raise_problems(replace(config, provenance=replace(config.provenance, is_python=True)))
 
 
 def as_config(config: Config | Mapping[str, object] | str | Path) -> Config:

@@ -92,7 +92,7 @@ class Keywords(TypedDict, total=False):
     temperature: float
     """Sampling temperature, also the divisor of the training logits. (default: 1.0)"""
     top_k: int
-    """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the engine had left (docs/algorithms.md). At most 64; with engines on GPUs 2048, where more than 64 bound evaluations as well. All other cuts need it. (default: 0)"""
+    """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the engine had left (docs/algorithms.md). At most 64; with engines on GPUs 2048, where more than 64 bound evaluations as well. All other cuts need it; where they are given without it, engines on GPUs take 2048. (default: 0)"""
     top_p: float
     """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k. (default: 1.0)"""
     min_p: float

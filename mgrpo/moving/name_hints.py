@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from mgrpo.config.load import PYTHON
 from mgrpo.moving.command_words import TRAINERS, words
 from mgrpo.moving.foreign_names import accepted
 
@@ -62,7 +63,8 @@ def unknown(name: str, where: str) -> str:
     """The sentence for a name that is not accepted; a flag is given with its dashes, of which the advice then has some too."""
     word = name.lstrip("-").replace("-", "_")
     dashes = name[: len(name) - len(name.lstrip("-"))]
-    return f"unknown setting {name} ({where}); {_advice(word, dashes)}"
+    everything = "docs/config.md lists every setting" if where == PYTHON else "--help all lists every setting"
+    return f"unknown setting {name} ({where}); {_advice(word, dashes) or everything}"
 
 
 def _advice(word: str, dashes: str) -> str:
@@ -72,5 +74,5 @@ def _advice(word: str, dashes: str) -> str:
     useful = [name for name, entry in accepted().items() if entry.status not in ("no effect", "refused")]
     near = difflib.get_close_matches(word.lower(), [*useful, *tried()], n=1, cutoff=NEAR)
     if not near:
-        return "--help lists every setting"
+        return ""
     return tried()[near[0]].advice(dashes) if near[0] in tried() else f"did you mean {dashes}{near[0]}?"

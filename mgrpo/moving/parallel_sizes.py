@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from mgrpo.config.resolution import Resolution
+from mgrpo.moving.foreign_names import table
 
 OPEN_INSTRUCT_ZPG = 8
 """Open Instruct's default of deepspeed_zpg, which must not prevent a run on fewer ranks."""
@@ -16,6 +20,7 @@ FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3}
 def apply(r: Resolution) -> None:
     """All of them, each after those whose results it needs."""
     recomputation(r)
+    deepspeed(r)
     fsdp(r)
     shards(r)
     ulysses(r)
@@ -87,11 +92,40 @@ def fsdp(r: Resolution) -> None:
         )
 
 
+def deepspeed(r: Resolution) -> None:
+    """What a configuration of DeepSpeed shards and moves to the CPU; in TRL it is an object or the path of one."""
+    text = str(r.peer("deepspeed", "")).strip()
+    if not text:
+        return
+    try:
+        found = json.loads(text if text.startswith("{") else Path(text).read_text(encoding="utf-8"))
+        zero = found.get("zero_optimization", {})
+        devices = {name: zero.get(name, {}).get("device", "none") for name in ("offload_optimizer", "offload_param")}
+    except (OSError, ValueError, AttributeError):
+        r.problems.append(
+            f"deepspeed={text} must be a JSON object, or the path of a file of one; or leave it out and give zero_stage, which has "
+            "DeepSpeed's numbers"
+        )
+        return
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        r.problems.append(f"deepspeed: zero_optimization.stage={zero['stage']} must be 0, 1, 2 or 3")
+    else:
+        r.put("zero_stage", zero.get("stage", 0), "deepspeed")
+    if devices["offload_param"] != "none":
+        r.problems.append(f"deepspeed: offload_param is refused: {table()['deepspeed_offload_param'].sentence}")
+    if devices["offload_optimizer"] not in ("none", "cpu"):
+        r.problems.append(
+            f"deepspeed: offload_optimizer to {devices['offload_optimizer']} is refused; the optimizer's states can be on the cpu"
+        )
+    elif devices["offload_optimizer"] == "cpu":
+        r.put("optimizer_cpu_offload", True, "deepspeed")
+
+
 def shards(r: Resolution) -> None:
     """A number of ranks that share each parameter, as OLMo-core's trainer has it, asks for stage 3."""
     names = ("fsdp_shard_degree", "fsdp_num_replicas")
     is_asked = any(r.value(name) if name in r.given else r.peer(name) for name in names if r.rank(name))
-    if is_asked and not r.rank("zero_stage", "deepspeed_stage", "fsdp"):
+    if is_asked and not r.rank("zero_stage", "deepspeed_stage", "deepspeed", "fsdp"):
         r.derive("zero_stage", 3, "zero_stage is 3, because fsdp_shard_degree ranks share each parameter")
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from mgrpo.cli import COMMANDS, SHORT_COMMANDS, main
+from mgrpo.config.help import FIRST
 
-INTRODUCTION = """# Commands
+INTRODUCTION = """<!-- Written by `python -m tools.docs.cli > docs/cli.md`; do not edit. -->
 
-Written by `python -m tools.docs.cli > docs/cli.md`; do not edit.
+# Commands
 
 `mgrpo COMMAND --help` prints what stands here. `train`, `eval`, `rollout` and `plan` take every [setting](config.md) as a flag; their help
-lists them all, this page does not. Dashes in the name of a flag are the same as underscores.
+lists the settings that a run needs first, `--help all` every one, `--help SECTION` or `--help NAME` some; this page lists none. Dashes in the name of a flag are the same as underscores.
 `mgrpo completion` makes the shell complete commands and settings, and `mgrpo --version` prints the version.
 """
 SUBCOMMANDS = {"convert": ("hf-to-megatron", "megatron-to-hf"), "engines": ("list", "add", "remove")}
@@ -49,7 +50,7 @@ def help_of(*words: str) -> str:
 
 def without_settings(text: str) -> str:
     """The help without the groups of settings, which are the same in each command that has them."""
-    return text.partition("\n\nexperiment:\n")[0]
+    return text.partition(f"\n\n{next(iter(FIRST))}:\n")[0]
 
 
 def to_markdown() -> str:

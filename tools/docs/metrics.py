@@ -38,9 +38,9 @@ class OtherName:
     note: str
 
 
-INTRODUCTION = f"""# Metrics
+INTRODUCTION = f"""<!-- Written by `python -m tools.docs.metrics > docs/metrics.md`; do not edit. -->
 
-Written by `python -m tools.docs.metrics > docs/metrics.md`; do not edit.
+# Metrics
 
 A training step is one line of `metrics.jsonl`, an evaluation another, whose names begin with `eval/`. Names are Open Instruct's
 where it has one. Each quantity is logged once; this page says under which name.

@@ -7,9 +7,9 @@ import sys
 from mgrpo.moving.command_words import TRAINERS, Word, words
 from tools.docs import markdown
 
-INTRODUCTION = """# Names of verl and slime
+INTRODUCTION = """<!-- Written by `python -m tools.docs.peers > docs/config_peers.md`; do not edit. -->
 
-Written by `python -m tools.docs.peers > docs/config_peers.md`; do not edit.
+# Names of verl and slime
 
 `mgrpo.GRPOConfig.from_verl(...)` takes a command line or a script, its words `a.b.c=value`, a YAML file or a mapping, and
 `mgrpo.GRPOConfig.from_slime(...)` a command line or a script, its flags or a mapping. Both return a config for `mgrpo.train`, whose `notes` say

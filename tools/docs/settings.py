@@ -13,7 +13,7 @@ import yaml
 
 from mgrpo.config.annotations import FINITE
 from mgrpo.config.fields import Setting, section_types, settings, shown
-from mgrpo.config.help import field_docs, metavar, shown_default
+from mgrpo.config.help import FIRST, field_docs, metavar, shown_default
 from mgrpo.environments.workers.environment_catalog import NAMES
 from mgrpo.moving.foreign_names import Name, sections, table
 from mgrpo.moving.name_hints import tried
@@ -24,22 +24,9 @@ from tools.docs import markdown
 SCRIPTS = Path(__file__).parents[2] / "tests/unit/moving/open_instruct_scripts.yaml"
 """Flags of Open Instruct's launch scripts, and which of them are refused."""
 
-FIRST = {
-    "what is trained": "model_name_or_path model_dtype use_peft chat_template_name",
-    "on which data": "dataset_mixer_list dataset_mixer_eval_list max_prompt_token_length",
-    "what is sampled": "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature async_steps",
-    "what is rewarded": "verification_reward reward_funcs tools",
-    "how it learns": "learning_rate lr_scheduler_type max_grad_norm beta clip_lower clip_higher",
-    "how long": "total_episodes local_eval_every eval_pass_at_k",
-    "what is kept": "exp_name seed output_dir save_freq checkpoint_state_freq",
-    "learners' GPUs": "tensor_model_parallel_size pack_length recompute_granularity",
-    "engines' GPUs": "vllm_mode vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_num_seqs",
-}
-"""The settings that a user needs first, by the question that they answer."""
+INTRODUCTION = """<!-- Written by `python -m tools.docs.settings > docs/config.md`; do not edit. -->
 
-INTRODUCTION = """# Settings
-
-Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
+# Settings
 
 `mgrpo train [FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value ...]`, the same for `examples/train_grpo.py`. A flag
 overrides the file, the file overrides the preset, the preset overrides the default. A file holds `name: value` lines.

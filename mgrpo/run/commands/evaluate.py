@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import bounded, fitted
+from mgrpo.config.derived import bounded, fitted, widest_cut
 from mgrpo.config.validate import problems
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.moving import parse
 from mgrpo.moving.config_doors import with_tools
-from mgrpo.rollout.start import machine_problems
+from mgrpo.rollout.start import machine_problems, serving_gpus
 from mgrpo.run.inputs.continuing import look_for_state
 from mgrpo.run.inputs.lesser_runs import for_evaluation, model_name
 from mgrpo.run.inputs.reading import as_functions
@@ -157,6 +157,8 @@ def _check(
     own = for_evaluation(config)
     hf_config, about_model = _model(own)
     own = bounded(own, size_of(hf_config or {}, "max_position_embeddings"))
+    if serving_gpus():
+        own = widest_cut(own, size_of(hf_config or {}, "vocab_size"))
     found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
     if unloadable := _unloadable(own.model_path):
         found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable

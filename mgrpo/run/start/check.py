@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import bounded, counted, fitted
+from mgrpo.config.derived import bounded, counted, fitted, widest_cut
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
-from mgrpo.rollout.start import machine_problems
+from mgrpo.rollout.start import machine_problems, serving_gpus
 from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
 from mgrpo.run.inputs.prompts import make_prompts
@@ -51,6 +51,8 @@ def check_run(
     """
     hf_config, shape, about_model = _model(config)
     config = bounded(config, size_of(hf_config or {}, "max_position_embeddings"))
+    if serving_gpus():
+        config = widest_cut(config, size_of(hf_config or {}, "vocab_size"))
     find = partial(
         found_problems,
         world_size=world_size(),
@@ -75,7 +77,9 @@ def check_run(
     problems += tracker_problems(config)
     if hf_config:
         problems += file_problems(config, shape)
-        inputs = with_prompts(config, inputs, hf_config, problems)
+        # A tokenizer takes seconds to import, and a misspelt name should take none.
+        if not config.provenance.problems:
+            inputs = with_prompts(config, inputs, hf_config, problems)
     if not problems:
         config = _counted(config, inputs)
         problems = find(config)

@@ -59,7 +59,7 @@ def test_the_help_of_mgrpo_names_its_commands(capsys):
     assert cli.main(["trian"]) == 2
     captured = capsys.readouterr()
     assert captured.out.count("mgrpo train") == captured.out.count("mgrpo env") == 2
-    assert "unknown command 'trian'" in captured.err
+    assert captured.err == "mgrpo: unknown command 'trian'; did you mean train? `mgrpo --help` explains each\n"
 
 
 def test_env_lists_versions_and_finds_nothing_missing():

@@ -8,7 +8,7 @@ import pytest
 
 from mgrpo.config import Config, ConfigError, to_yaml
 from mgrpo.config.fields import flat, section_types, settings, shown
-from mgrpo.config.help import field_docs, help_text
+from mgrpo.config.help import FIRST, field_docs, help_text
 from mgrpo.moving import from_values, load_file, parse
 
 
@@ -150,8 +150,9 @@ def test_the_error_lists_one_problem_a_line():
         (["actor_rollout_ref.rollout.n=5"], "use num_samples_per_prompt_rollout; settings are written --name value"),
         (["runs/first"], "unexpected 'runs/first': write settings as --name value, after a YAML file"),
         (["--learning_ra", "1"], "did you mean --learning_rate?"),
-        (["--qqqq", "1"], "--help lists every setting"),
+        (["--qqqq", "1"], "--help all lists every setting"),
         (["--config"], "--config needs a value"),
+        (["--lr_scheduler_type", "cosin"], "got 'cosin' (command line); did you mean cosine?"),
         (["a.yaml", "--config", "b.yaml"], "one YAML file can be given, got a.yaml, b.yaml"),
         (["-s", "1"], "unexpected '-s'"),
         (["/no/such.yaml"], "cannot read the YAML file /no/such.yaml: No such file or directory"),
@@ -258,15 +259,32 @@ def test_every_field_has_a_docstring_for_help():
 
 def test_help_is_grouped_and_shows_meaning_type_and_default(capsys):
     """An unsorted list of some two hundred flags would not help."""
-    with pytest.raises(SystemExit) as stop:
-        parse(["--seed", "wrong", "--help"], prog="mgrpo train")
-    assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+
+    def shown(*words):
+        with pytest.raises(SystemExit) as stop:
+            parse(["--seed", "wrong", *words], prog="mgrpo train")
+        assert stop.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    text = shown("--help", "all")
     assert text.startswith("usage: mgrpo train [--config FILE.yaml | FILE.yaml] [--preset NAME]")
     assert "optimizer: --learning_rate FLOAT Peak learning rate of AdamW. (default: 2e-05)" in text
     assert "--sequence_parallel BOOL|auto" in text
     assert "--kl_estimator {0,1,2,3}" in text
     assert all(f"--{name} " in text for name in settings())
+    first = " ".join(FIRST.values()).split()
+    assert 25 < len(first) < 40
+    for words, names in (
+        (["--help"], first),
+        (["-h", "--beta", "0"], first),
+        (["--help", "hub"], [name for name, setting in settings().items() if setting.section == "hub"]),
+        (["--help", "beta"], ["beta"]),
+    ):
+        text = shown(*words)
+        assert [name for name in settings() if f" --{name} " in text] == [name for name in settings() if name in names]
+        assert "--help SECTION those of a section: experiment, model," in text
+    with pytest.raises(ConfigError, match=r"--help optimiser: there is no such .*; did you mean optimizer\?"):
+        parse(["--help", "optimiser"])
 
 
 def test_a_percent_sign_in_a_docstring_does_not_break_help(monkeypatch):
@@ -293,3 +311,11 @@ def test_values_are_shown_as_a_user_writes_them():
     assert [shown(value) for value in (True, None, 0.5, 1e-8, ("a", "b"), (), 3)] == [
         "true", "none", "0.5", "1e-08", "a b", "nothing", "3",
     ]  # fmt: skip
+
+
+def test_a_file_of_nested_lists_is_named(tmp_path):
+    """Three thousand of them ended in the traceback of a recursion, without the file's name."""
+    path = tmp_path / "deep.yaml"
+    path.write_text(f"seed: {'[' * 3000}{']' * 3000}\n")
+    with pytest.raises(ConfigError, match=r"deep.yaml holds lists or mappings within each other"):
+        load_file(path)

@@ -231,7 +231,11 @@ RULES = [
     ("R22", {"min_p": 0.1}, "min_p=0.1 leaves a part of the vocabulary to sample from"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_guided_decoding_regex leaves a part of the vocabulary"),
     ("R22", {"top_k": 1, "top_p": 0.9}, "top_k=1 leaves one token to sample"),
-    ("R22", {"top_p": 0.9}, "give top_k with it: at most 64 with engines on a CPU; on GPUs for example 512"),
+    (
+        "R22",
+        {"top_p": 0.9},
+        "give top_k with it, 2 to 64 (engines on GPUs, which the run starts itself, take up to 2048",
+    ),
     ("R22", {"top_k": 2049, "min_p": 0.1}, "top_k=2049 must be at most 2048, and 64 on a CPU"),
     (
         "R22",

@@ -7,11 +7,11 @@ import typing
 import pytest
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import layout_of
+from mgrpo.config.derived import layout_of, widest_cut
 from mgrpo.config.fields import alternatives, build, flat, problem_of, section_types, settings
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
-from mgrpo.moving import from_values
+from mgrpo.moving import from_values, parse
 
 SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
 FULL = SMALL | {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152, "num_hidden_layers": 30}
@@ -228,7 +228,7 @@ def test_another_choice_is_refused(model):
     """A Config built in Python does not pass the loader's type check."""
     config = build({"model_name_or_path": model, "model_dtype": "float8", "dataset_mixer_list": ("a", "1.0")})
     found = problems(config, world_size=1)
-    assert found == ["model_dtype='float8' must be one of bfloat16, float16, float32"]
+    assert found == ["model_dtype='float8' must be one of bfloat16, float16, float32; did you mean float32?"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", True), ("seed", 2.0), ("kl_estimator", True), ("beta", "0.1")])
@@ -481,3 +481,39 @@ def test_every_section_of_the_schema_is_a_dataclass_of_defaults():
     for section in typing.get_type_hints(Config).values():
         section()
     assert set(flat(Config())) == set(settings())
+
+
+def test_a_whole_number_is_not_asked_to_be_finite(model):
+    """It always is."""
+    assert problems_of(model, {"vllm_num_engines": 0}) == ["vllm_num_engines=0 must be at least 1"]
+    (found,) = problems_of(model, {"learning_rate": -1})
+    assert found.startswith("learning_rate=-1.0 must be ") and "and finite" in found
+
+
+def test_advice_to_python_has_no_flags(model):
+    """Who writes `mgrpo.train({...})` cannot pass `--dataset_mixer_list`."""
+    found = problems(from_values({"aggregation": "constant"}), world_size=1, has_dataset=False)
+    assert any(sentence.endswith('name the training data: dataset_mixer_list=["PATH", "1.0"]') for sentence in found)
+    assert any(sentence.endswith("needs the number to divide by: loss_denominator=N") for sentence in found)
+    flags = problems(parse(["--aggregation", "constant"], defer=True), world_size=1)
+    assert any(sentence.endswith("--dataset_mixer_list PATH 1.0") for sentence in flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "top_k"),
+    [
+        ({"top_p": 0.95}, 2048),
+        ({"min_p": 0.1, "preset": "trl_main"}, 2048),
+        ({"top_p": 0.95, "eval_temperature": 0}, 64),
+        ({"top_p": 0.95, "top_k": 8}, 8),
+        ({"top_p": 0.95, "vllm_mode": "server", "vllm_server_base_url": ["http://h:1"]}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_cut_alone_takes_what_engines_on_gpus_can_say(given, top_k):
+    """top_p=0.95 alone is the most common cut; the set that is sampled from has to fit into what an engine returns."""
+    config = widest_cut(from_values(given), 100_000)
+    assert config.rollout.top_k == top_k
+    assert sum(note.startswith(f"top_k is {top_k}") for note in config.notes) == (top_k > 8)
+    assert not any("top_k" in sentence for sentence in problems(config, world_size=1)) or not top_k
+    assert widest_cut(from_values({"top_p": 0.5}), 500).rollout.top_k == 500

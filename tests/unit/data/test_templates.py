@@ -190,6 +190,8 @@ def test_unknown_names_are_refused_with_the_nearest_ones(plain: Any) -> None:
             check("Auto")
         with pytest.raises(ValueError, match="did you mean tulu"):
             check("TULU")
+        with pytest.raises(ValueError, match=r"did you mean qwen_\w+( or qwen_\w+)*\?$"):
+            check("qwen7")
         with pytest.raises(ValueError, match="expected a Jinja file or one of auto, none, simple_concat_with_space, "):
             check("xyzzy")
         with pytest.raises(ValueError, match="is unknown"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mgrpo.config import ConfigError
 from mgrpo.config.annotations import FINITE
-from mgrpo.config.fields import alternatives, read, settings
+from mgrpo.config.fields import alternatives, in_python, read, settings
 from mgrpo.moving import from_values, load_file
 from mgrpo.moving.command_words import TRAINERS, words
 from mgrpo.moving.foreign_names import accepted, sections, table
@@ -160,7 +160,7 @@ def faults_of_a_refusal(name):
             refused += err.problems
     if not refused:
         yield f"every sample of {name} is accepted"
-    elif not any(entry.sentence in sentence for sentence in refused):
+    elif not any(in_python(entry.sentence) in sentence for sentence in refused):
         yield f"{name} is refused without its reason"
     yield from (f"{name}: {said}" for said in refused if not said.startswith(f"{name}=") or "leave it out" not in said)
 

@@ -162,7 +162,7 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
             no_such=1,
         )
     assert [sentence.split("=")[0] for sentence in caught.value.problems] == [
-        "unknown setting no_such (a Python value); --help lists every setting",
+        "unknown setting no_such (a Python value); docs/config.md lists every setting",
         "repetition_penalty",
         "model_init_kwargs: dtype",
         "model_init_kwargs: subfolder",

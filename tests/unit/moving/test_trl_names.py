@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from alias_cases import assert_means, problems_of
 
@@ -244,7 +246,7 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
         ({"eval_steps": "inf"}, "eval_steps=inf must be a finite number of steps"),
         (
             {"fsdp": "hybrid_shard"},
-            "fsdp=hybrid_shard does not say how many ranks share each parameter; give --fsdp_shard",
+            "fsdp=hybrid_shard does not say how many ranks share each parameter; give fsdp_shard",
         ),
         (
             {"fsdp": "no_shard"},
@@ -257,7 +259,7 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
         ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "optimizer_cpu_offload moves the optimizer's states"),
         ({"fsdp": True, "fsdp_config": "fsdp.json"}, "fsdp_config=fsdp.json must be a JSON object"),
         ({"loss_type": "cispo"}, "loss_type=cispo needs epsilon_high"),
-        ({"loss_type": "cispo", "epsilon": 0.2}, "--epsilon_high 5.0"),
+        ({"loss_type": "cispo", "epsilon": 0.2}, "is usual: epsilon_high=5.0"),
         ({"max_prompt_length": None}, "max_prompt_length=none is refused: a length needs a limit here"),
         (
             {"vllm_importance_sampling_clip_min": 3, "vllm_importance_sampling_clip_max": 3},
@@ -316,3 +318,26 @@ def test_the_defaults_of_trl_do_not_ask_for_a_server():
     assert not config.notes and not config.engine.vllm_server_base_url and config.engine.vllm_num_engines == 1
     (note,) = from_values({**written, "vllm_server_host": "10.0.0.1"}).notes
     assert note == "vllm_server_host has no effect without vllm_mode=server"
+
+
+ZERO = {"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "bf16": {"enabled": "auto"}}
+
+
+def test_a_configuration_of_deepspeed_is_read(tmp_path):
+    """TRL's scripts hand over the file that accelerate wrote; what it says of stage and offload exists here."""
+    assert_means({"deepspeed": ZERO}, {"zero_stage": 2})
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}))
+    assert_means({"deepspeed": str(path)}, {"zero_stage": 1, "optimizer_cpu_offload": True})
+    assert_means({"deepspeed": None}, {})
+    for given, words in (
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "offload_param is refused: weights stay",
+        ),
+        ({"zero_optimization": {"stage": "auto"}}, "stage=auto must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer to nvme is refused"),
+        ({"zero_optimization": 3}, "must be a JSON object, or the path of a file of one"),
+        ("missing.json", "deepspeed=missing.json must be a JSON object, or the path of a file of one"),
+    ):
+        assert any(words in problem for problem in problems_of({"deepspeed": given}))

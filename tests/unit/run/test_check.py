@@ -247,6 +247,22 @@ def test_a_script_of_trl_starts_with_a_small_model(bench, capsys):
         check.check_run(parse(words), None, "", functions=[], dataset=None, eval_dataset=None, loss=None)
 
 
+def test_a_misspelt_name_is_answered_before_a_tokenizer_is_imported(bench, monkeypatch):
+    """transformers and torch take five seconds, after which the same command is typed again."""
+    monkeypatch.setattr(check, "make_prompts", lambda *args, **options: pytest.fail("a tokenizer is imported"))
+    (problem,) = bench.problems("--learning_rat", "1")
+    assert problem.startswith("unknown setting --learning_rat (command line); did you mean --learning_rate?")
+
+
+def test_a_cut_alone_starts_with_engines_on_gpus(bench, monkeypatch):
+    """Here it is refused, as no engine on a CPU says which of so many tokens it samples from."""
+    wrong = ("--top_p", "0.95", "--learning_rate", "-1")
+    assert sum("give top_k with it" in problem for problem in bench.problems(*wrong)) == 1
+    monkeypatch.setattr(check, "serving_gpus", lambda: ["0"])
+    (problem,) = bench.problems(*wrong)
+    assert problem.startswith("learning_rate=-1")
+
+
 def test_all_of_them_are_one_list(bench):
     """Weights, tokenizer, rows, verifiers and flags have nothing to do with each other; one start finds them all."""
     bench.rows(CHAT)
