@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mgrpo.run.report.best import Best
     from mgrpo.run.report.result import TrainResult
 
-LAST = ("grad_norm", "learning_rate")
+LAST = ("grad_norm", "learning_rate", "entropy_coef")
 """Of these a line of the log has the last value, of all others the mean."""
 
 _log = logging.getLogger(__name__)

@@ -74,6 +74,15 @@ def finish(own: RunHistory, steps: int):
     return own.finish(TrainResult(output_dir=Path("out"), steps=steps, before={}, after={}, exported=None), 2.0)
 
 
+def test_the_log_has_the_newest_weight_of_the_entropy_bonus():
+    """A mean of the last steps is a weight that no step had, and `trainer.entropy_coef` is read from the log."""
+    own = history(logging_steps=2, settings={"use_adaptive_entropy": True, "entropy_coef": 0.01})
+    own.begin(own.config, done=0)
+    for step, weight in ((1, 0.015), (2, 0.02)):
+        own.step(step, STEP | {"policy/entropy_coef": weight}, ROLLOUTS)
+    assert own.state.log_history[-1]["entropy_coef"] == 0.02
+
+
 def test_the_log_has_trls_names_and_means(tmp_path):
     """Scripts and notebooks plot `log_history`."""
     own = history(logging_steps=2, settings={"num_mini_batches": 2})
