@@ -68,8 +68,8 @@ def draft_problems(extra: Mapping[str, Any], *, on_gpu: bool) -> Iterator[str]:
         )
     elif not on_gpu:
         yield (
-            "vllm_extra_args: tokens are drafted by engines on GPUs only: on a CPU the log-probabilities that vLLM returns with drafts "
-            "are not the model's; leave speculative decoding out"
+            "vllm_extra_args: tokens are drafted by engines on GPUs only: on a CPU vLLM judges drafts by another distribution than the "
+            "model's; leave speculative decoding out"
         )
 
 

@@ -106,7 +106,7 @@ def _drafts(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             "its method ngram or suffix"
         )
     elif found["device_config"]["device"] == "cpu":
-        yield "the server drafts tokens, and on a CPU their log-probabilities are not the model's; leave --speculative-config out"
+        yield "the server drafts tokens, which vLLM on a CPU judges by another distribution than the model's; leave --speculative-config out"
     elif config.rollout.is_cut:
         yield (
             f"the server drafts tokens, and what it samples from with top_k={config.rollout.top_k} is known of tokens that it samples one by "
