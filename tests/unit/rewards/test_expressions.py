@@ -7,7 +7,7 @@ import math
 import pytest
 import sympy
 
-from mgrpo.rewards.verifiers import expressions
+from mgrpo.rewards.verifiers.answers import expressions
 from mgrpo.rewards.verifiers.answers.estimates import TooLarge, certainly_differ, estimate
 from mgrpo.rewards.verifiers.answers.expressions import is_same_value, plain_number
 
