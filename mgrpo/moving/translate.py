@@ -129,6 +129,9 @@ def loss(r: Resolution) -> None:
         policy_loss, aggregation = LOSS_TYPES[loss_type]
         r.put("policy_loss", policy_loss, "loss_type")
         r.put("aggregation", aggregation, "loss_type")
+    if loss_type == "vespo" and not r.peer("use_vllm") and not any(n.startswith("vllm_importance") for n in r.peers):
+        # There is no correction there without use_vllm; the engines here have one, which VESPO takes token by token.
+        r.put("rho_level", "token", "loss_type", weak=True)
     if "masked_mean_axis" in r.peers:
         r.put("aggregation", "token" if r.peer("masked_mean_axis") is None else "seq_mean", "masked_mean_axis")
 

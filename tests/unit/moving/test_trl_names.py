@@ -39,7 +39,7 @@ TRL_RHO = {
         ({"loss_type": "dr_grpo"}, {"aggregation": "dr_grpo"}),
         ({"loss_type": "dapo"}, {"aggregation": "token"}),
         ({"loss_type": "sapo"}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
-        ({"loss_type": "vespo"}, {"policy_loss": "vespo", "aggregation": "token"}),
+        ({"loss_type": "vespo"}, {"policy_loss": "vespo", "aggregation": "token", "rho_level": "token"}),
         ({"loss_type": "luspo"}, {"aggregation": "luspo", "ratio_level": "token"}),
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
