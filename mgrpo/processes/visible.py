@@ -22,6 +22,7 @@ def is_key(name: str) -> bool:
     """
     return _KEY.fullmatch(name) is not None
 
+
 TOOL_VARIABLES = "MGRPO_TOOL_"
 """Prefix of the variables that a user gives to tools."""
 
