@@ -442,6 +442,14 @@ Neither 40 nor 41 but \boxed{42}
 This is not only nice but also right: \boxed{42}
 Since it is never odd, the answer is $42$.
 the minimum is not less than 42 and thus it is \boxed{42}
+$\boxed{42}$ is impossible.
+\boxed{42} is not possible.
+So the wrong number is $\boxed{42}$.
+x cannot be anything other than $\boxed{42}$
+It isn't anything other than $\boxed{42}$
+The smallest positive integer not equal to the sum is $\boxed{42}$
+the largest number that cannot be the sum is $\boxed{42}$
+the value that can't be the result is \boxed{42}
 """.strip().split("\n")
 DENIED = r"""
 It is not \boxed{42}.
@@ -497,7 +505,6 @@ We never get \boxed{42} hmm
 \boxed{42} is clearly not the right answer.
 \boxed{42} must be wrong.
 \boxed{42} cannot be right.
-\boxed{42} is not possible.
 \boxed{42} which is wrong.
 \boxed{42}, which is wrong.
 \boxed{42} is false.
@@ -517,7 +524,32 @@ $42$ is not the answer
 it is not 42
 the result is $42$, but that is wrong
 everything but \boxed{42}
+It is something that cannot be \boxed{42}
+The wrong result is \boxed{42}
+x is not equal to \boxed{42}
 """.strip().split("\n")
+
+# Verdicts and choices, each with whether the words around it, which may be about a claim, leave it stated.
+VERDICTS = [
+    (r"So statement $\boxed{C}$ is incorrect.", "C", True),
+    (r"\boxed{\text{(D)}} is false.", "D", True),
+    (r"the incorrect answer is \boxed{C}", "C", True),
+    (r"$\boxed{B}$ (False).", "B", True),
+    (r"$\boxed{\text{B}}$. False.", "B", True),
+    (r"The one that is not true is \boxed{B}.", "B", True),
+    (r"It is not: \boxed{\text{No}}", "No", True),
+    (r"Hence it is not possible $\boxed{\text{No}}$", "No", True),
+    (r"The claim is not correct \boxed{\text{False}}", "False", True),
+    ("\\boxed{\\text{No}}\n\nNo, it cannot", "No", True),
+    ("\\boxed{42}\n\nNo, it cannot be odd", "42", True),
+    (r"It is not \boxed{C}.", "C", False),
+    (r"The answer isn't $\boxed{\text{(C)}}$.", "C", False),
+    ("The answer is not C", "C", False),
+    (r"\boxed{C} is wrong.", "C", False),
+    (r"\boxed{C} is not the answer.", "C", False),
+    (r"Is it \boxed{C}?", "C", False),
+    (r"It is not \boxed{\text{True}}", "True", False),
+]
 
 # A completion, a label that it states, and labels that it only mentions.
 STATED: list[tuple[str, list[str], list[str]]] = [
@@ -614,6 +646,7 @@ def test_a_denied_answer_is_not_paid_and_one_beside_words_of_denial_is() -> None
     assert len(AFFIRMED) >= len(DENIED) > 60
     assert not [text for text in AFFIRMED if not is_right(Math, text, "42")]
     assert not [text for text in DENIED if is_right(Math, text, "42")]
+    assert [case for case in VERDICTS if is_right(Math, *case[:2]) != case[2]] == []
 
 
 @pytest.mark.parametrize(
