@@ -195,6 +195,24 @@ RIGHT = [
     (r"90^\circ", r"90\text{ degrees}"),
     (r"\$5", "5 dollars"),
     (r"60\text{ km/h}", r"60\text{ km/h}"),
+    ("60 miles per hour", "60 mph"),
+    ("60 miles per hour", "60 miles/hour"),
+    (r"60 \text{ mph}", r"60 \text{ miles}/\text{hour}"),
+    ("10 meters per second", "10 m/s"),
+    ("10", "10 m/s"),
+    (r"10\text{ m/s}", "10 metres per second"),
+    ("25 cm squared", "25 cm^2"),
+    ("25 square centimeters", "25 cm²"),
+    (r"25\text{ cm}^2", "25 centimeters squared"),
+    ("25 cm cubed", "25 cm^3"),
+    (r"25\text{ cm}^3", "25 cubic centimeters"),
+    ("80 kmh", "80 km/h"),
+    ("80 kph", r"80\text{ km/hr}"),
+    ("80 kilometers per hour", "80 km/h"),
+    ("9.8 meters per second squared", r"9.8\text{ m/s}^2"),
+    (r"5\text{ g/cm}^3", "5 grams per cubic centimeter"),
+    ("5 dollars per hour", r"\$5 per hour"),
+    ("5 gallons per person", "5 gallons"),
     ("5000000", "5 million"),
     ("1 million", "10^6"),
     ("5 thousands", "5000"),
@@ -331,6 +349,10 @@ WRONG = [
     (r"5\text{ square meters}", r"5\text{ meters}"),
     (r"90^\circ", r"90\text{ radians}"),
     (r"60\text{ km/h}", r"60\text{ km}"),
+    ("60 miles per hour", "60 km/h"),
+    ("60 miles per hour", "60 miles"),
+    ("25 cm squared", "25 cm cubed"),
+    ("10 m/s", "10 meters per second squared"),
     ("6 feet", "6 inches"),
     (r"5\text{ kg}", r"5\text{ g}"),
     ("5 hundred", "5"),
@@ -442,6 +464,14 @@ Neither 40 nor 41 but \boxed{42}
 This is not only nice but also right: \boxed{42}
 Since it is never odd, the answer is $42$.
 the minimum is not less than 42 and thus it is \boxed{42}
+$\boxed{42}$ is impossible.
+\boxed{42} is not possible.
+So the wrong number is $\boxed{42}$.
+x cannot be anything other than $\boxed{42}$
+It isn't anything other than $\boxed{42}$
+The smallest positive integer not equal to the sum is $\boxed{42}$
+the largest number that cannot be the sum is $\boxed{42}$
+the value that can't be the result is \boxed{42}
 """.strip().split("\n")
 DENIED = r"""
 It is not \boxed{42}.
@@ -497,7 +527,6 @@ We never get \boxed{42} hmm
 \boxed{42} is clearly not the right answer.
 \boxed{42} must be wrong.
 \boxed{42} cannot be right.
-\boxed{42} is not possible.
 \boxed{42} which is wrong.
 \boxed{42}, which is wrong.
 \boxed{42} is false.
@@ -517,7 +546,32 @@ $42$ is not the answer
 it is not 42
 the result is $42$, but that is wrong
 everything but \boxed{42}
+It is something that cannot be \boxed{42}
+The wrong result is \boxed{42}
+x is not equal to \boxed{42}
 """.strip().split("\n")
+
+# Verdicts and choices, each with whether the words around it, which may be about a claim, leave it stated.
+VERDICTS = [
+    (r"So statement $\boxed{C}$ is incorrect.", "C", True),
+    (r"\boxed{\text{(D)}} is false.", "D", True),
+    (r"the incorrect answer is \boxed{C}", "C", True),
+    (r"$\boxed{B}$ (False).", "B", True),
+    (r"$\boxed{\text{B}}$. False.", "B", True),
+    (r"The one that is not true is \boxed{B}.", "B", True),
+    (r"It is not: \boxed{\text{No}}", "No", True),
+    (r"Hence it is not possible $\boxed{\text{No}}$", "No", True),
+    (r"The claim is not correct \boxed{\text{False}}", "False", True),
+    ("\\boxed{\\text{No}}\n\nNo, it cannot", "No", True),
+    ("\\boxed{42}\n\nNo, it cannot be odd", "42", True),
+    (r"It is not \boxed{C}.", "C", False),
+    (r"The answer isn't $\boxed{\text{(C)}}$.", "C", False),
+    ("The answer is not C", "C", False),
+    (r"\boxed{C} is wrong.", "C", False),
+    (r"\boxed{C} is not the answer.", "C", False),
+    (r"Is it \boxed{C}?", "C", False),
+    (r"It is not \boxed{\text{True}}", "True", False),
+]
 
 # A completion, a label that it states, and labels that it only mentions.
 STATED: list[tuple[str, list[str], list[str]]] = [
@@ -614,6 +668,7 @@ def test_a_denied_answer_is_not_paid_and_one_beside_words_of_denial_is() -> None
     assert len(AFFIRMED) >= len(DENIED) > 60
     assert not [text for text in AFFIRMED if not is_right(Math, text, "42")]
     assert not [text for text in DENIED if is_right(Math, text, "42")]
+    assert [case for case in VERDICTS if is_right(Math, *case[:2]) != case[2]] == []
 
 
 @pytest.mark.parametrize(
@@ -624,6 +679,10 @@ def test_a_denied_answer_is_not_paid_and_one_beside_words_of_denial_is() -> None
         ("The answer is $5$ thousand", "5000", True),
         ("It takes $5$ hours", r"5\text{ hours}", True),
         ("It takes 5 hours", r"5\text{ minutes}", False),
+        ("It goes 60 miles/hour.", "60 mph", True),
+        ("So it moves at $10$ m/s.", "10 meters per second", True),
+        ("Its area is $25$ cm^2.", "25 square centimeters", True),
+        ("Its area is 25 cm².", "25 cm^3", False),
         ("The second one takes 5 minutes", r"5\text{ minutes}", True),
     ],
 )

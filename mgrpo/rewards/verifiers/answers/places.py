@@ -33,6 +33,7 @@ _CLAUSE_END = re.compile(r"[.,;:!?\n$0-9]|\\[()\[\]]")
 
 _STEPS = frozenset(("so", "then", "thus", "hence", "therefore", "but", "gives", "implies", "later", "finally"))
 _REMARKS = frozenset(("but", "which", "because", "since"))
+_SIGNS_OF_UNITS = (("/", " per "), ("^2", " squared"), ("²", " squared"), ("^3", " cubed"), ("³", " cubed"))
 _COPULAS = frozenset(("is", "are", "was", "were", "equals"))
 _PHRASES = (
     (re.compile(r"(?i)\b(?:anything|everything|all) but\b"), "not"),
@@ -241,7 +242,10 @@ def _in_its_words(text: str, span: Span) -> str:
     if is_denied(text, span.start, span.end):
         return ""
     before = _CLAUSE_END.split(text[max(0, span.start - _LONGEST_WINDOW) : span.start])[-1]
-    after = _CLAUSE_END.split(text[span.end : span.end + _LONGEST_WINDOW])[0]
+    after = text[span.end : span.end + _LONGEST_WINDOW]
+    for sign, word in _SIGNS_OF_UNITS:
+        after = after.replace(sign, word)
+    after = _CLAUSE_END.split(after)[0]
     leading: list[str] = []
     for word in _WORD.findall(before)[-_NUM_WORDS:]:
         if word.lower() in _STEPS:

@@ -72,6 +72,7 @@ _REPLACED = (
     (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[-0-9A-Za-z({])"), "^"),
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"\b(?:wrong|incorrect|false) (?=[a-z]{3,20}s\b)"), ""),  # "5 wrong answers" are 5
+    (re.compile(r"(?<=[0-9]) +m ?/ ?s(?![A-Za-z0-9_(])"), r"\\text{ m/s}"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9]|\\pi)\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),

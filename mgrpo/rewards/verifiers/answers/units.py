@@ -21,17 +21,22 @@ _SPELLINGS = (
     "pound pounds lb lbs", "s second seconds sec secs", "minute minutes min mins", "h hour hours hr hrs", "day days",
     "week weeks", "month months", "year years", "ml milliliter milliliters millilitre millilitres",
     "l liter liters litre litres", "gallon gallons", "dollar dollars", "cent cents", "euro euros", "degree degrees",
-    "radian radians", "mph", "kmh kph",
+    "radian radians", "mile/h mph", "mile/gallon mpg", "km/h kmh kph",
 )  # fmt: skip
 _UNITS = {word: words.split()[0] for words in _SPELLINGS for word in words.split()}
-_SQUARED = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_SIGNS = {"per": "/", "squared": "^2", "cubed": "^3", "²": "^2", "³": "^3"}
+_SPELLED_SIGN = re.compile(r"\b(?:per|squared|cubed)\b|[²³]")
+_DOLLARS = re.compile(r"\\\$\s*([0-9.,]*[0-9])")
+_UNIT_WITH_POWER = (
+    rf"(?:(?P<power>{'|'.join(_POWERS)})\b\.?{_GAP})?"
+    r"(?P<unit>[A-Za-z]+)(?![A-Za-z])[\s}]*(?:\^[\s{]*(?P<exponent>[0-9])[\s}]*)?"
+)
 _UNIT = re.compile(
-    rf"[0-9}}](?:{_GAP}(?P<power>square|sq|cubic|cu)\.?)?{_GAP}"
-    r"(?P<unit>[A-Za-z]+)(?![A-Za-z])(?:\s*/\s*(?P<per>[A-Za-z]+)(?![A-Za-z]))?\s*\}?\s*(?:\^\s*\{?\s*(?P<exponent>[0-9]))?"
+    rf"[0-9}}]{_GAP}{_UNIT_WITH_POWER}(?:/{_GAP}{_UNIT_WITH_POWER.replace('(?P<', '(?P<below_')})?"
     r"|[0-9}]\s*\^?\s*\{?\s*(?:\\circ|°)"
 )
 _IN_TEXT = re.compile(rf"{_TEXT_BEGIN}[^{{}}]*\Z")
-_DOLLARS = re.compile(r"\\\$\s*[0-9.]")
 
 
 def multiplied(text: str) -> str:
@@ -47,18 +52,22 @@ def multiplies(word: str) -> bool:
 
 
 def units(text: str) -> list[str]:
-    """The units of measure that follow the numbers of a text, as known ones: "5 hours" has h, "5 m^2" in a text command m2.
+    """The units of measure that follow the numbers of a text, as known ones: "5 hours" has h, "5 meters per second squared" m/s2.
 
-    A single letter is a unit in a text command only.
+    A single letter alone, not "m/s", is a unit in a text command only.
     """
-    found = ["dollar"] if _DOLLARS.search(text) else []
+    text = _SPELLED_SIGN.sub(lambda match: _SIGNS[match[0]], _DOLLARS.sub(r"\1 dollars ", text))
+    found = []
     for match in _UNIT.finditer(text):
-        word = (match["unit"] or "degree").lower()
-        if word not in _UNITS or (len(word) == 1 and not _IN_TEXT.search(text[: match.start("unit")][-30:])):
+        word, below = (match["unit"] or "degree").lower(), (match["below_unit"] or "").lower()
+        if word not in _UNITS or (
+            len(word) == 1 and below not in _UNITS and not _IN_TEXT.search(text[: match.start("unit")][-30:])
+        ):
             continue
-        power = match["exponent"] or _SQUARED.get((match["power"] or "").lower(), "")
-        per = (match["per"] or "").lower()
-        found.append(_UNITS[word] + power + (f"/{_UNITS.get(per, per)}" if per else ""))
+        unit = _UNITS[word] + (match["exponent"] or _POWERS.get(match["power"], ""))
+        if below in _UNITS:
+            unit += f"/{_UNITS[below]}{match['below_exponent'] or _POWERS.get(match['below_power'], '')}"
+        found.append(unit)
     return found
 
 
