@@ -1,4 +1,5 @@
-"""Checksums beside a model: `SHA256SUMS`, as `sha256sum` writes and reads it. Exports have it, other folders need not.
+"""Checksums beside a model: `mgrpo.sha256`, which `sha256sum` reads as well. Exports have it, other folders need not; a list of another
+name is somebody else's, of files that need not be there.
 
 It shows damage, of which safetensors and JSON show little: a flipped bit in a weight is another weight.
 """
@@ -6,16 +7,27 @@ It shows damage, of which safetensors and JSON show little: a flipped bit in a w
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-SUMS = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)?)")
+SUMS = "mgrpo.sha256"
 _WEIGHTS = ".safetensors"
 _READ = (_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """The ends of the names of files that programs read; people may edit the others."""
+_CHAR = r"[^/\\\n\r\0]"
+_LINE = re.compile(
+    rf"([0-9a-f]{{64}})  ({_CHAR}*(?:{'|'.join(map(re.escape, _READ))})|(?!\.\.?/){_CHAR}+/{_CHAR}*\.jinja)"
+)
+"""`sha256sum` writes names with backslashes and line ends in another form; they are left out."""
 _CHUNK_BYTES = 16 << 20
+_TOLD_BYTES = 1 << 30
+"""Above so many, a line says what the wait is for."""
+_THREADS = 4
 _REMEDY = f"copy the folder again, or, if you have changed it yourself, delete {SUMS}"
 
 
@@ -34,12 +46,12 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
     Args:
         known: checksums that need not be computed, by name.
     """
-    files = [path for path in (*folder.iterdir(), *folder.glob("*/*.jinja")) if path.name.endswith(_READ)]
-    names = [str(path.relative_to(folder)) for path in files]
+    files = [path for path in (*folder.iterdir(), *folder.glob("*/*.jinja")) if path.is_file()]
+    names = [name for path in files if _LINE.fullmatch(f"{'0' * 64}  {(name := str(path.relative_to(folder)))}")]
     # Weights come last: where the list is cut off, one of them is not in it.
     names.sort(key=lambda name: (name.endswith(_WEIGHTS), name))
     lines = [f"{(known or {}).get(name) or sha256_of(folder / name)}  {name}\n" for name in names]
-    (folder / SUMS).write_text("".join(lines))
+    (folder / SUMS).write_bytes(os.fsencode("".join(lines)))
 
 
 def sum_problems(folder: Path, *, of_weights: bool | None = None, rank: int = 0, world_size: int = 1) -> Iterator[str]:
@@ -59,20 +71,28 @@ def sum_problems(folder: Path, *, of_weights: bool | None = None, rank: int = 0,
     if of_weights is not True and (unlisted := [name for name in _weights(folder) if name not in sums]):
         yield f"{folder}: {unlisted[0]} is not in {SUMS}; {_REMEDY}"
     names = [name for name in sums if of_weights in (None, name.endswith(_WEIGHTS))]
-    for name in names[rank::world_size]:
-        try:
-            found = sha256_of(folder / name)
-        except OSError as err:
-            yield f"{folder}: {name} is in {SUMS} and cannot be read ({err.strerror}); {_REMEDY}"
-            continue
-        if found != sums[name]:
-            yield f"{folder}: {name} has changed since it was written, its checksum differs from that in {SUMS}; {_REMEDY}"
+    num_bytes = sum(os.path.getsize(folder / name) for name in names if os.path.isfile(folder / name))
+    if rank == 0 and num_bytes > _TOLD_BYTES:
+        text = f"comparing {num_bytes / 1e9:.1f} GB in {folder} with their checksums"
+        print(f"mgrpo: {text}", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(max(1, _THREADS // world_size)) as pool:
+        yield from filter(None, pool.map(partial(_problem, folder, sums), names[rank::world_size]))
+
+
+def _problem(folder: Path, sums: Mapping[str, str], name: str) -> str | None:
+    try:
+        found = sha256_of(folder / name)
+    except OSError as err:
+        return f"{folder}: {name} is in {SUMS} and cannot be read ({err.strerror}); {_REMEDY}"
+    if found != sums[name]:
+        return f"{folder}: {name} has changed since it was written, its checksum differs from that in {SUMS}; {_REMEDY}"
+    return None
 
 
 def _stored(folder: Path) -> dict[str, str]:
     try:
-        lines = (folder / SUMS).read_text(encoding="ascii").split("\n")
-    except (OSError, ValueError) as err:
+        lines = os.fsdecode((folder / SUMS).read_bytes()).split("\n")
+    except OSError as err:
         raise ValueError(f"{folder}: {SUMS} cannot be read ({err}); {_REMEDY}") from err
     found = [_LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not found or not all(found):

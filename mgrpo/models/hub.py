@@ -51,6 +51,8 @@ _NEEDED: Mapping[Part, tuple[str, ...]] = {
 }
 """One of these must be there."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
+"""A commit, as it names a folder of the cache."""
 _ANSWER_S = 30.0
 """Seconds that the Hub may take to list a repository."""
 
@@ -156,20 +158,22 @@ def _compare(info: ModelInfo, arrived: Iterable[str]) -> None:
 
 
 def _is_as_recorded(path: Path, file: RepoSibling) -> bool:
-    if path.stat().st_size != file.size:
+    if file.size not in (None, path.stat().st_size):
         return False
     if file.lfs:
         return sha256_of(path) == file.lfs.sha256
+    if file.blob_id is None:
+        return True
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == file.blob_id
 
 
 def _odd(info: ModelInfo) -> str:
-    """A part of an answer that is not of a form that the Hub gives; empty where all is well."""
-    if not _COMMIT.fullmatch(str(info.sha)):
+    """A part of an answer that is not of a form that the Hub gives; empty where all is well. Mirrors name commits otherwise, and no sizes."""
+    if not isinstance(info.sha, str) or not _FOLDER.fullmatch(info.sha):
         return f"commit {str(info.sha)[:60]}"
     for file in info.siblings or ():
-        if type(file.size) is not int or file.size < 0:
+        if file.size is not None and (type(file.size) is not int or file.size < 0):
             return f"{str(file.rfilename)[:60]} of {str(file.size)[:60]} bytes"
     return ""
 

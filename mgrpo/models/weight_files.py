@@ -228,7 +228,14 @@ def files_beside(folder: Path) -> list[Path]:
     Raises:
         ValueError: one of them is a link that leads out of the folder, whose content could be anything of this machine.
     """
-    weights = (*_WEIGHTS, SUMS, MEGATRON, TRACKER, *([TORCH_DIST] if (folder / TORCH_DIST_INDEX).is_file() else []))
+    weights = (
+        *_WEIGHTS,
+        SUMS,
+        "SHA256SUMS",
+        MEGATRON,
+        TRACKER,
+        *([TORCH_DIST] if (folder / TORCH_DIST_INDEX).is_file() else []),
+    )
     beside = [
         path
         for path in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*")))

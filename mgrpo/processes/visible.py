@@ -11,14 +11,16 @@ _VISIBLE = re.compile(
     r"|(?:OMP|MKL|OPENBLAS)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
 )
 _KEY = re.compile(
-    r"(?!RAY_)(?:\w*_)?(?:(?:API|ACCESS|SECRET|PRIVATE)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)", re.IGNORECASE
+    r"(?!RAY_|HF_TOKEN$|HUGGING_FACE_HUB_TOKEN$)(?:\w*_)?(?:(?:API|ACCESS|SECRET|PRIVATE)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)",
+    re.IGNORECASE,
 )
 
 
 def is_key(name: str) -> bool:
-    """Whether the name of a variable says that it holds a key of another service than Ray.
+    """Whether the name of a variable says that it holds a key of another service than Ray and the Hub.
 
     For programs that run no untrusted text and need whatever else is set: drivers, compilers and networks read too many variables.
+    Engines download models, which may be private.
     """
     return _KEY.fullmatch(name) is not None
 

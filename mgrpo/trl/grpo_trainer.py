@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config, ConfigError
+from mgrpo.models.checksums import SUMS
 from mgrpo.moving import grpo_config
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.moving.trl_config import GRPOConfig
@@ -217,9 +218,15 @@ class GRPOTrainer:
         return self._callbacks.remove(callback)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model, or the best one (load_best_model_at_end), with its tokenizer to a folder, by default the run's."""
+        """Copy the trained model, or the best one (load_best_model_at_end), with its tokenizer to a folder, by default the run's.
+
+        Without its checksums: scripts write the tokenizer, or a configuration, into the folder afterwards.
+        """
         if self.is_world_process_zero():
-            shutil.copytree(self._trained_folder, output_dir or self._finished.output_dir, dirs_exist_ok=True)
+            model, copied = self._trained_folder, Path(output_dir or self._finished.output_dir)
+            shutil.copytree(model, copied, dirs_exist_ok=True)
+            for sums in model.rglob(SUMS):
+                (copied / sums.relative_to(model)).unlink()
 
     def push_to_hub(self, commit_message: str | None = None, *, revision: str | None = None, **_: object) -> None:
         """Upload the model that `save_model` copies, with its card, unless the run has (push_to_hub=True) or did nothing.

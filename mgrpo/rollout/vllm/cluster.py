@@ -367,7 +367,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 @contextmanager
 def _without_own_variables() -> Iterator[None]:
-    """Ray's processes are not torchrun ranks, and need no keys of trackers and judges: they do not inherit these variables."""
+    """Ray's processes are not torchrun ranks, and need no keys of trackers and judges, only the Hub's: they do not inherit these variables."""
     names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_") or is_key(n)]
     saved = {name: os.environ.pop(name) for name in names}
     try:

@@ -59,6 +59,54 @@ def test_the_checksums_are_those_of_the_systems_own_program(export):
         assert os.waitstatus_to_exitcode(os.system(f"cd '{export}' && {program} --quiet -c {SUMS}")) == 0
 
 
+NAMES = ("my file.json", "config (1).json", "a@b.txt", "\u00e9.json", "b\\c.json", "d\ne.txt", "\udcff.json", ".json")
+
+
+def test_names_of_any_form_are_compared(export):
+    """An export would declare itself damaged because of the user's own file beside the model."""
+    for name in NAMES:
+        (export / name).write_text("{}")
+    (export / "folder.json").mkdir()
+    write_sums(export)
+    assert list(sum_problems(export)) == []
+    if program := shutil.which("sha256sum"):
+        assert os.waitstatus_to_exitcode(os.system(f"cd '{export}' && {program} --quiet -c {SUMS}")) == 0
+    for name in NAMES:
+        (export / name).write_text("[]")
+    found = list(sum_problems(export))
+    assert len(found) == len(NAMES) - 2 and any("my file.json has changed" in line for line in found)
+
+
+FOREIGN = (
+    "{} *config.json",
+    "{}  ./config.json",
+    "{}  a/b/c.json",
+    "{}  missing.bin",
+    "{}  ../x",
+    "# by hand {}",
+    "{}  config.json",
+)
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_somebody_elses_list_is_not_judged(export, line):
+    """Publishers list files that were not downloaded, or have changed since, in forms of their own."""
+    (export / SUMS).unlink()
+    (export / "SHA256SUMS").write_text(line.format("0" * 64) + "\n")
+    assert list(sum_problems(export)) == []
+    assert "SHA256SUMS" not in [path.name for path in files_beside(export)]
+
+
+def test_a_long_comparison_says_what_it_reads(export, monkeypatch, capsys):
+    """Minutes without a word look like a run that hangs; each rank's own line would be eight."""
+    assert not list(sum_problems(export)) and not capsys.readouterr().err
+    monkeypatch.setattr("mgrpo.models.checksums._TOLD_BYTES", 1)
+    assert not [*sum_problems(export, rank=1, world_size=2)] and not capsys.readouterr().err
+    assert not list(sum_problems(export, of_weights=True))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mgrpo: comparing 0.0 GB in ") and "with their checksums" in line
+
+
 def test_every_flipped_bit_of_an_export_is_found(export):
     """In a weight it is another weight, in config.json another base of the rotations: the run would go on, a little worse."""
     rng, files = random.Random(4), [path for path in export.rglob("*") if path.is_file() and path.name != "README.md"]
@@ -101,18 +149,19 @@ def cut(folder: Path, name: str, lines: int) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "files that changed places": (swap, "has changed since it was written"),
-    "a file is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is in SHA256SUMS and cannot be read"),
-    "an empty list": (lambda folder: (folder / SUMS).write_text(""), "SHA256SUMS is damaged"),
-    "a list that was cut off": (lambda folder: cut(folder, SUMS, -1), "is not in SHA256SUMS"),
+    "a file is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is in mgrpo.sha256 and cannot be read"),
+    "an empty list": (lambda folder: (folder / SUMS).write_text(""), "mgrpo.sha256 is damaged"),
+    "a list that was cut off": (lambda folder: cut(folder, SUMS, -1), "is not in mgrpo.sha256"),
     "a list that was cut in a line": (
         lambda folder: (folder / SUMS).write_bytes((folder / SUMS).read_bytes()[:-3]),
-        "SHA256SUMS is damaged",
+        "mgrpo.sha256 is damaged",
     ),
-    "a path upwards": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  ../x\n"), "cannot be read|is not in SHA256SUMS"),
-    "an absolute path": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  /etc/passwd\n"), "SHA256SUMS is damaged"),
-    "a path in depth": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  a/b/c\n"), "SHA256SUMS is damaged"),
-    "no text": (lambda folder: (folder / SUMS).write_bytes(b"\xff\xfe"), "SHA256SUMS cannot be read"),
-    "a folder": (lambda folder: ((folder / SUMS).unlink(), (folder / SUMS).mkdir()), "SHA256SUMS cannot be read"),
+    "a path upwards": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  ../x.jinja\n"), "mgrpo.sha256 is damaged"),
+    "an absolute path": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  /etc/passwd\n"), "mgrpo.sha256 is damaged"),
+    "a path in depth": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  a/b/c\n"), "mgrpo.sha256 is damaged"),
+    "a file that nothing reads": (lambda folder: (folder / SUMS).write_text(f"{'0' * 64}  model.gguf\n"), "mgrpo.sha256 is damaged"),
+    "no text": (lambda folder: (folder / SUMS).write_bytes(b"\xff\xfe"), "mgrpo.sha256 is damaged"),
+    "a folder": (lambda folder: ((folder / SUMS).unlink(), (folder / SUMS).mkdir()), "mgrpo.sha256 cannot be read"),
 }  # fmt: skip
 
 

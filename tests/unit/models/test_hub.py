@@ -289,3 +289,13 @@ def test_a_reply_that_is_not_the_hubs_is_refused_and_leaves_nothing_to_trust(hub
     for folder in said():
         for path in MODEL.iterdir():
             assert (Path(folder) / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_mirror_without_sizes_and_with_commits_of_another_form_serves(hub, tmp_path):
+    """Some list files by their names alone, and number their commits; what they do record is compared."""
+    hub.spoil = of_info(size=None, blobId=None)
+    hub.repositories["someone/tiny"]._sha = lambda branch: "revision-7"
+    code, folder, said = fetch(hub, tmp_path, "someone/tiny")
+    assert code == 0 and Path(folder).name == "revision-7", said
+    for path in MODEL.iterdir():
+        assert (Path(folder) / path.name).read_bytes() == path.read_bytes()

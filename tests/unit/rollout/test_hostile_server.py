@@ -79,6 +79,10 @@ def spans(*found: tuple[int, int, str]) -> Callable[[list[dict[str, Any]]], obje
     return lambda choices: choices[0].update(weight_versions=versions)
 
 
+SPANS: list[dict[str, Any]] = [{"weight_versions": []}, {}]
+"""Of completions of so many tokens."""
+
+
 WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     "a sample less": (lambda choices: choices.pop(), "1 completion instead of 2"),
     "a sample more": (lambda choices: choices.append(choice(2, 3)), "3 completions instead of 2"),
@@ -114,8 +118,10 @@ WRONG: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     "a negative token": (lambda choices: choices.__setitem__(1, choice(1, -1)), "token -1, the vocabulary has 0 to "),
     "a token beyond all integers": (lambda choices: choices.__setitem__(1, choice(1, 2**62)), f"token {2**62}, "),
     "a reason that nobody knows": (lambda choices: choices[1].update(finish_reason="bored"), "finish_reason bored"),
-    "an abort that nobody asked for": (lambda choices: choices[1].update(finish_reason="abort"), "finish_reason abort"),
-    "an error": (lambda choices: choices[1].update(finish_reason="error"), "finish_reason error"),
+    "an abort with tokens beyond the vocabulary": (
+        lambda choices: choices.__setitem__(1, choice(1, 10**6, finish_reason="abort")),
+        "token 1000000, the vocabulary has 0 to ",
+    ),
     "no version": (lambda choices: choices[1].update(weight_versions=None), "tokens whose weights have no version"),
     "no version of some tokens": (spans((0, 2, "3")), "tokens whose weights have no version"),
     "a version of no token": (spans((0, 2, "3"), (2, 9, "3")), "tokens whose weights have no version"),
@@ -134,6 +140,17 @@ def test_an_answer_that_does_not_fit_the_question_is_refused(server, engine, wha
     change, words = WRONG[what]
     server.answers[GENERATE] = (200, changed(change))
     assert words in refusal(engine, kind=EngineError if words == "cannot be read" else WrongAnswerError)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("tokens", [(), (7,)])
+def test_a_server_that_breaks_completions_off_is_not_given_up_for_good(server, engine, reason, tokens):
+    """An operator's /abort_requests, or an engine that starts anew, would take the server from the run until its end."""
+    server.answers[GENERATE] = (
+        200,
+        changed(lambda c: c.__setitem__(1, choice(1, *tokens, finish_reason=reason, **SPANS[len(tokens)]))),
+    )
+    assert f"broken off a completion itself, with finish_reason {reason}" in refusal(engine, kind=EngineError)
 
 
 CUT = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,), top_k=2)

@@ -22,6 +22,7 @@ from mgrpo.models.checksums import write_sums
 from mgrpo.moving import from_values, parse
 from mgrpo.run.inputs.prompts import vocabulary_notes
 from mgrpo.run.start import check
+from mgrpo.run.start.check import changed_files
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart" / "model"
@@ -167,7 +168,7 @@ ONE = {
     "other than exported": (
         lambda b: (write_sums(b.model), b.config("generation_config.json", eos_token_id=2)),
         (),
-        "model_name_or_path=.*generation_config.json has changed since it was written, its checksum differs from that in SHA256SUMS",
+        "model_name_or_path=.*generation_config.json has changed since it was written, its checksum differs from that in mgrpo.sha256",
     ),
     "prompts too long": (
         lambda b: None,
@@ -367,3 +368,15 @@ def test_weights_other_than_exported_are_refused_when_they_load(bench, monkeypat
         with pytest.raises(ConfigError, match=refused) if any(found) or rank else nullcontext():
             assembly._check_weights(config, None)
     assert [len(own) for own in found] == [0, 1, 0]
+
+
+def test_weights_beside_a_tokenizer_are_not_compared(bench):
+    """A run that borrows the tokenizer of a large model would read hundreds of gigabytes that it does not load."""
+    other = shutil.copytree(bench.model, bench.folder / "other")
+    write_sums(other)
+    (other / "model.safetensors").write_bytes(b"other")
+    config = from_values({"model_name_or_path": str(bench.model), "tokenizer_name_or_path": str(other)})
+    assert changed_files(config, of_weights=True) == []
+    (other / "tokenizer.json").write_text("{}")
+    (problem,) = changed_files(config, of_weights=False)
+    assert "tokenizer.json has changed" in problem

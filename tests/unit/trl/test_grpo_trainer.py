@@ -10,6 +10,7 @@ import pytest
 import mgrpo
 from mgrpo.config import ConfigError
 from mgrpo.config.validate import problems as found_problems
+from mgrpo.models.checksums import SUMS, sum_problems, write_sums
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.run.inputs.reading import read_inputs
 from mgrpo.run.report.result import TrainResult
@@ -220,8 +221,10 @@ def test_adapters_are_those_of_peft(targets, expected):
 def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatch):
     """Data, functions and the tokenizer are the script's; what is saved is the export."""
     exported = tmp_path / "hf" / "step_3"
-    exported.mkdir(parents=True)
-    (exported / "config.json").write_text("{}")
+    (exported / "adapter").mkdir(parents=True)
+    for folder in (exported, exported / "adapter"):
+        (folder / "config.json").write_text("{}")
+        write_sums(folder)
     calls = []
 
     def train(config, **brought):
@@ -251,6 +254,15 @@ def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatc
     )
     trainer.save_model(str(tmp_path / "final"))
     assert (tmp_path / "final" / "config.json").is_file()
+    # The usual idiom goes on with the tokenizer.
+    Tokenizer().save_pretrained(tmp_path / "final")
+    (tmp_path / "final" / "config.json").write_text('{"pad_token_id": 0}')
+    assert not [
+        *sum_problems(tmp_path / "final"),
+        *sum_problems(tmp_path / "final" / "adapter"),
+        *sum_problems(exported),
+    ]
+    assert (exported / SUMS).is_file()
     with pytest.raises(AttributeError, match="has no accelerator; it has"):
         trainer.accelerator  # noqa: B018
 

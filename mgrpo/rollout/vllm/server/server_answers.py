@@ -18,7 +18,9 @@ LEAST_LOGPROB = -9999.0
 MOST_LOGPROB = 1e-4
 """Above 0 by no more than rounding errors."""
 ENDINGS = ("stop", "length", "repetition")
-"""The finish reasons of completions that were not aborted."""
+"""The finish reasons of whole completions."""
+BROKEN_OFF = ("abort", "error")
+"""Those of others: an operator or the run has aborted them, or the server's engine starts anew."""
 
 
 class Candidate(msgspec.Struct):
@@ -108,23 +110,24 @@ def read_answer(answer: bytes, expected: ExpectedAnswer, *, version: int, is_abo
         version: that of the engine's weights now.
         is_aborted: whether the run has ended the request.
     Raises:
-        EngineError: it cannot be read.
+        EngineError: it cannot be read, or the server has broken a completion off.
         WrongAnswerError: they are not what can have been sampled.
     """
     try:
         choices = sorted(_DECODER.decode(answer).choices, key=lambda choice: choice.index)
     except (ValueError, RecursionError) as err:
         raise EngineError(f"the answer to a prompt cannot be read: {str(err)[:200]}") from err
-    if (problem := next(_problems(choices, expected, version, is_aborted=is_aborted), None)) is not None:
+    if (problem := next(_problems(choices, expected, version), None)) is not None:
         raise WrongAnswerError(
             f"the answer to a prompt has {problem}, which a vLLM server cannot have sampled for this run"
         )
+    broken_off = [choice.finish_reason for choice in choices if choice.finish_reason in BROKEN_OFF]
+    if broken_off and not is_aborted:
+        raise EngineError(f"the server has broken off a completion itself, with finish_reason {broken_off[0]}")
     return choices
 
 
-def _problems(
-    choices: list[ServerChoice], expected: ExpectedAnswer, version: int, *, is_aborted: bool
-) -> Iterator[str]:
+def _problems(choices: list[ServerChoice], expected: ExpectedAnswer, version: int) -> Iterator[str]:
     """What does not fit, in words that follow "has"."""
     if len(choices) != expected.num_samples:
         yield f"{len(choices)} completion{'s' * (len(choices) != 1)} instead of {expected.num_samples}"
@@ -132,10 +135,10 @@ def _problems(
     if (found := [choice.index for choice in choices]) != list(range(expected.num_samples)):
         yield f"completions {_listed(found)} instead of {_listed(range(expected.num_samples))}"
     for choice in choices:
-        was_aborted = choice.finish_reason == "abort" and is_aborted
-        if choice.finish_reason not in ENDINGS and not was_aborted:
+        was_broken_off = choice.finish_reason in BROKEN_OFF
+        if choice.finish_reason not in ENDINGS and not was_broken_off:
             yield f"a completion with finish_reason {choice.finish_reason[:40]}"
-        length, least = len(choice.token_ids), 0 if was_aborted else 1
+        length, least = len(choice.token_ids), 0 if was_broken_off else 1
         if not least <= length <= expected.max_tokens:
             yield f"a completion of {length} tokens, asked for {least} to {expected.max_tokens}"
         if [token.token_id for token in choice.content] != choice.token_ids:
