@@ -22,8 +22,8 @@ class Hub:
     tokenizer_revision: Annotated[str | None, OPEN_INSTRUCT] = None
     """The same of the tokenizer; none: main, or model_revision where tokenizer_name_or_path is not given."""
     push_to_hub: Annotated[bool, OPEN_INSTRUCT, TRL] = False
-    """Upload the trained model, or the best one (load_best_model_at_end), with its model card when the run is over. Without a
-    token (hf auth login, or HF_TOKEN) there is one warning; the run itself is as without it."""
+    """Upload the trained model, or the best one (load_best_model_at_end), with its model card when the run is over. It needs a
+    token (hf auth login, or HF_TOKEN), without which the run does not start; where a preset has set it, there is a warning."""
     hub_model_id: Annotated[str | None, TRL] = None
     """OWNER/NAME of the repository, or only its name for the owner of the token; none: exp_name__seed. It is made if it is
     not there."""

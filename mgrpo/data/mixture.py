@@ -96,14 +96,18 @@ class Mixture:
     def rows(self) -> Iterator[tuple[str, dict[str, object]]]:
         """The "file:line" and the columns, except those of the prompt, of all rows of the sources."""
         for source in self._selection.sources:
-            for row in source.rows():
-                yield source.origin(row.line), self._contract.columns(json.loads(row.text))
+            yield from self._rows(source)
 
-    def labels(self) -> Iterator[tuple[str, str, object]]:
-        """The "file:line", the verifier and the ground truth of each label of all rows of the sources."""
-        for origin, columns in self.rows():
-            for verifier, truth in zip(*self._contract.labels(columns), strict=True):
-                yield origin, verifier, truth
+    def _rows(self, source: DataSource) -> Iterator[tuple[str, dict[str, object]]]:
+        for row in source.rows():
+            yield source.origin(row.line), self._contract.columns(json.loads(row.text))
+
+    def labels(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, object]]:
+        """The "file:line", the verifier and the ground truth of each label of the sources in which a verifier is wanted."""
+        for source in self._selection.sources:
+            for origin, columns in self._rows(source) if any(map(is_wanted, source.summary.verifiers)) else ():
+                for verifier, truth in zip(*self._contract.labels(columns), strict=True):
+                    yield origin, verifier, truth
 
     @property
     def counts(self) -> list[dict[str, Any]]:

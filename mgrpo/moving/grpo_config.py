@@ -126,7 +126,7 @@ _KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_stale
 
 def preset_of(config: Any) -> str:
     """The preset for the version of TRL that made `config`: the default of loss_type was bnpo first, and is dapo now."""
-    fields = (
-        {field.name: field.default for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else {}
-    )
+    if isinstance(config, TrlConfig) or not dataclasses.is_dataclass(config):
+        return "trl_main"
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
     return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"

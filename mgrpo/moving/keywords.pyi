@@ -496,7 +496,7 @@ class Keywords(TypedDict, total=False):
     tokenizer_revision: str | None
     """The same of the tokenizer; none: main, or model_revision where tokenizer_name_or_path is not given. (default: none)"""
     push_to_hub: bool
-    """Upload the trained model, or the best one (load_best_model_at_end), with its model card when the run is over. Without a token (hf auth login, or HF_TOKEN) there is one warning; the run itself is as without it. (default: false)"""
+    """Upload the trained model, or the best one (load_best_model_at_end), with its model card when the run is over. It needs a token (hf auth login, or HF_TOKEN), without which the run does not start; where a preset has set it, there is a warning. (default: false)"""
     hub_model_id: str | None
     """OWNER/NAME of the repository, or only its name for the owner of the token; none: exp_name__seed. It is made if it is not there. (default: none)"""
     hub_revision: str | None

@@ -35,6 +35,7 @@ _ALONE = """
 import importlib.util, runpy, sys
 spec = importlib.util.spec_from_file_location("mgrpo", sys.argv[1] + "/__init__.py")
 sys.modules["mgrpo"] = importlib.util.module_from_spec(spec)
+sys.path += sys.argv[3:]
 spec.loader.exec_module(sys.modules["mgrpo"])
 runpy.run_module(sys.argv[2], run_name="__main__")
 """
@@ -56,6 +57,8 @@ def start_program(
         python: the interpreter, with packages of its own, which PYTHONPATH is not for; None: this one.
     """
     package = Path(__file__).resolve().parents[1]
+    # Processes that multiprocessing spawns get sys.path, and may need this package where it is not installed.
+    last = [str(package.parent)] if python is None else []
     users = os.environ.get("PYTHONPATH") if python is None else None
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, [users, *folders])),
@@ -64,7 +67,7 @@ def start_program(
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [python or sys.executable, "-c", _ALONE, str(package), module],
+        [python or sys.executable, "-c", _ALONE, str(package), module, *last],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

@@ -67,6 +67,11 @@ class _Named(ABC):
         """
         return ""
 
+    @classmethod
+    def checks_labels(cls) -> bool:
+        """Whether `check_label` is its own, so that rows need to be read for it."""
+        return any("check_label" in vars(kind) for kind in cls.__mro__[: cls.__mro__.index(_Named)])
+
 
 class Verifier(_Named):
     """Scores answers, usually between 0.0 (wrong) and 1.0 (right)."""

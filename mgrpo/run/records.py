@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mgrpo.config import Config
-from mgrpo.types import PackLengths, ScoredGroup, TrainSample
+from mgrpo.types import PackLengths, RewardScale, ScoredGroup, TrainSample
 
 if TYPE_CHECKING:
     from mgrpo.packing import Slice
@@ -108,6 +108,8 @@ class Evaluation:
     """Seconds of generation and scoring, and of the time between them."""
     reward_metrics: Mapping[str, float]
     """The values that reward functions have logged, as `eval/custom/...`."""
+    scale: RewardScale | None
+    """The scale of rewards; None where functions decide."""
 
 
 def is_due(step: int, every: int) -> bool:

@@ -54,6 +54,8 @@ def argument_problems(
             f"reward_processing_classes has {len(tokenizers)} entries, which must match the {len(functions)} of reward_funcs; "
             "give one for each, None where it is no reward model"
         )
+    if given.get("logging_steps") == 0 and given.get("logging_strategy", "steps") == "steps":
+        yield "logging_steps=0 must be above 0 with logging_strategy=steps; logging_strategy=no logs nothing"
     if is_streamed(train_dataset) and _accelerator(given.get("accelerator_config")).get("dispatch_batches"):
         yield "Iterable datasets require `dispatch_batches=False`; leave it out of accelerator_config, rank 0 alone reads them"
     if train_dataset is not None or given.get("dataset_mixer_list"):

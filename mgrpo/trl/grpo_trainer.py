@@ -16,7 +16,7 @@ from mgrpo.models.checksums import SUMS
 from mgrpo.moving import grpo_config
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.moving.trl_config import GRPOConfig
-from mgrpo.run.ranks.process import rank
+from mgrpo.run.ranks.process import rank, world_size
 from mgrpo.run.report.result import NothingTrained, step_of
 from mgrpo.run.report.upload import Uploads, token_warning
 from mgrpo.trl.arguments import (
@@ -119,6 +119,8 @@ class GRPOTrainer:
         self._callbacks = Callbacks(callbacks or (), args=self.args, processing_class=processing_class)
         num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._history = RunHistory(self.config, self._callbacks, num_rows=num_rows)
+        self._evaluated: dict[str, float] = {}
+        """Metrics of the evaluation after training."""
         self.result: TrainResult | None = None
         """The result of `mgrpo.train`: folders and evaluations."""
         if self._callbacks.callbacks:
@@ -130,7 +132,7 @@ class GRPOTrainer:
         Args:
             resume_from_checkpoint: a training state, or true for the newest of output_dir.
         """
-        config = self._prepared()
+        config = self._prepared(writes_model=True)
         if resume_from_checkpoint:
             resume = "auto" if resume_from_checkpoint is True else resume_from_checkpoint
             config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=resume))
@@ -141,7 +143,7 @@ class GRPOTrainer:
         except NothingTrained as err:
             _log.warning("%s", err)
             result = err.result
-        self.result = result
+        self.result, self._evaluated = result, dict(self._history.evaluated)
         if result is None:
             return None
         if folder := result.best or result.exported:
@@ -157,9 +159,16 @@ class GRPOTrainer:
             eval_dataset: rows, several sets by name, or the name of one of the trainer's sets.
         Returns:
             Values by TRL's names on rank 0, nothing on other ranks, which do not wait.
+        Raises:
+            ValueError: before training under several ranks, of a PeftModel, or without rows.
         """
         if eval_dataset is None and metric_key_prefix == "eval" and self.result and self.eval_dataset is not None:
-            return dict(self._history.evaluated)
+            return dict(self._evaluated)
+        if world_size() > 1 and self.result is None:
+            raise ValueError(
+                "evaluate before train needs one rank: rank 0 alone samples, and the others would run ahead into train; train "
+                "first, or evaluate in a script of its own with plain python"
+            )
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, str):
             assert isinstance(self.eval_dataset, Mapping), "only sets have names"
@@ -171,7 +180,7 @@ class GRPOTrainer:
                 "a PeftModel cannot be evaluated before training: engines read the weights without the adapter; evaluate the "
                 "model that merge_and_unload returns"
             )
-        config = self._prepared()
+        config = self._prepared(writes_model=self.result is None)
         if self.result is not None:
             model = dataclasses.replace(config.model, model_name_or_path=str(self._trained_folder))
             config = dataclasses.replace(config, model=model)
@@ -249,10 +258,11 @@ class GRPOTrainer:
         """Whether this is rank 0."""
         return rank() == 0
 
-    def _prepared(self) -> Config:
+    def _prepared(self, *, writes_model: bool) -> Config:
         """The configuration, once the folders of loaded objects are written. Every rank must call."""
         config = self.config
-        self._policy.write(self._given, beta=config.loss.beta)
+        if writes_model:
+            self._policy.write(self._given, beta=config.loss.beta)
         if self.processing_class is None:
             return config
         name = self.processing_class

@@ -37,7 +37,7 @@ def by_set(
     found = {}
     for name in dict.fromkeys(evaluation.sources):
         groups = [g for g, source in zip(evaluation.groups, evaluation.sources, strict=True) if source == name]
-        found |= _of_set(config, evaluation_metrics(groups), groups, f"{prefix}_{name}_")
+        found |= _of_set(config, evaluation_metrics(groups, scale=evaluation.scale), groups, f"{prefix}_{name}_")
     return found
 
 

@@ -110,8 +110,11 @@ def read_inputs(
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
     if verifies and not problems:
-        labels = chain(train.labels(), held_out.labels())
-        problems, about_labels = looked_at(labels, partial(_replacement, config=config))
+        verifier_of = partial(_replacement, config=config)
+        labels = chain.from_iterable(
+            rows.labels(lambda name: find(verifier_of(name)).checks_labels()) for rows in (train, held_out)
+        )
+        problems, about_labels = looked_at(labels, verifier_of)
     problems += row_problems(toolset, (train, held_out)) if toolset else []
     inputs = Inputs(
         train=train, held_out=held_out, functions=functions, toolset=toolset, about_labels=tuple(about_labels)

@@ -54,6 +54,7 @@ class Evaluator:
             generate_s=sampled_s,
             total_s=time.perf_counter() - start,
             reward_metrics=logged_metrics(scored.logged, "eval/"),
+            scale=self.rewarder.scale,
         )
 
     def _sample(self) -> list[RolloutGroup]:

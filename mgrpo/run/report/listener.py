@@ -20,7 +20,8 @@ class RunListener:
     """
 
     wants_end = False
-    """Set it to true, and the present step is the last one: evaluation and export follow as after the last step."""
+    """Set it to true, and the present step is the last one: evaluation and export follow as after the last
+    step, unless they were due after this one."""
 
     def begin(self, config: Config, *, done: int) -> None:
         """The engines have the weights, and training begins.

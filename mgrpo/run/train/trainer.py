@@ -79,6 +79,10 @@ class Trainer:
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
         """Metrics of the evaluation before training."""
+        self.evaluated: tuple[int, dict[str, float]] | None = None
+        """The step of this run's newest evaluation, and its metrics."""
+        self.exported: int | None = None
+        """The step of this run's newest export."""
         self.clock = Clock()
         """The clock of the present step."""
 
@@ -232,20 +236,27 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.has_held_out:
             return {}
+        # A run that ends before its last step may have evaluated there.
+        if self.evaluated and self.evaluated[0] == self.done:
+            return self.evaluated[1]
         if self.turns:
             self.send_weights()
         self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():
             evaluation = self.source.evaluate(self.done)
-        return self.reporter.evaluation(
+        metrics = self.reporter.evaluation(
             evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
         )
+        self.evaluated = self.done, metrics
+        return metrics
 
     def export(self) -> Path:
         """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
 
         Where it exists nowhere else, a full disk is waited for until there is room.
         """
+        if self.exported == self.done:
+            return self._export()
         self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
             num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
@@ -255,14 +266,18 @@ class Trainer:
         return folder
 
     def _export(self) -> Path:
+        folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
+        # A second time it would be deleted first, and an upload may still be reading it.
+        if self.exported == self.done:
+            return folder
         if self.turns:
             self.turns.learners()
-        folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
         base, group = origin(self.config)["model_name_or_path"], self.learner.host_group
         make_way = self.reporter.make_way
         export_hf(
             self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add, make_way=make_way
         )
+        self.exported = self.done
         return folder
 
     def save(self) -> None:

@@ -53,7 +53,7 @@ math.sqrt = lambda x: 4711
 json.dumps = lambda *a, **k: SECRET
 collections.ChainMap.planted = SECRET
 sys.modules["planted"] = math
-sys.path.insert(0, "/tmp/planted")
+sys.path.insert(0, "/planted")
 sys.setrecursionlimit(4711)
 random.seed(4711)
 os.environ["PLANTED"] = SECRET

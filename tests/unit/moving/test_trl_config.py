@@ -15,6 +15,7 @@ import mgrpo
 from mgrpo.config import ConfigError
 from mgrpo.config.fields import flat
 from mgrpo.moving import from_values
+from mgrpo.moving.grpo_config import preset_of
 from mgrpo.moving.presets import KEPT
 from mgrpo.moving.trl_config import GRPOConfig, recorded
 
@@ -46,6 +47,18 @@ def test_a_field_that_is_not_given_reads_as_in_trl():
     assert (config.generation_batch_size, GRPOConfig(fp16=True).bf16) == (8, False)
     assert GRPOConfig(model_init_kwargs='{"dtype": "bfloat16"}').model_init_kwargs == {"dtype": "bfloat16"}
     assert GRPOConfig().include_for_metrics is not GRPOConfig().include_for_metrics
+
+
+def test_a_script_with_another_loss_by_default_keeps_the_other_defaults():
+    """They are those of this version of TRL, whose fields the class has; an old TRL's preset has others."""
+
+    @dataclasses.dataclass
+    class OldLoss(GRPOConfig):
+        loss_type: str = "bnpo"
+
+    assert preset_of(OldLoss("out")) == "trl_main"
+    made = mgrpo.GRPOConfig.from_trl(OldLoss("out"))
+    assert made.loss.aggregation == "local_token" and made.rollout.top_k == TRL_MAIN.rollout.top_k
 
 
 def test_only_what_is_given_is_given():

@@ -116,6 +116,22 @@ def test_the_users_modules_are_not_hidden_by_what_lies_beside_this_package(tmp_p
     assert program.communicate(timeout=30)[0].decode() == f"7 {mgrpo.__file__}\n"
 
 
+def test_processes_that_a_program_spawns_find_this_package_last(tmp_path: Path, monkeypatch) -> None:
+    """In a checkout that is not installed a tool that used multiprocessing could not import mgrpo there."""
+    (tmp_path / "own.py").write_text(
+        "import json, multiprocessing, sys\n"
+        "def path(): return sys.path\n"
+        "if __name__ == '__main__':\n"
+        "    import own\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(json.dumps(pool.apply(own.path)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = start_program("own", environment={}, settings={})
+    path = json.loads(program.communicate(timeout=30)[0])
+    assert str(tmp_path) in path and path[-1] == str(Path(mgrpo.__file__).parents[1])
+
+
 def test_another_interpreter_sees_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
     """Beside the package there may be torch and all else, compiled for the trainer's interpreter; this one may have nothing."""
     (tmp_path / "own.py").write_text(

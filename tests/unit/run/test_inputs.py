@@ -89,6 +89,19 @@ def test_labels_are_looked_at_for_a_bounded_time():
     assert found == ([], ["the labels after a:1 were not looked at, because that takes more than -1 s"])
 
 
+def test_rows_are_read_for_verifiers_that_look_at_labels(make, tmp_path, monkeypatch):
+    """Each start would decode all rows of a large data set again for nothing."""
+    monkeypatch.setattr(registry, "_added", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_unlooking_verifiers.py").write_text(MODULE)
+    seen = []
+    monkeypatch.setattr("mgrpo.run.inputs.reading.looked_at", lambda labels, of: (seen.append([*labels]), ([], []))[1])
+    values = {"verifier_modules": ["my_unlooking_verifiers"], "remap_verifier": "theirs=ending"}
+    assert read_inputs(make("ending", "Theirs", **values))[1] == []
+    assert read_inputs(make("Theirs", "Math", **values))[1] == []
+    assert [[name for _, name, _ in labels] for labels in seen] == [[], ["Theirs", "Math"]]
+
+
 def test_verifiers_of_the_users_own_modules_are_found_by_name(make, tmp_path, monkeypatch):
     """Ten lines of one's own must do."""
     monkeypatch.setattr(registry, "_added", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -168,12 +169,20 @@ class Rewarding(Guessing):
         ({"train_dataset": None, "environment_factory": Guessing}, "max_steps=None must be above 0"),
         ({"train_dataset": None, "environment_factory": {"a": Guessing}}, "requires a `train_dataset`"),
         ({"reward_processing_classes": [None, None]}, "must match the 1 of reward_funcs"),
+        ({"args": GRPOConfig(logging_steps=0)}, "logging_steps=0 must be above 0"),
+        ({"args": {"logging_steps": 0}}, "logging_steps=0 must be above 0"),
     ],
 )
 def test_what_trl_refuses_at_once_is_refused_at_once(arguments, words):
     """`train` is often called much later, in another process or after a model has been loaded."""
     with pytest.raises(ConfigError, match=words):
         made(**arguments)
+
+
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_steps_between_lines_may_be_0_where_they_do_not_count(strategy):
+    """As in transformers."""
+    made(args=GRPOConfig(logging_steps=0, logging_strategy=strategy))
 
 
 def test_rewards_and_prompts_may_come_from_elsewhere():
@@ -265,6 +274,58 @@ def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatc
     assert (exported / SUMS).is_file()
     with pytest.raises(AttributeError, match="has no accelerator; it has"):
         trainer.accelerator  # noqa: B018
+
+
+@pytest.fixture
+def evaluating(tmp_path, monkeypatch):
+    """A trainer whose runs and evaluations do nothing but report rising numbers, and the folders in which its model is written."""
+    result = TrainResult(output_dir=tmp_path, steps=3, before={}, after={}, exported=tmp_path / "hf" / "step_3")
+    numbers = itertools.count(1)
+
+    def report(config, *, listener, **_):
+        listener.evaluated = {"eval_reward": float(next(numbers))}
+        return result
+
+    monkeypatch.setattr(mgrpo, "train", report, raising=False)
+    monkeypatch.setattr(mgrpo, "evaluate", report, raising=False)
+    trainer = made(args=GRPOConfig(str(tmp_path / "out")), eval_dataset=ROWS)
+    written: list[Path] = []
+    monkeypatch.setattr(trainer._policy, "write", lambda folder, beta: written.append(folder))
+    return trainer, written
+
+
+def test_the_evaluation_after_training_stays_that(evaluating):
+    """The numbers of other rows in between would pass for those of the trainer's."""
+    trainer, _ = evaluating
+    trainer.train()
+    assert trainer.evaluate() == {"eval_reward": 1.0}
+    assert trainer.evaluate(ROWS[:1]) == {"eval_reward": 2.0}
+    assert trainer.evaluate() == {"eval_reward": 1.0}
+
+
+def test_a_loaded_model_is_written_for_those_who_read_it(evaluating):
+    """It may be many gigabytes; after training its folder is read by the next training only."""
+    trainer, written = evaluating
+    trainer.evaluate()
+    assert len(written) == 1
+    trainer.train()
+    trainer.evaluate(ROWS[:1])
+    assert len(written) == 2
+    trainer.train()
+    assert len(written) == 3
+
+
+def test_ranks_do_not_run_ahead_of_an_evaluation(evaluating, monkeypatch):
+    """Those that enter `train` wait there no longer than learner_timeout, and an evaluation starts engines first."""
+    trainer, written = evaluating
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ValueError, match="evaluate before train needs one rank"):
+            trainer.evaluate()
+    assert not written
+    trainer.train()
+    assert trainer.evaluate(ROWS[:1]) == {}
 
 
 def test_the_trained_model_is_pushed_once(tmp_path, monkeypatch):

@@ -232,7 +232,7 @@ def test_an_evaluation_has_a_loss_and_each_set_its_own_metrics(has_sets):
         scored_group(own, parts=[{"f": reward} for reward in own], of=group.group.prompt)
         for own, group in zip(rewards, scored.groups, strict=True)
     ]
-    scored = dataclasses.replace(scored, groups=groups)
+    scored = dataclasses.replace(scored, groups=groups, scale=None)
     own.evaluation(0, evaluation_metrics(groups), scored)
     found = own.evaluated
     names = ["eval_a_", "eval_b_"] if has_sets else ["eval_"]
@@ -240,6 +240,24 @@ def test_an_evaluation_has_a_loss_and_each_set_its_own_metrics(has_sets):
         assert math.isfinite(found[name + "loss"])
         assert {name + "reward", name + "rewards/f/mean", name + "completions/mean_length"} <= found.keys()
     assert [found[name + "reward"] for name in names] == pytest.approx([0.25, 0.5] if has_sets else [1 / 3])
+
+
+def test_parts_of_a_verifiers_reward_are_no_functions():
+    """A set by name has the metrics of rows without one: a verifier's score and the format are no rewards of functions."""
+    own, scored = history(logging_steps=10), evaluator().evaluate(0)
+    groups = [
+        scored_group(
+            [1.0, 0.0], parts=[{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 0.0}], of=g.group.prompt
+        )
+        for g in scored.groups
+    ]
+    scored = dataclasses.replace(scored, groups=groups, sources=["a"] * len(groups))
+    own.evaluation(0, evaluation_metrics(groups, scale=scored.scale), scored)
+    plain = {name.removeprefix("eval_") for name in own.evaluated}
+    own.report_sets({"a": []}, "eval")
+    own.evaluation(0, evaluation_metrics(groups, scale=scored.scale), scored)
+    by_name = {name.removeprefix("eval_").removeprefix("a_") for name in own.evaluated}
+    assert plain - by_name == {"runtime", "samples_per_second"} and by_name <= plain
 
 
 def test_the_loss_of_an_evaluation_is_that_of_its_advantages():
