@@ -114,6 +114,7 @@ def learned(
 
     for _ in range(3):
         losses.append(sum(policy.train_step(policy.microbatches(packs), loss).measured))
+    policy.wait_for_weights()
     ratio = policy.adapters.update_ratio(cases.host_group())
     after = held(policy.parameters.boxes(policy.parameters.model))
     found = {
