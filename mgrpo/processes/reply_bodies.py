@@ -1,26 +1,28 @@
-"""Bodies of HTTP replies from programs that are not trusted, through aiohttp."""
+"""Bodies of HTTP replies from programs that are not trusted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import aiohttp
+from collections.abc import AsyncIterator, Mapping
 
 PLAIN = {"Accept-Encoding": "identity"}
-"""Headers of requests whose replies `plain_body` reads, in sessions without `auto_decompress`: a few kilobytes become gigabytes."""
+"""Headers of requests whose replies `plain_body` reads: of a compressed reply a few kilobytes become gigabytes."""
 
 
-async def plain_body(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The body; ValueError for one that is compressed or longer than `most_bytes`, whose connection is closed."""
-    encoding = reply.headers.get("Content-Encoding", "identity")
+async def plain_body(headers: Mapping[str, str], pieces: AsyncIterator[bytes], most_bytes: int) -> bytes:
+    """The body of a reply.
+
+    Args:
+        headers: the reply's, in which case does not matter.
+        pieces: of the body as it was sent.
+    Raises:
+        ValueError: it is compressed or longer than `most_bytes`; whoever asked closes the connection.
+    """
+    encoding = headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        reply.close()
         raise ValueError(f"the answer is in Content-Encoding {encoding[:40]}, asked for was none")
     body = bytearray()
-    async for chunk in reply.content.iter_any():
-        body += chunk
+    async for piece in pieces:
+        body += piece
         if len(body) > most_bytes:
-            reply.close()
             raise ValueError(f"the answer is longer than {most_bytes:,} bytes")
     return bytes(body)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
 from mgrpo.sandbox.clipped import Clipped
 from mgrpo.sandbox.interpreters import CellOutput, Kernel
 from mgrpo.sandbox.local import borrow_kernels, give_back_kernels
@@ -235,17 +236,11 @@ class _CodeService:
         raise AssertionError("the last try returns or raises")
 
     async def _post(self, question: Mapping[str, Any]) -> tuple[int, bytes]:
-        reply = bytearray()
-        async with self._client.stream(
-            "POST", self._url, json=question, headers={"Accept-Encoding": "identity"}
-        ) as response:
-            if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                raise RuntimeError(f"the code service answered in Content-Encoding {encoding[:40]}, asked for was none")
-            async for piece in response.aiter_raw():
-                reply += piece
-                if len(reply) > _REPLY_BYTES:
-                    raise RuntimeError(f"the code service answered with more than {_REPLY_BYTES} bytes")
-        return response.status_code, bytes(reply)
+        async with self._client.stream("POST", self._url, json=question, headers=PLAIN) as response:
+            try:
+                return response.status_code, await plain_body(response.headers, response.aiter_raw(), _REPLY_BYTES)
+            except ValueError as err:
+                raise RuntimeError(f"the code service's reply cannot be read: {err}") from None
 
 
 def _read(data: bytes) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class SearchService:
             try:
                 async with self._session.post(self._endpoint, json=request, allow_redirects=False) as response:
                     if response.status == 200:
-                        return _passages(await plain_body(response, _MOST_BYTES))
+                        return _passages(await plain_body(response.headers, response.content.iter_any(), _MOST_BYTES))
                     problem = f"it answered with status {response.status}"
                     if response.status not in _TEMPORARY_STATUSES:
                         break

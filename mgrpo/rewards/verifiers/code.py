@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Reward
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
 from mgrpo.rewards.verifier import Answer, RemoteVerifier, shown
 from mgrpo.sandbox.cases import assert_tests, stdio_tests
 from mgrpo.sandbox.local import borrow_app, give_back_app
@@ -158,19 +159,13 @@ class Code(RemoteVerifier):
             return await self._exchange(content, most_bytes)
 
     async def _exchange(self, content: bytes, most_bytes: int) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = PLAIN | {"Content-Type": "application/json"}
         async with self._client.stream("POST", self.path, content=content, headers=headers) as response:
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                raise ValueError(
-                    f"{response.url} answered with Content-Encoding={encoding}; it was asked for plain text"
-                )
-            reply = bytearray()
-            async for chunk in response.aiter_raw():
-                reply += chunk
-                if len(reply) > most_bytes:
-                    raise ValueError(f"{response.url} answered with more than {most_bytes} bytes")
-        return response.status_code, reply.decode("utf-8", "replace")
+            try:
+                body = await plain_body(response.headers, response.aiter_raw(), most_bytes)
+            except ValueError as err:
+                raise ValueError(f"{response.url}: {err}") from None
+        return response.status_code, body.decode("utf-8", "replace")
 
 
 class CodeStdio(Code):

@@ -322,7 +322,9 @@ def test_a_reply_that_was_compressed_is_a_failed_call():
         async with opened(endpoint=url) as tool:
             await tool.reset({}, seed=0)
             (observation,) = await turn(tool, "1")
-            assert observation.failed and "answered in Content-Encoding gzip, asked for was none" in observation.text
+            assert (
+                observation.failed and "the answer is in Content-Encoding gzip, asked for was none" in observation.text
+            )
 
     asyncio.run(at_service(app, use))
 

@@ -78,7 +78,7 @@ class ServerConnection:
             async with self._session.request(
                 method, self.url + path, allow_redirects=False, timeout=limit, **more
             ) as answer:
-                body = await plain_body(answer, most_bytes)
+                body = await plain_body(answer.headers, answer.content.iter_any(), most_bytes)
                 if answer.status != 200:
                     # After some errors vLLM closes the connection, and the next request would be lost in it.
                     answer.close()
