@@ -104,7 +104,9 @@ class Run:
             "gcs": "gcs_server",
             "verifier": "mgrpo.rewards.verifier_worker",
         }[kind]
-        return next(p for p in family if words in " ".join(p.cmdline()[:3]) or words in p.name())
+        return next(
+            p for p in family if words in " ".join(p.cmdline()[:3]) or words in p.name() or words in p.cmdline()
+        )
 
     def end(self) -> None:
         """Whatever happened, leave nothing for the next test."""

@@ -12,13 +12,13 @@ from tests.e2e.launching import Run, survivors
 from tests.tiny_models import load_hf
 
 STEPS = 30
-KEYS = {"WANDB_API_KEY": "planted-key", "OPENAI_API_KEY": "planted-key", "HF_TOKEN": "planted-key"}
+KEYS = {"WANDB_API_KEY": "planted-key", "OPENAI_API_KEY": "planted-key"}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     flags = ["--total_episodes", str(STEPS * 256), "--weight_sync_check_every", "10"]
-    run = Run(tmp_path_factory.mktemp("run"), flags, variables=KEYS)
+    run = Run(tmp_path_factory.mktemp("run"), flags, variables=KEYS | {"HF_TOKEN": "hub-token"})
     try:
         run.wait_for("\nstep ", 150)
         family = run.family()
@@ -105,6 +105,8 @@ def test_keys_of_trackers_and_judges_stay_in_the_ranks(finished):
     assert finished.environments["rank 0"].count("planted-key") == len(KEYS)
     others = [text for kind, text in finished.environments.items() if kind != "rank 0"]
     assert all("PATH=" in text and "planted-key" not in text for text in others)
+    # Engines of other nodes download models; what reads untrusted text does not.
+    assert "hub-token" in finished.environments["raylet"] and "hub-token" not in finished.environments["verifier"]
 
 
 def test_no_process_is_left(finished):
