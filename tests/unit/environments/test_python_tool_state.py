@@ -20,12 +20,10 @@ from tests.unit.environments.test_python_tool import MEMORY_MB, PLENTY_S, opened
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_other_tests():
-    """Processes that other tests keep; the kernels are held for all tests of this file, so that the walls rise once."""
+def kernels():
+    """Held for all tests of this file, so that the walls rise once."""
     skip_without_namespaces()
-    others = {process.pid for process in descendants(os.getpid())}
-    borrow_kernels(MEMORY_MB, accept_risk=False)
-    yield others
+    yield borrow_kernels(MEMORY_MB, accept_risk=False)
     give_back_kernels(MEMORY_MB, accept_risk=False)
 
 
@@ -231,17 +229,17 @@ PLACES: dict[str, Callable[[list[psutil.Process]], psutil.Process]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_process_of_the_sandbox_that_is_killed_in_a_call_costs_that_trajectory(place, of_other_tests):
+def test_a_process_of_the_sandbox_that_is_killed_in_a_call_costs_that_trajectory(place):
     """The call is told that its interpreter is lost, the tool goes on with a new one, and no process is left over."""
 
     async def go() -> None:
         before = {process.pid for process in descendants(os.getpid())}
-        async with opened() as tool:
+        async with opened(memory_mb=MEMORY_MB + 1) as tool:  # kernels of its own
             await tool.reset({}, seed=0)
             assert await said(tool, "x = 1; x") == "1\n"
             call = asyncio.create_task(turn(tool, "import time\ntime.sleep(60)"))
             await asyncio.sleep(0.2)
-            below = [process for process in descendants(os.getpid()) if process.pid not in of_other_tests]
+            below = [process for process in descendants(os.getpid()) if process.pid not in before]
             PLACES[place](below).send_signal(signal.SIGKILL)
             (observation,) = await asyncio.wait_for(call, PLENTY_S)
             assert observation.failed and "all names and files" in observation.text
