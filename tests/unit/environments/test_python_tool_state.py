@@ -233,13 +233,14 @@ def test_a_process_of_the_sandbox_that_is_killed_in_a_call_costs_that_trajectory
     """The call is told that its interpreter is lost, the tool goes on with a new one, and no process is left over."""
 
     async def go() -> None:
-        before = {process.pid for process in descendants(os.getpid())}
+        others = {process.pid for process in descendants(os.getpid())}
         async with opened(memory_mb=MEMORY_MB + 1) as tool:  # kernels of its own
+            before = {process.pid for process in descendants(os.getpid())}
             await tool.reset({}, seed=0)
             assert await said(tool, "x = 1; x") == "1\n"
             call = asyncio.create_task(turn(tool, "import time\ntime.sleep(60)"))
             await asyncio.sleep(0.2)
-            below = [process for process in descendants(os.getpid()) if process.pid not in before]
+            below = [process for process in descendants(os.getpid()) if process.pid not in others]
             PLACES[place](below).send_signal(signal.SIGKILL)
             (observation,) = await asyncio.wait_for(call, PLENTY_S)
             assert observation.failed and "all names and files" in observation.text
