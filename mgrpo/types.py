@@ -34,6 +34,8 @@ class Prompt:
     """The row's own `prompt`, for reward functions: text, or messages."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """The row's other columns, for reward functions."""
+    teacher: int = -1
+    """The place of its teacher among `Distillation.teachers`; -1: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,26 @@ class KeptTokens:
     def where(self, chosen: np.ndarray) -> KeptTokens:
         """Those of the tokens that are `chosen`, `[len]` bool."""
         return KeptTokens.of_sizes(self.ids[np.repeat(chosen, self.sizes)], self.sizes[chosen])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """A teacher's log-probabilities of a completion's tokens, by which it was not sampled."""
+
+    logprobs: np.ndarray
+    """`[len]` float32; NaN where the token was not sampled by the policy, or the teacher gave none."""
+    ids: np.ndarray | None = None
+    """`[len, k]` int32, the teacher's likeliest tokens at each place; -1 where it gave fewer. None: only the tokens' own were asked for."""
+    likeliest: np.ndarray | None = None
+    """`[len, k]` float32, the log-probabilities of `ids`; NaN where there is none."""
+
+    def part(self, chosen: slice | np.ndarray) -> TeacherScores:
+        """Those of some of the tokens: a slice, or `[len]` bool."""
+        return TeacherScores(
+            logprobs=self.logprobs[chosen],
+            ids=None if self.ids is None else self.ids[chosen],
+            likeliest=None if self.likeliest is None else self.likeliest[chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +187,8 @@ class Completion:
     """None: one turn, all of whose tokens were sampled."""
     kept: KeptTokens | None = None
     """The set that each token was sampled from, over which its logprob is normalised. None: the whole vocabulary."""
+    taught: TeacherScores | None = None
+    """What its teacher, on an engine or a server, says of its tokens. None: it has none, or has not been asked."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -298,6 +322,12 @@ class TrainSample:
     """The sets of the response's tokens. All samples of a step have them, or none has."""
     continues: bool = False
     """A further branch of the completion that the sample before it belongs to."""
+    teacher: int = -1
+    """The place of its teacher among `Distillation.teachers`; -1: nothing is learned from any."""
+    taught: TeacherScores | None = None
+    """What the teacher says of the response's tokens. All samples with a teacher have it, or none has: learners then ask theirs."""
+    teacher_prompt: np.ndarray | None = None
+    """`[len]` int32: what the teacher reads in place of `prompt_tokens`. None: the same."""
 
     @property
     def is_predicted(self) -> np.ndarray:
@@ -350,6 +380,10 @@ class PackedBatch:
     """`[sequences]` int32: the sample each sequence came from."""
     kept: KeptTokens | None = None
     """The sets of the responses' tokens, each with its target in it. None: logprobs are normalised over the whole vocabulary."""
+    teachers: np.ndarray | None = None
+    """`[sequences]` int8, `TrainSample.teacher`. None: none of the step's samples has any."""
+    taught: TeacherScores | None = None
+    """Of the responses' tokens; NaN and -1 in sequences without a teacher. None: no sample has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

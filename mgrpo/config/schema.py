@@ -15,6 +15,7 @@ from mgrpo.config.adapter import Adapter
 from mgrpo.config.algorithm import Algorithm
 from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.config.data import Data
+from mgrpo.config.distillation import Distillation
 from mgrpo.config.engine import Engine
 from mgrpo.config.experiment import Experiment
 from mgrpo.config.hub import Hub
@@ -43,6 +44,7 @@ class Config:
     tools: Tools = field(default_factory=Tools)
     loss: LossConfig = field(default_factory=LossConfig)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    distillation: Distillation = field(default_factory=Distillation)
     optimizer: Optimizer = field(default_factory=Optimizer)
     parallel: Parallel = field(default_factory=Parallel)
     engine: Engine = field(default_factory=Engine)

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from mgrpo.config.fields import Setting, read, settings
+from mgrpo.config.fields import Setting, read, section_types, settings
 
 Status = Literal["used", "derived", "alias", "translated", "no effect", "refused"]
 OURS = "mgrpo"
@@ -131,8 +131,8 @@ def _value(word: str, expected: Any) -> object:
 
 @cache
 def sections() -> tuple[str, ...]:
-    """Sections of the table, in its order."""
-    return tuple(dict.fromkeys(entry.section for entry in table().values()))
+    """Sections of the table, in its order, then those of settings that no other trainer has a name for."""
+    return tuple(dict.fromkeys([*(entry.section for entry in table().values()), *section_types()]))
 
 
 @cache

@@ -351,6 +351,38 @@ class Keywords(TypedDict, total=False):
     """Optimizer steps per pass. (default: 1)"""
     reshuffle_mini_batches: bool
     """Form new mini-batches in every pass. (default: false)"""
+    teacher_model_name_or_path: Sequence[str] | str
+    """Models to learn from, each a folder or a name on the Hub, with the policy's tokenizer: MODEL teaches all rows, NAME:MODEL those of the dataset NAME or with NAME in their column teacher. self: the policy itself, which then sees teacher_prompt_template. With teacher_mode=server the names by which the servers know their models. Empty: no teacher. (default: empty)"""
+    teacher_mode: Literal["learner", "engine", "server"]
+    """Where teachers run: learner: on the learners' layout, beside the policy; engine: on vLLM engines of their own, which the run starts; server: on vLLM servers that run already. (default: learner)"""
+    teacher_server_base_url: Sequence[str] | str
+    """Addresses of the teachers' servers, http://HOST:PORT; several with one model share its work. (default: empty)"""
+    teacher_num_engines: int
+    """Engines of each teacher. (default: 1)"""
+    teacher_tensor_parallel_size: int
+    """Workers of each of these engines. (default: 1)"""
+    teacher_gpu_memory_utilization: float
+    """Share of a GPU's memory that such an engine may use; on a GPU that several share, their shares add up to at most 1. (default: 0.9)"""
+    teacher_prompt_template: str | None
+    """What a teacher reads in place of the last message of the user: a text with {prompt} and any of {answer} (a right answer of the group), {feedback} (the verifier's) and columns of the row, {solution}; the completion's tokens stay the same. none: what the policy read. (default: none)"""
+    teacher_update_rate: float
+    """Of the teacher self: below 1 it is an average of the policies so far, average <- rate x policy + (1 - rate) x average after every step. (default: 1.0)"""
+    teacher_temperature: float
+    """Teachers' logits are divided by this; a server's cannot be. (default: 1.0)"""
+    distillation_coef: float
+    """Weight of what is learned from teachers. (default: 1.0)"""
+    distillation_only: bool
+    """Learn from teachers alone: rewards are measured and not trained on. (default: false)"""
+    distillation_loss: Literal["sampled", "forward_kl", "reverse_kl", "jsd"]
+    """sampled: the advantage of each sampled token gains distillation_coef x (teacher's - policy's log-probability); the others are added to the loss, over the teacher's likeliest tokens: KL(teacher, policy), KL(policy, teacher), or the Jensen-Shannon divergence of GKD. (default: sampled)"""
+    distillation_topk: int
+    """The teacher's likeliest tokens that are compared, beside the sampled one; all others count as one token. (default: 16)"""
+    distillation_jsd_beta: float
+    """Weight of the teacher in the mixture of the Jensen-Shannon divergence; towards 0 it is like forward_kl, towards 1 like reverse_kl. (default: 0.5)"""
+    distillation_temperature: float | None
+    """The policy's logits are divided by this where they are compared with a teacher's; none: by temperature, as in sampling. (default: none)"""
+    distillation_clip: float | None
+    """Largest difference of the log-probabilities of teacher and policy that counts at a token; none: any. (default: none)"""
     learning_rate: float
     """Peak learning rate of AdamW. (default: 2e-05)"""
     lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant", "constant_with_warmup"]

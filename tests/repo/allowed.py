@@ -126,7 +126,7 @@ MAX_UNITS = 12
 LARGE = {
     "mgrpo": (26, "the rooms; `ROOMS` is their plan"),
     "algo": (15, "a formula a file, beside the loss that adds them up"),
-    "config": (31, "a section of the settings a file, with its rules"),
+    "config": (32, "a section of the settings a file, with its rules"),
     "data": (16, "the stations from a file of rows to token ids, one after the other"),
     "environments.loop": (13, "a conversation from its messages to its tokens, and the loop that plays it"),
     "parallel": (14, "nearly flat: each file does one thing of Megatron's our way"),
