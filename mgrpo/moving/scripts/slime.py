@@ -79,6 +79,7 @@ def combine(given: Given) -> None:
     _gpus(given)
     _batch(given)
     _loss(given)
+    _teacher(given)
     precision_of_moments(given, "use_precision_aware_optimizer")
     values = given.values
     values["save_freq"] = -1
@@ -223,3 +224,16 @@ def _loss(given: Given) -> None:
             given.text("tis_clip"),
             given.text("tis_clip_low"),
         )
+
+
+def _teacher(given: Given) -> None:
+    values = given.values
+    if not given.is_on("use_opd"):
+        given.leave_out(["opd_type", "opd_kl_coef", "opd_teacher_load"], "use_opd is off")
+        for name in ("distillation_coef", "teacher_model_name_or_path"):
+            values.pop(name, None)
+    elif given.text("opd_type") == "megatron":
+        values["teacher_mode"] = "learner"
+    else:
+        word = words("slime")["opd_type"]
+        given.refuse(word, given.text("opd_type") or "nothing", word.sentence)
