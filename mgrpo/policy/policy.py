@@ -239,19 +239,17 @@ class Policy:
                     microbatch.entropy = output[1]
 
     @torch.no_grad()
-    def teach(self, microbatches: Sequence[Microbatch], *, num_likeliest: int = 0) -> list[Taught]:
-        """What this model says of the micro-batches' tokens, at its own temperature; on the last stage, else nothing.
+    def teach(
+        self, microbatches: Sequence[Microbatch], *, num_likeliest: int = 0, temperature: float | None = None
+    ) -> list[Taught]:
+        """What this model says of the micro-batches' tokens, of each; empty before the last stage.
 
         Args:
             num_likeliest: its likeliest tokens that are wanted beside their own; of the kept set where there are sets.
+            temperature: what its logits are divided by, whatever the micro-batches say; None: its own.
         """
-        asked = [
-            replace(
-                microbatch,
-                response=replace(microbatch.response, temperature=self.temperature, num_likeliest=num_likeliest),
-            )
-            for microbatch in microbatches
-        ]
+        wanted = {"temperature": temperature or self.temperature, "num_likeliest": num_likeliest}
+        asked = [replace(batch, response=replace(batch.response, **wanted)) for batch in microbatches]
         outputs = passes.forward(self.chunks, asked, routing=self.routing)
         return [Taught.of(output, num_likeliest) for output in outputs] if self.is_last_stage else []
 

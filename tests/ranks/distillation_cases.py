@@ -18,17 +18,13 @@ def taught(
     temperature: float,
     **options: Any,
 ) -> dict[int, TeacherScores]:
-    """A model's judgement of this rank's samples, by sample; nothing before the last stage.
-
-    Their micro-batches are those of a policy that has another temperature.
-    """
-    policy = make_policy(model_dir, layout, temperature=temperature, **options)
+    """A model's judgement of this rank's samples, by sample; nothing before the last stage."""
+    policy = make_policy(model_dir, layout, **options)
     packs, _ = own_packs(policy, samples, share_prompts=True, pack_length=64)
-    policy.temperature = 7.0
     microbatches = policy.microbatches(packs)
-    policy.temperature = temperature
+    scored = policy.teach(microbatches, num_likeliest=num_likeliest, temperature=temperature)
     found = {}
-    for batch, scores in zip(microbatches, policy.teach(microbatches, num_likeliest=num_likeliest), strict=False):
+    for batch, scores in zip(microbatches, scored, strict=policy.is_last_stage):
         cuts = batch.pack.response_cu_seqlens
         whole = TeacherScores(
             logprobs=scores.logprobs.cpu().numpy(),
