@@ -83,7 +83,7 @@ def linear_logprobs(
             check_kept_values(kept, targets, vocab_range)
     inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
     group = None if holds_vocabulary else group
-    dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+    dtype = dtype_of_logits(hidden, fp32_logits)
     if kept is not None:
         values = picked_dots(
             hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group, dtype=dtype
@@ -123,7 +123,7 @@ class _LinearLogprobs(torch.autograd.Function):
             ops.logprob_stats(
                 logits, targets, None, vocab_start + columns.start, logits.shape[1], inv_temp, with_entropy
             )
-            for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype)
+            for columns, logits in head_chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype)
         ]
         _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
         logprobs, entropy, merged = ops.logprob_merge(gather(own, group), inv_temp)
@@ -144,7 +144,7 @@ class _LinearLogprobs(torch.autograd.Function):
         cotangents = op_cotangents(g_logprobs, g_entropy, merged)
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
-            for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
+            for columns, logits in head_chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
                 start, cols = ctx.vocab_start + columns.start, logits.shape[1]
                 ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, *cotangents)
                 yield columns, logits
@@ -195,7 +195,12 @@ class _LinearLogits(torch.autograd.Function):
         return *wanted, None, None
 
 
-def _chunks(
+def dtype_of_logits(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
+    """The type of the logits of chunks."""
+    return torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+
+
+def head_chunks(
     hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor]]:
     """Columns and logits `[n, columns]` of each chunk, padding left out. The next chunk overwrites the logits.
