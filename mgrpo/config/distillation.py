@@ -76,6 +76,11 @@ class Distillation:
         return tuple(Teacher(name, model) for name, _, model in (entry.rpartition(":") for entry in entries))
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What metrics and messages call them; the unnamed one is "teacher"."""
+        return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
+
+    @property
     def distills(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher_model_name_or_path)
