@@ -92,6 +92,11 @@ class Distillation:
         return tuple(t for t in self.teachers if t.model != SELF and self.teacher_mode != "server")
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What metrics and messages call them; the unnamed one is "teacher"."""
+        return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
+
+    @property
     def distills(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher_model_name_or_path)
