@@ -97,6 +97,11 @@ class Distillation:
         return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
 
     @property
+    def keeps_average(self) -> bool:
+        """Whether the teacher self is an average of the policies so far."""
+        return self.teacher_update_rate < 1 and any(teacher.model == SELF for teacher in self.teachers)
+
+    @property
     def distills(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher_model_name_or_path)

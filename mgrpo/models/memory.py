@@ -321,9 +321,9 @@ def export_bytes(shape: ModelShape, *, dtype_bytes: int, lora: LoraShape | None)
     return num_weights(shape) * dtype_bytes + (num_trained(shape, lora) * FP32_BYTES if lora else 0)
 
 
-def training_state_bytes(shape: ModelShape, *, reference_moves: bool, lora: LoraShape | None) -> int:
-    """Everything that a run resumes from: masters and moments in fp32, and the weights of a reference that is updated."""
-    return num_trained(shape, lora) * FP32_BYTES * (3 + reference_moves)
+def training_state_bytes(shape: ModelShape, *, num_following: int, lora: LoraShape | None) -> int:
+    """Everything that a run resumes from: masters and moments in fp32, and the weights of models that follow the policy."""
+    return num_trained(shape, lora) * FP32_BYTES * (3 + num_following)
 
 
 def num_weights(shape: ModelShape) -> int:

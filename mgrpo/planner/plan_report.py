@@ -142,9 +142,7 @@ def _whole_run(plan: RunPlan) -> str:
     """Hours of all steps, and what the run writes of its model."""
     config, lora = plan.config, plan.config.adapter.lora
     export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)
-    state = training_state_bytes(
-        plan.shape, reference_moves=config.algorithm.ref_policy_update_freq is not None, lora=lora
-    )
+    state = training_state_bytes(plan.shape, num_following=config.num_following, lora=lora)
     steps, states = config.num_training_steps, num_states(config)
     return (
         f"whole run: {counted(steps, 'step')}, {_duration(steps * plan.pace_s)} without evaluations; "
