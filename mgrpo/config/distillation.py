@@ -20,7 +20,7 @@ SELF = "self"
 WITH_TEACHER = Needs("teacher_model_name_or_path", lambda teacher_model_name_or_path: bool(teacher_model_name_or_path))
 OWN_ENGINES = Needs("teacher_mode=engine", lambda teacher_mode: teacher_mode == "engine")
 SERVERS = Needs("teacher_mode=server", lambda teacher_mode: teacher_mode == "server")
-WITH_SELF = Needs("the teacher self", lambda teachers: any(teacher.model == SELF for teacher in teachers))
+WITH_SELF = Needs("the teacher self", lambda is_own_teacher: is_own_teacher)
 SAMPLED = Needs(
     "a teacher, and distillation_loss=sampled",
     lambda distills, distillation_loss: distills and distillation_loss == "sampled",
@@ -97,14 +97,24 @@ class Distillation:
         return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
 
     @property
-    def keeps_average(self) -> bool:
-        """Whether the teacher self is an average of the policies so far."""
-        return self.teacher_update_rate < 1 and any(teacher.model == SELF for teacher in self.teachers)
+    def is_own_teacher(self) -> bool:
+        """Whether the policy, or an average of it, is one of the teachers."""
+        return any(teacher.model == SELF for teacher in self.teachers)
+
+    @property
+    def averages(self) -> bool:
+        """Whether one of the teachers is an average of the policies so far."""
+        return self.is_own_teacher and self.teacher_update_rate < 1
 
     @property
     def distills(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher_model_name_or_path)
+
+    @property
+    def engines_per_gpu(self) -> int:
+        """Engines of one worker whose shares of memory fit on a GPU together."""
+        return int(1 / self.teacher_gpu_memory_utilization + 1e-9)
 
     @property
     def num_likeliest(self) -> int:
@@ -149,12 +159,12 @@ def _only(distills: bool, distillation_only: bool, distillation_coef: float) -> 
 
 
 def _itself(
-    teachers: tuple[Teacher, ...],
+    is_own_teacher: bool,
     teacher_prompt_template: str | None,
     teacher_update_rate: float,
     use_peft: bool,
 ) -> Iterator[str]:
-    if not any(teacher.model == SELF for teacher in teachers):
+    if not is_own_teacher:
         return
     if teacher_prompt_template is None and teacher_update_rate == 1:
         yield (

@@ -106,11 +106,6 @@ class Config:
         return self.provenance.folder(f"{TEACHERS}:{teacher.model}", teacher.model) or ""
 
     @property
-    def num_following(self) -> int:
-        """Models that follow the policy, whose weights are saved with it: a reference that is updated, and an average that teaches."""
-        return (self.algorithm.ref_policy_update_freq is not None) + self.distillation.keeps_average
-
-    @property
     def max_model_length(self) -> int:
         """Tokens of the longest sequence in an engine."""
         rollout = self.rollout

@@ -18,7 +18,7 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.model_reader import fingerprint, model_reader
 from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.adapters import LoraShape
-from mgrpo.models.family import ModelShape
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import attention_remarks
@@ -49,7 +49,11 @@ class Models:
         self.config, self.shape, self.layout, self.host_group = config, shape, layout, host_group
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
-        self.logits_chunk = self._common_logits_chunk()
+        settings = config.distillation
+        loaded = settings.loaded_teachers if settings.teacher_mode == "learner" else ()
+        teacher_shapes = teacher_shapes or [shape_of(read_hf_config(config.teacher_path(each))) for each in loaded]
+        shape_of_teacher = {teacher.model: own for teacher, own in zip(loaded, teacher_shapes, strict=True)}
+        self.logits_chunk = self._common_logits_chunk(list(shape_of_teacher.values()))
         self.policy = self._make(
             Policy,
             shape,
@@ -62,7 +66,7 @@ class Models:
         # Without its adapters the policy is the reference.
         self.reference = self._untrained(shape) if self.has_reference and not self.policy.lora else None
         self.teachers = Teachers(
-            config, self.policy, make=self._untrained, shapes=teacher_shapes, on_progress=on_progress
+            config, self.policy, make=self._untrained, shapes=shape_of_teacher, on_progress=on_progress
         )
         self.adapter_record: dict[str, Any] | None = None
         """On rank 0, of the policy's adapters, for a saved state."""
@@ -123,7 +127,7 @@ class Models:
                 "base": fingerprint(base, self.shape),
             }
 
-    def _common_logits_chunk(self) -> int:
+    def _common_logits_chunk(self, teachers: Sequence[ModelShape]) -> int:
         """The number of columns that all ranks' LM heads compute at a time; 0: all."""
         # The smallest device decides for all: ranks that differ would meet in different collectives.
         device_bytes = torch.tensor(backend.device_bytes())
@@ -139,6 +143,8 @@ class Models:
             device_bytes=int(device_bytes),
             lora=config.adapter.lora,
             fp32_logits=config.model.cast_lm_head_to_fp32,
+            teachers=teachers,
+            averages=config.distillation.averages,
         )
 
     def _untrained(self, shape: ModelShape) -> UntrainedPolicy:

@@ -22,7 +22,7 @@ from mgrpo.checkpoint.train_state import AVERAGE
 from mgrpo.config import Config
 from mgrpo.config.distillation import SELF, TEACHERS
 from mgrpo.model_io.model_reader import model_reader
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.policy.microbatch import Microbatch, Taught
 from mgrpo.policy.policy import Policy
@@ -44,28 +44,25 @@ class Teachers:
         policy: Policy,
         *,
         make: Callable[[ModelShape], UntrainedPolicy],
-        shapes: Sequence[ModelShape] = (),
+        shapes: Mapping[str, ModelShape],
         on_progress: Callable[[], None],
     ) -> None:
         """
         Args:
             make: a model beside the policy, without weights.
-            shapes: of `loaded_teachers`, by default read from their folders.
+            shapes: of the models that are loaded, by their names in the settings.
         """
         self.settings, self.policy, self.on_progress = config.distillation, policy, on_progress
         self._asked = self.settings.teachers if self.settings.teacher_mode == "learner" else ()
-        loaded = self.settings.loaded_teachers if self._asked else ()
-        self._folders = {teacher.model: config.teacher_path(teacher) for teacher in loaded}
-        self._shapes = dict(zip(self._folders, shapes, strict=False)) if shapes else {}
-        for model, folder in self._folders.items():
-            self._shapes.setdefault(model, shape_of(read_hf_config(folder)))
+        self._shapes = shapes
+        self._folders = {teacher.model: config.teacher_path(teacher) for teacher in self.settings.loaded_teachers}
         self.models: dict[str, UntrainedPolicy] = {
             # Ids that the policy lacks are padding of the teacher's vocabulary: it shares no probability with them.
             model: make(replace(shape, vocab=policy.shape.vocab))
-            for model, shape in self._shapes.items()
+            for model, shape in shapes.items()
         }
         """By their names in the settings; without the policy itself."""
-        if self._asked and self.settings.keeps_average:
+        if self.settings.averages:
             self.models[SELF] = make(policy.shape)
 
     @property
