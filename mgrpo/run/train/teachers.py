@@ -85,11 +85,11 @@ class Teachers:
         for name, model in self.models.items():
             if name != SELF:
                 model.load(weights or model_reader(self._folders[name], self._shapes[name]))
+                check_loaded(model, f"{TEACHERS}={name}", group)
             elif checkpoint and AVERAGE in checkpoint.kinds:
                 model.load_masters(partial(checkpoint.read, AVERAGE))
             else:
                 model.load(own)
-            check_loaded(model, f"{TEACHERS}={name}", group)
 
     def packs(self, index: Mapping[str, np.ndarray], own: np.ndarray) -> list[dict[int, list[PackedBatch]]]:
         """For each mini-batch what every teacher reads that any rank asks in it, by its place. Not collective.
