@@ -20,11 +20,11 @@ from mgrpo.models.family import is_hub_name, read_hf_config, shape_of
 from mgrpo.models.hub import HubError, fetch
 from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
+from mgrpo.planner.engine_costs import num_teacher_workers
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
-from mgrpo.planner.teachers import num_teacher_workers
 
 SHIPPED = Path(__file__).with_name("models.json")
 """Sizes of public models: of each family what all have in common, and of each model its own, as in their config.json."""
