@@ -15,7 +15,7 @@ from mgrpo.config.adapter import Adapter
 from mgrpo.config.algorithm import Algorithm
 from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.config.data import Data
-from mgrpo.config.distillation import Distillation
+from mgrpo.config.distillation import TEACHERS, Distillation, Teacher
 from mgrpo.config.engine import Engine
 from mgrpo.config.experiment import Experiment
 from mgrpo.config.hub import Hub
@@ -101,11 +101,21 @@ class Config:
         """Folder of the model, of a configuration that has been checked."""
         return self.provenance.folder("model_name_or_path", self.model.model_name_or_path) or ""
 
+    def teacher_path(self, teacher: Teacher) -> str:
+        """Folder of a teacher that this run loads itself: one with its own weights, and not on a server."""
+        return self.provenance.folder(f"{TEACHERS}:{teacher.model}", teacher.model) or ""
+
     @property
     def max_model_length(self) -> int:
         """Tokens of the longest sequence in an engine."""
         rollout = self.rollout
         return self.data.max_prompt_token_length + max(rollout.response_length, rollout.eval_response_length or 0)
+
+    @property
+    def max_taught_length(self) -> int:
+        """Tokens of the longest sequence that a teacher is asked about; with a prompt of its own it fits a pack."""
+        has_own_prompt = self.distillation.teacher_prompt_template is not None
+        return self.parallel.pack_length if has_own_prompt else self.max_model_length
 
     @property
     def num_optimizer_steps(self) -> int:
