@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -73,12 +73,23 @@ class Microbatch:
     routing: Routing = field(default_factory=dict)
     """The experts chosen in the score that recorded them; replayed in training."""
 
+    def with_candidates(self, temperature: float) -> Microbatch:
+        """The same, whose teacher's likeliest tokens are scored as well, at this temperature."""
+        if self.taught is None or self.taught.ids is None:
+            return self
+        indices, ids = self.response.indices, self.taught.ids
+        candidates = (ids if indices is None else ids[indices]).long()
+        return replace(self, response=replace(self.response, candidates=candidates, candidate_temperature=temperature))
+
 
 Reported = TypeVar("Reported")
 """The report of a loss function about one micro-batch, besides the loss."""
 
-MicrobatchLoss = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
-"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""
+MicrobatchLoss = Callable[..., tuple[torch.Tensor, Reported]]
+"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report).
+
+Where the micro-batch's teacher names its likeliest tokens, also the log-probabilities of targets and of these `[responses, 1 + k]`.
+"""
 
 
 def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature: float) -> Microbatch:

@@ -49,6 +49,10 @@ class ResponseRows:
     """The tokens that each of the targets was sampled from; None: from the whole vocabulary."""
     num_likeliest: int = 0
     """The model's likeliest tokens that are wanted, in place of the entropy; only without gradients."""
+    candidates: torch.Tensor | None = None
+    """`[local responses, k]` int64, tokens that are scored beside each of the targets; -1: none."""
+    candidate_temperature: float = 0.0
+    """At which candidates are scored, and each target among them; only with `candidates`."""
 
 
 class HeadOptions(TypedDict):
@@ -63,6 +67,7 @@ class HeadOptions(TypedDict):
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
+    With k candidates: also the log-probabilities of target and candidates at their temperature: `[2 + 1 + k, responses]`.
     Where the k likeliest tokens are wanted: log-probability, those of the likeliest, and their ids, exact as float32 below
     2^24: `[1 + 2k, responses]`.
 
@@ -166,17 +171,27 @@ class ResponseModel(GPTModel):
             )
             return torch.cat((logprobs[None], likeliest.t(), ids.t().float()))
         options["with_entropy"] = has_gradient or self.scores_entropy
+        n, targets = len(hidden), response.targets
+        if response.candidates is not None:
+            # A teacher may have more padding in its vocabulary.
+            candidates = response.candidates.where(response.candidates < self.shape.vocab, -1)
+            targets = torch.cat((targets[:, None], candidates), 1)
+            if response.candidate_temperature != response.temperature:
+                hidden, targets, options = _at_both_temperatures(hidden, targets, response, options)
         logprobs, entropy = self._head(
             hidden,
             weight,
-            response.targets,
+            targets,
             whole=partial(ops.token_logprobs, inplace=has_gradient),
             linear=ops.linear_logprobs,
             **options,
         )
-        if entropy is None:
-            return logprobs[None]
-        return torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
+        values = [logprobs[:n].reshape(n, -1)[:, 0]]
+        if entropy is not None:
+            values.append((entropy if self.trains_entropy else entropy.detach())[:n])
+        if response.candidates is not None:
+            values += logprobs[-n:].unbind(1)
+        return torch.stack(values)
 
     def _head(
         self,
@@ -201,6 +216,23 @@ class ResponseModel(GPTModel):
             logits = head(hidden, weight=weight)[0].squeeze(1)
             head.sequence_parallel = sequence_parallel
         return whole(self.capped(logits), *args, **options)
+
+
+def _at_both_temperatures(
+    hidden: torch.Tensor, targets: torch.Tensor, response: ResponseRows, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Each row twice: first for its target, at the temperature of sampling, then for its candidates, at theirs."""
+    n = len(targets)
+    temperature = hidden.new_full((2 * n,), response.temperature, dtype=torch.float32)
+    temperature[n:] = response.candidate_temperature
+    alone = torch.full_like(targets, -1)
+    alone[:, 0] = targets[:, 0]
+    kept = response.kept and response.kept.twice()
+    return (
+        torch.cat((hidden, hidden)),
+        torch.cat((alone, targets)),
+        options | {"temperature": temperature, "kept": kept},
+    )
 
 
 def _call(*args: Any, op: Callable[..., Any], **options: Any) -> Any:

@@ -253,10 +253,21 @@ class Policy:
         outputs = passes.forward(self.chunks, asked, routing=self.routing)
         return [Taught.of(output, num_likeliest) for output in outputs] if self.is_last_stage else []
 
-    def train_step(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss[Reported]) -> StepResult[Reported]:
-        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: MicrobatchLoss[Reported],
+        *,
+        candidate_temperature: float | None = None,
+    ) -> StepResult[Reported]:
+        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step.
+
+        Args:
+            candidate_temperature: at which the likeliest tokens of teachers are scored; None: that of sampling.
+        """
         assert self.optimizer is not None, "call prepare_training first"
         self.optimizer.zero_gradients()
+        microbatches = [batch.with_candidates(candidate_temperature or self.temperature) for batch in microbatches]
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
         loss_scale = self.loss_scale.value if self.loss_scale else None

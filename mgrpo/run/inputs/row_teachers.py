@@ -10,7 +10,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
-from mgrpo.config.distillation import Distillation
+from mgrpo.config.distillation import Distillation, template_problems
 from mgrpo.data.rows import VERIFIERS
 
 if TYPE_CHECKING:
@@ -72,27 +72,8 @@ class TeacherTemplate:
 
     @classmethod
     def read(cls, text: str) -> TeacherTemplate:
-        """From `teacher_prompt_template`.
-
-        Raises:
-            ValueError: its braces are not those of placeholders, or the question has no place.
-        """
-        advice = "a brace that is not a placeholder's is written twice, {{ and }}"
-        try:
-            parts = list(Formatter().parse(text))
-        except ValueError as err:
-            raise ValueError(f"teacher_prompt_template={text[:60]!r} cannot be read: {err}; {advice}") from err
-        for _, name, form, conversion in parts:
-            if name is not None and (form or conversion or not name):
-                raise ValueError(
-                    f"teacher_prompt_template={text[:60]!r} has a placeholder {{{name}...}} that is no plain name; {advice}"
-                )
-        template = cls(tuple((literal, name) for literal, name, _, _ in parts))
-        if QUESTION not in template.names:
-            raise ValueError(
-                f"teacher_prompt_template={text[:60]!r} has no {{{QUESTION}}}: the teacher would not read the question"
-            )
-        return template
+        """From `teacher_prompt_template`, whose form the rules of the settings have checked."""
+        return cls(tuple((literal, name) for literal, name, _, _ in Formatter().parse(text)))
 
     @property
     def names(self) -> set[str]:
@@ -114,7 +95,7 @@ def text_of(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def teacher_problems(config: Config, train: Mixture) -> list[str]:
+def row_teacher_problems(config: Config, train: Mixture) -> list[str]:
     """Sentences about teachers that rows name and the run does not have, or the other way round, and about the template."""
     distillation = config.distillation
     if not distillation.distills or not len(train):
@@ -127,14 +108,10 @@ def teacher_problems(config: Config, train: Mixture) -> list[str]:
 
 
 def _template_problems(text: str | None, columns: Collection[str]) -> Iterator[str]:
-    if text is None:
+    # The rules have said what is wrong with its form.
+    if text is None or any(template_problems(text)):
         return
-    try:
-        template = TeacherTemplate.read(text)
-    except ValueError as err:
-        yield str(err)
-        return
-    for name in sorted(template.columns.difference(columns)):
+    for name in sorted(TeacherTemplate.read(text).columns.difference(columns)):
         yield (
             f"teacher_prompt_template has {{{name}}}, which no row has; expected {{{QUESTION}}}, {{{ANSWER}}}, {{{FEEDBACK}}} or a "
             f"column: {_listed(columns)}; a brace of the text itself is written twice, {{{{ and }}}}"

@@ -12,9 +12,10 @@ import pytest
 
 from mgrpo.rollout.engine import EngineError
 from mgrpo.run.inputs.row_teachers import TeacherTemplate
+from mgrpo.run.produce.asking import Asking
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.records import Rollouts
-from mgrpo.types import Prompt, PromptId, TeacherScores
+from mgrpo.types import Lesson, Prompt, PromptId, TeacherScores
 from tests import builders
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import collect, producer
@@ -181,6 +182,47 @@ def resumed(own, teachers: ScriptedTeachers, **settings):
     return again
 
 
+def test_each_branch_is_asked_about_and_only_what_was_sampled_is_kept() -> None:
+    """A tool's answer is context for the teacher, not a lesson; and each branch follows its own context."""
+    branches = (builders.branch(0, 3, [5, 6]), builders.branch(4, 5, [7]), builders.branch(5, 7, [5, 6, 8]))
+    own = builders.completion(range(10, 17), trajectory=builders.trajectory("1010110", branches=branches))
+    plain, empty = builders.completion([3, 4]), builders.completion(0)
+    scored = builders.scored_group([0.0] * 3, completions=[own, plain, empty], of=builders.prompt([5, 6], teacher=0))
+    hint = np.array([1, 2, 3], np.int32)
+    lessons = ((Lesson(prompt=hint), Lesson(prompt=None), Lesson(prompt=branches[2].prompt_tokens)),)
+    scored = dataclasses.replace(scored, lessons=(*lessons, (Lesson(prompt=hint),), (Lesson(prompt=None),)))
+    done: list = []
+    asking = Asking(
+        teachers := ScriptedTeachers(),
+        ["math"],
+        post=lambda task: task(),
+        done=lambda number, group: done.append((number, group)),
+        failed=done.append,
+    )
+    asking.add(7, scored)
+    ((_, sequences, _),) = teachers.asked
+    assert [(tokens.tolist(), start) for tokens, start in sequences] == [
+        ([1, 2, 3, 10, 11, 12], 3),
+        ([5, 6, 8, 15, 16], 3),
+        ([1, 2, 3, 3, 4], 3),
+    ]
+    ((number, group),) = done
+    branched, flat, none = group.completions
+    assert number == 7 and none.taught is None and asking.waited_for == ""
+    values = [-10.3, None, -12.5, None, None, -15.3, None]
+    for name, missing in (
+        ("logprobs", np.isnan),
+        ("ids", lambda ids: (ids < 0).all(1)),
+        ("likeliest", lambda x: np.isnan(x).all(1)),
+    ):
+        found = missing(getattr(branched.taught, name))
+        assert found.tolist() == [value is None for value in values], name
+    judged = [n for n, value in enumerate(values) if value is not None]
+    assert branched.taught.logprobs[judged].tolist() == pytest.approx([-10.3, -12.5, -15.3])
+    assert branched.taught.ids[judged].tolist() == [[10, 11], [12, 13], [15, 16]]
+    assert flat.taught.logprobs.tolist() == pytest.approx([-3.3, -4.4])
+
+
 def test_a_resumed_run_asks_again_only_about_what_was_not_answered() -> None:
     """Every answer costs the teacher a forward, and an answer by other weights would be another."""
     settings = {"use_rho_correction": True, "async_steps": 1, "inflight_updates": True}
@@ -213,7 +255,10 @@ def test_a_run_that_asks_for_something_else_asks_again(distillation_topk, asked)
     engine.answer(*range(8))
     settle(own)
     fresh = ScriptedTeachers(answers=False)
-    resumed(own, fresh, **settings, distillation_topk=distillation_topk)
+    again = resumed(own, fresh, **settings, distillation_topk=distillation_topk)
+    taking = again.take()
+    settle(again)
+    assert taking.done() == (not asked)
     assert [int(sequences[0][0][0]) - 1 for _, sequences, _ in fresh.asked] == asked
 
 
