@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import torch
@@ -26,7 +26,7 @@ from mgrpo.parallel import axes
 from mgrpo.policy import passes
 from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.loss_scale import LossScale
-from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
+from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, Taught, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
@@ -238,10 +238,36 @@ class Policy:
                 if len(output) > 1:
                     microbatch.entropy = output[1]
 
-    def train_step(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss[Reported]) -> StepResult[Reported]:
-        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
+    @torch.no_grad()
+    def teach(
+        self, microbatches: Sequence[Microbatch], *, num_likeliest: int = 0, temperature: float | None = None
+    ) -> list[Taught]:
+        """What this model says of the micro-batches' tokens, of each; empty before the last stage.
+
+        Args:
+            num_likeliest: its likeliest tokens that are wanted beside their own; of the kept set where there are sets.
+            temperature: what its logits are divided by, whatever the micro-batches say; None: its own.
+        """
+        wanted = {"temperature": temperature or self.temperature, "num_likeliest": num_likeliest}
+        asked = [replace(batch, response=replace(batch.response, **wanted)) for batch in microbatches]
+        outputs = passes.forward(self.chunks, asked, routing=self.routing)
+        return [Taught.of(output, num_likeliest) for output in outputs] if self.is_last_stage else []
+
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: MicrobatchLoss[Reported],
+        *,
+        candidate_temperature: float | None = None,
+    ) -> StepResult[Reported]:
+        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step.
+
+        Args:
+            candidate_temperature: at which the likeliest tokens of teachers are scored; None: that of sampling.
+        """
         assert self.optimizer is not None, "call prepare_training first"
         self.optimizer.zero_gradients()
+        microbatches = [batch.with_candidates(candidate_temperature or self.temperature) for batch in microbatches]
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
         loss_scale = self.loss_scale.value if self.loss_scale else None

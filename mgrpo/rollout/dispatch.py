@@ -51,6 +51,10 @@ class TrainingListener(Protocol):
     def load_changed(self) -> None:
         """An engine has more or less to do."""
 
+    @property
+    def waited_for(self) -> str:
+        """The teachers that scored groups wait for, "" for none. From any thread."""
+
 
 class Dispatcher:
     """Gives each group to the engine with the least to do. An `EngineListener` and the `Turns` of an interaction."""
@@ -155,9 +159,11 @@ class Dispatcher:
             except TimeoutError:
                 if future.done():
                     raise
-        others = "the environments" if self.unfinished.groups else "the rewards"
+        teachers = self.listener.waited_for if self.listener else ""
+        others = "the environments" if self.unfinished.groups else teachers or "the rewards"
         busy = ", ".join(map(str, self.loads.busy()))
-        whose = ("the engine" if engines == 1 else f"engines {busy}") if busy else others
+        sampling = "the engine" if engines == 1 else f"engines {busy}"
+        whose = (f"{sampling} and {teachers}" if teachers else sampling) if busy else others
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.roster.keep_logs()}"
