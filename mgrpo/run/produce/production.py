@@ -22,7 +22,7 @@ from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_fleet
 from mgrpo.run.inputs.reading import Inputs
-from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate
+from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
 from mgrpo.run.produce.asking import Teaches
 from mgrpo.run.produce.evaluator import Evaluator
@@ -124,7 +124,7 @@ def prepare(config: Config, parts: Started) -> Production:
         EngineError: an engine could not be started.
     """
     from mgrpo.data.templates import missing_stop_strings
-    from mgrpo.data.tokenizer import decode
+    from mgrpo.data.tokenizer import decode, token_ids
 
     prompts = parts.inputs.prompts
     assert prompts is not None, "checked: the rows are prompts"
@@ -176,6 +176,12 @@ def prepare(config: Config, parts: Started) -> Production:
         remarks=[
             *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
             *(remarks(config, toolset, language) if toolset and language else ()),
+            *template_remarks(
+                config,
+                parts.inputs.train.columns,
+                longest=prompts.longest,
+                num_tokens=lambda text: len(token_ids(tokenizer, [text])[0]),
+            ),
         ],
     )
 
