@@ -50,7 +50,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.processes.stopwatch import Stopwatch
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.run.produce.asking import Asking, Teaches
+from mgrpo.run.produce.asked_teachers import Asking, Teaches
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
 from mgrpo.run.produce.lessons import Lessons, lesson_metrics

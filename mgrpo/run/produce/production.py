@@ -24,7 +24,7 @@ from mgrpo.rollout.start import started_fleet
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
-from mgrpo.run.produce.asking import Teaches
+from mgrpo.run.produce.asked_teachers import Teaches
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer

@@ -10,7 +10,7 @@ from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import Roster
-from mgrpo.run.produce.asking import Teaches
+from mgrpo.run.produce.asked_teachers import Teaches
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer

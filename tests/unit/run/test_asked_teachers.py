@@ -12,7 +12,7 @@ import pytest
 
 from mgrpo.rollout.engine import EngineError
 from mgrpo.run.inputs.row_teachers import TeacherTemplate
-from mgrpo.run.produce.asking import Asking
+from mgrpo.run.produce.asked_teachers import Asking
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.records import Rollouts
 from mgrpo.types import Lesson, Prompt, PromptId, TeacherScores
@@ -26,7 +26,7 @@ K = 2
 
 
 class ScriptedTeachers:
-    """Implements `mgrpo.run.produce.asking.Teaches`: a token's log-probability is minus the token minus a tenth of its place.
+    """Implements `mgrpo.run.produce.asked_teachers.Teaches`: a token's log-probability is minus the token minus a tenth of its place.
 
     Args:
         answers: whether it answers as soon as it is asked; otherwise by `answer`.
