@@ -16,7 +16,8 @@ import numpy as np
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import say
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import (
@@ -30,7 +31,6 @@ from mgrpo.rollout.requests import (
     to_groups,
     training_sampling,
 )
-from mgrpo.rollout.roster import say
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from mgrpo.config import Config, ConfigError
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.heartbeat import Heartbeat
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.heartbeat import Heartbeat
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.node import RayNode

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mgrpo.moving import from_values
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 
 

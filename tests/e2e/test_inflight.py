@@ -11,8 +11,8 @@ import torch
 
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import Completions, EngineError, Sampling
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.group import open_store
 from tests.e2e.test_weight_sync import HOST, make_sender

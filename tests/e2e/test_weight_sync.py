@@ -14,8 +14,8 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store

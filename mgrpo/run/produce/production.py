@@ -18,7 +18,7 @@ from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_fleet
 from mgrpo.run.inputs.reading import Inputs

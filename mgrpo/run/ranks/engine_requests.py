@@ -17,7 +17,7 @@ from typing import Any
 
 from mgrpo.processes import local_socket
 from mgrpo.rollout.engine import EngineError
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.roster import Roster
 
 NAME = "engines.json"
 """The file with the socket's name in the run's folder, while the run goes on."""

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from mgrpo.moving import from_values
-from mgrpo.rollout import members, start
+from mgrpo.rollout import start
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError, WrongAnswerError
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.heartbeat import Heartbeat
-from mgrpo.rollout.members import State
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines import members
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.heartbeat import Heartbeat
+from mgrpo.rollout.engines.members import State
+from mgrpo.rollout.engines.roster import Roster
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told
 

@@ -8,8 +8,8 @@ from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.producer import Producer
 from mgrpo.run.records import Rollouts

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import Background
 from mgrpo.rollout.engine import Engine, EngineError
-from mgrpo.rollout.members import Members, State
+from mgrpo.rollout.engines.members import Members, State
 
 Start = Callable[[int], Engine]
 """Begins to start the engine with this number, the first time or again. RuntimeError: the cluster has no room for it."""

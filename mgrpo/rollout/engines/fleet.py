@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Engine, EngineError, Pause, WrongAnswerError
+from mgrpo.rollout.engines.roster import Roster, say
 from mgrpo.rollout.requests import sampler_seed
-from mgrpo.rollout.roster import Roster, say
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Future
 
 from mgrpo.rollout.engine import Engine
-from mgrpo.rollout.members import LOADED, State
-from mgrpo.rollout.roster import Roster, say
+from mgrpo.rollout.engines.members import LOADED, State
+from mgrpo.rollout.engines.roster import Roster, say
 
 LONGEST_BEAT_S = 5.0
 
