@@ -14,7 +14,7 @@ from mgrpo.rollout.engines.heartbeat import Heartbeat
 from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
-from mgrpo.rollout.vllm.node import RayNode
+from mgrpo.rollout.vllm.ray_processes.node import RayNode
 from mgrpo.rollout.vllm.server.server_facts import host_elsewhere, meeting_host
 
 __all__ = ["RayNode", "engines_are_local", "machine_problems", "serving_gpus", "started_fleet"]

@@ -116,6 +116,7 @@ INNER = {
     },
     "telemetry.trackers": set(),
     "moving.scripts": {"command_words", "config_doors"},
+    "rollout.vllm.ray_processes": {"printed"},
     "rollout.vllm.server": {"calls", "kept_sets"},
     "run.records": set(),
     "telemetry.metrics": {"files", "trackers"},

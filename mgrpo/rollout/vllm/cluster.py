@@ -22,12 +22,12 @@ from typing import IO, Any
 from mgrpo.config import Config, ConfigError
 from mgrpo.processes.address import INTERFACES
 from mgrpo.processes.visible import is_key
-from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, has_local_core, serving_gpus
-from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 from mgrpo.rollout.vllm.printed import FOLDER, last_error
 from mgrpo.rollout.vllm.ray_engine import RayEngine
-from mgrpo.rollout.vllm.reaper import end_engine
+from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.ray_processes.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
+from mgrpo.rollout.vllm.ray_processes.reaper import end_engine
 
 _LAUNCHER_VARIABLES = (
     "RANK",
