@@ -89,6 +89,7 @@ def _groups(
     active_sampling: bool,
     filter_zero_std_samples: bool,
     replay_buffer_size: int,
+    distills: bool,
     num_samples_per_prompt_rollout: int,
     num_unique_prompts_rollout: int,
 ) -> Iterator[str]:
@@ -109,7 +110,7 @@ def _groups(
         )
     if num_samples_per_prompt_rollout > 1:
         return
-    if filter_zero_std_samples:
+    if filter_zero_std_samples and not distills:
         yield (
             "num_samples_per_prompt_rollout=1 makes every group's rewards equal, so filter_zero_std_samples=true would "
             "leave nothing; set it to false, or sample at least 2"

@@ -15,7 +15,7 @@ from mgrpo.config.adapter import Adapter
 from mgrpo.config.algorithm import Algorithm
 from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.config.data import Data
-from mgrpo.config.distillation import Distillation
+from mgrpo.config.distillation import TEACHERS, Distillation, Teacher
 from mgrpo.config.engine import Engine
 from mgrpo.config.experiment import Experiment
 from mgrpo.config.hub import Hub
@@ -100,6 +100,10 @@ class Config:
     def model_path(self) -> str:
         """Folder of the model, of a configuration that has been checked."""
         return self.provenance.folder("model_name_or_path", self.model.model_name_or_path) or ""
+
+    def teacher_path(self, teacher: Teacher) -> str:
+        """Folder of a teacher that this run loads itself: one with its own weights, and not on a server."""
+        return self.provenance.folder(f"{TEACHERS}:{teacher.model}", teacher.model) or ""
 
     @property
     def max_model_length(self) -> int:

@@ -71,6 +71,7 @@ WARNINGS: tuple[Rule, ...] = (
     *data.WARNINGS,
     *rollout.WARNINGS,
     *loss.WARNINGS,
+    *distillation.WARNINGS,
     *checkpoint.WARNINGS,
     *tools.WARNINGS,
 )
@@ -118,7 +119,7 @@ def problems(
     if not unsound and not reading.find(*parallel.LAYOUT):
         found += reading.find(_derived)
     if hf_config is not None and reading.has("layout", "max_model_length", "vllm_tensor_parallel_size"):
-        found += reading.find(*MODEL_RULES)
+        found += reading.find(*MODEL_RULES, *distillation.MODEL)
     if hf_config is not None and reading.has("layout"):
         found += reading.find(*adapter.MODEL)
     sentences = [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]

@@ -58,6 +58,12 @@ def fingerprint(tokenizer: Any) -> str:
     return found.hexdigest()
 
 
+def first_difference(tokenizer: Any, other: Any) -> tuple[int, str, str | None] | None:
+    """The first of a tokenizer's ids that is another token, or none, of `other`: the id, and its token in each; None: there is none."""
+    own, others = ({number: token for token, number in t.get_vocab().items()} for t in (tokenizer, other))
+    return next(((n, own[n], others.get(n)) for n in sorted(own) if own[n] != others.get(n)), None)
+
+
 def token_ids(
     tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None, num_threads: int = 1
 ) -> list[list[int]]:

@@ -7,6 +7,7 @@ are the planner's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -34,6 +35,8 @@ class StateBytes:
     """This rank's share: two moments and an fp32 master copy, which fp32 weights do not need up to ZeRO-1."""
     reference: int
     """The reference model's parameters, and an fp32 copy of them where the reference is updated."""
+    teachers: int = 0
+    """Parameters of the teachers that learners hold, and an fp32 copy of those of an average of the policy."""
     unsharded: int = 0
     """ZeRO-3: whole weights, of the layer in use, of the next one, and of what is outside all layers."""
     host: int = 0
@@ -42,7 +45,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Everything that stays on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.reference + self.unsharded
+        return self.parameters + self.gradients + self.optimizer + self.reference + self.teachers + self.unsharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,8 @@ def state_bytes(
     moment_bytes: int = 2 * FP32_BYTES,
     offload_fraction: float = 0.0,
     lora: LoraShape | None = None,
+    teachers: Sequence[ModelShape] = (),
+    averages: bool = False,
 ) -> StateBytes:
     """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
 
@@ -186,8 +191,12 @@ def state_bytes(
             well.
         lora: only adapters are trained, in float32, which is their own master; the model's own weights stay as they are,
             and without adapters are the reference.
+        teachers: models that learners hold beside the policy, whole like the reference.
+        averages: one of the teachers is an average of the policy.
     """
     held = stage_elements(shape, layout, stage=stage)
+    taught = sum(stage_elements(teacher, layout, stage=stage).total for teacher in teachers) * dtype_bytes
+    taught += held.total * (dtype_bytes + FP32_BYTES) if averages else 0
     if lora is not None:
         own = adapter_elements(shape, layout, lora, stage=stage)
         return StateBytes(
@@ -195,6 +204,7 @@ def state_bytes(
             gradients=own.total * FP32_BYTES,
             optimizer=_share(own, layout, is_shared=layout.sharding >= 1) * moment_bytes,
             reference=0,
+            teachers=taught,
         )
 
     def share(is_shared: bool) -> int:
@@ -209,6 +219,7 @@ def state_bytes(
         gradients=share(layout.sharding >= 2) * FP32_BYTES,
         optimizer=stepped * FP32_BYTES * has_master + (stepped - on_host) * moment_bytes,
         reference=held.total * (dtype_bytes + FP32_BYTES * reference_moves) if has_reference else 0,
+        teachers=taught,
         unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
         host=on_host * 4 * FP32_BYTES,
     )
@@ -285,6 +296,8 @@ def choose_logits_chunk(
     device_bytes: int,
     lora: LoraShape | None = None,
     fp32_logits: bool = False,
+    teachers: Sequence[ModelShape] = (),
+    averages: bool = False,
 ) -> int:
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
@@ -299,13 +312,21 @@ def choose_logits_chunk(
         pack_length: most tokens in a pack.
         has_reference: a reference model lies on the same device.
         device_bytes: memory of the device; the same number on all ranks, because a tensor-parallel group must agree.
+        teachers, averages: as in `state_bytes`.
     """
     if setting != "auto":
         return setting
     if shape.logit_softcap is not None:
         return 0
     states = state_bytes(
-        shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference, lora=lora
+        shape,
+        layout,
+        stage=layout.pipeline - 1,
+        dtype_bytes=dtype_bytes,
+        has_reference=has_reference,
+        lora=lora,
+        teachers=teachers,
+        averages=averages,
     )
     rows = -(-pack_length // layout.context)
     logit_bytes = FP32_BYTES if fp32_logits else dtype_bytes
@@ -321,9 +342,11 @@ def export_bytes(shape: ModelShape, *, dtype_bytes: int, lora: LoraShape | None)
     return num_weights(shape) * dtype_bytes + (num_trained(shape, lora) * FP32_BYTES if lora else 0)
 
 
-def training_state_bytes(shape: ModelShape, *, reference_moves: bool, lora: LoraShape | None) -> int:
-    """Everything that a run resumes from: masters and moments in fp32, and the weights of a reference that is updated."""
-    return num_trained(shape, lora) * FP32_BYTES * (3 + reference_moves)
+def training_state_bytes(
+    shape: ModelShape, *, reference_moves: bool, lora: LoraShape | None, averages: bool = False
+) -> int:
+    """Everything that a run resumes from: masters and moments in fp32, and the weights of a reference or a teacher that moves."""
+    return num_trained(shape, lora) * FP32_BYTES * (3 + reference_moves + averages)
 
 
 def num_weights(shape: ModelShape) -> int:

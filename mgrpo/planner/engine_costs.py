@@ -1,15 +1,18 @@
-"""An inference engine: its weights, its KV cache, and the time of generation.
+"""Inference engines: their weights, their KV cache, the time of generation; those of teachers, and the time in which these read.
 
 A decoding step reads the weights once and the keys and values of every running sequence, so memory bandwidth limits
-generation (Pope et al., arXiv:2211.05102). The cache gets what the weights leave of vLLM's share of the GPU.
+generation (Pope et al., arXiv:2211.05102). The cache gets what the weights leave of vLLM's share of the GPU. Rows are assumed
+to be shared equally among teachers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from mgrpo.config.schema import Engine
+from mgrpo.config.distillation import SELF
+from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import holdings, padded_vocab
@@ -136,3 +139,45 @@ def _weights_read(shape: ModelShape, running: float) -> float:
     held = holdings(shape, tensor=1, expert=1)
     hit = 1 - (1 - shape.experts.top_k / shape.experts.count) ** running if shape.experts else 0.0
     return sum(layer.dense + layer.experts * hit for layer in held.layers) + shape.hidden * padded_vocab(shape)
+
+
+def num_teacher_workers(config: Config) -> int:
+    """Workers of all teachers' engines that the run starts."""
+    own = config.distillation
+    if own.teacher_mode != "engine":
+        return 0
+    return len(own.teachers) * own.teacher_num_engines * own.teacher_tensor_parallel_size
+
+
+def num_teacher_gpus(config: Config, *, num_free: int) -> int:
+    """GPUs of teachers' engines: one for each worker, or fewer where too few are free and several engines fit on one.
+
+    Args:
+        num_free: GPUs that neither learners nor the policy's engines take.
+    """
+    own, workers = config.distillation, num_teacher_workers(config)
+    if not workers or config.engine.shares_gpus:
+        return 0
+    packed = workers if own.teacher_tensor_parallel_size > 1 else -(-workers // own.engines_per_gpu)
+    return max(min(workers, num_free), packed)
+
+
+def teaching_seconds(
+    config: Config, shape: ModelShape, teachers: Sequence[ModelShape], work: Workload, hardware: Hardware, *, gpus: int
+) -> float:
+    """Seconds of one forward pass of the teachers over the batch; 0 without any, and for servers, whose GPUs are not the run's.
+
+    Args:
+        teachers: shapes of `Distillation.loaded_teachers`.
+        gpus: of the learners, where these hold the teachers.
+    """
+    own = config.distillation
+    if not own.distills or own.teacher_mode == "server":
+        return 0.0
+    loaded = iter(teachers)
+    shapes = [shape if teacher.model == SELF else next(loaded) for teacher in own.teachers]
+    each = [generation_flops(teacher, work) * (1 / len(shapes)) for teacher in shapes]
+    if own.teacher_mode == "learner":
+        return sum(hardware.compute_seconds(flops, gpus=gpus) for flops in each)
+    workers = own.teacher_num_engines * own.teacher_tensor_parallel_size
+    return max(hardware.compute_seconds(flops, gpus=workers) for flops in each)

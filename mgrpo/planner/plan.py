@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,15 @@ from mgrpo.models.memory import (
     whole_gradients,
 )
 from mgrpo.planner.activations import StageActivations, stage_activations
-from mgrpo.planner.engine_costs import EngineMemory, GenerationTime, engine_memory, generation_time
+from mgrpo.planner.engine_costs import (
+    EngineMemory,
+    GenerationTime,
+    engine_memory,
+    generation_time,
+    num_teacher_gpus,
+    num_teacher_workers,
+    teaching_seconds,
+)
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.sharing import PhaseMemory, phase_memory, sent_bytes, turn_seconds
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
@@ -50,6 +58,8 @@ class GpuSplit:
     learners: int
     engines: int
     """GPUs of all engines."""
+    teachers: int
+    """GPUs of teachers' engines; 0 where these are on GPUs that learners and engines share."""
     idle: int
     """Negative: that many GPUs are missing."""
 
@@ -141,6 +151,10 @@ class RunPlan:
     generation: GenerationTime | None
     """None where an engine cannot hold one sequence of maximum length."""
     sync_s: float
+    teach_s: float
+    """The teachers' forward pass."""
+    teachers: tuple[ModelShape, ...] = ()
+    """Of `Distillation.loaded_teachers`."""
 
     @cached_property
     def sharing(self) -> list[PhaseMemory]:
@@ -154,7 +168,15 @@ class RunPlan:
             sent=sent_bytes(worst.states, sharding=self.layout.sharding, moment_bytes=moment_bytes),
             reserved=worst.reserved,
             slots=worst.sync,
+            teachers=self.shared_teachers,
         )
+
+    @property
+    def shared_teachers(self) -> int:
+        """Bytes of teachers' engines on each GPU that learners and engines share; they never sleep."""
+        workers, own = num_teacher_workers(self.config), self.config.distillation
+        on_each = -(-workers // max(self.split.learners, 1))
+        return int(on_each * own.teacher_gpu_memory_utilization * self.hardware.gpu.memory_bytes)
 
     @property
     def turns_s(self) -> float:
@@ -186,14 +208,14 @@ class RunPlan:
             )
         elif self.split.idle < 0:
             yield (
-                f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for "
-                f"{self.split.learners} + {self.split.engines} GPUs, the cluster has {self.hardware.num_gpus}; "
-                "use more nodes or fewer learners or engines"
+                f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size{self._teachers_too} ask for "
+                f"{self.split.learners} + {self.split.engines}{f' + {self.split.teachers}' if self.split.teachers else ''} GPUs, "
+                f"the cluster has {self.hardware.num_gpus}; use more nodes or fewer learners or engines"
             )
         for phase in self.sharing:
             if phase.total > memory:
                 yield (
-                    f"{phase.phase}: learner {phase.learner / GIB:.1f} + engine {phase.engine / GIB:.1f} of {memory / GIB:.0f} "
+                    f"{phase.phase}: learner {phase.learner / GIB:.1f} + engine {phase.engine / GIB:.1f}{_teachers(phase)} of {memory / GIB:.0f} "
                     f"GiB on the GPU that they share; {_share_relief(phase, takes_turns=self.config.engine.takes_turns)}"
                 )
         if self.worst.total > memory and not self.sharing:
@@ -208,6 +230,10 @@ class RunPlan:
                 f"KV cache, not enough for one sequence of {self.engine.longest} tokens; use more workers per engine"
             )
 
+    @property
+    def _teachers_too(self) -> str:
+        return " and teacher_num_engines x teacher_tensor_parallel_size" if self.split.teachers else ""
+
     def _relief(self) -> str:
         if self.worst.sync == self.worst.transient:
             megabytes = self.config.engine.weight_sync_bucket_mb
@@ -219,6 +245,7 @@ class RunPlan:
         """Seconds of each phase of a step."""
         return {
             "generate": self.generation.total if self.generation else 0.0,
+            "teach": self.teach_s,
             "logprobs": sum(self.learners.logprobs.values()),
             "train": sum(self.learners.training.values()),
             "sync": self.sync_s,
@@ -234,7 +261,9 @@ class RunPlan:
     def pace_s(self) -> float:
         """Seconds from one step to the next: with `async_steps` engines generate while learners train."""
         phases = self.phases
-        beside = phases["generate"], phases["logprobs"] + phases["train"]
+        on_learners = self.config.distillation.teacher_mode == "learner"
+        generated, learned = phases["generate"], phases["logprobs"] + phases["train"]
+        beside = (generated, learned + self.teach_s) if on_learners else (generated + self.teach_s, learned)
         return max(beside) + phases["sync"] if self.config.rollout.async_steps else self.step_s
 
     @property
@@ -245,6 +274,7 @@ class RunPlan:
         if self.generation:
             parts = ("prefill", "weights", "cache", "exchange", "overhead")
             causes |= {("generate", part): getattr(self.generation, part) for part in parts}
+        causes[("teach", "compute")] = self.teach_s
         return causes | {("sync", "weights"): self.sync_s, ("turns", "copies"): self.turns_s}
 
     @property
@@ -281,6 +311,10 @@ class RunPlan:
         return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
 
 
+def _teachers(phase: PhaseMemory) -> str:
+    return f" + teachers {phase.teachers / GIB:.1f}" if phase.teachers else ""
+
+
 def _share_relief(phase: PhaseMemory, *, takes_turns: bool) -> str:
     if not takes_turns:
         return "let them take turns: vllm_enable_sleep_mode true"
@@ -289,12 +323,24 @@ def _share_relief(phase: PhaseMemory, *, takes_turns: bool) -> str:
     return "choose a layout that fits, or use more learners"
 
 
-def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learners: int) -> RunPlan:
-    """The plan of a valid `config` on `num_learners` learner ranks; `fits` tells whether it fits."""
+def plan_run(
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    num_learners: int,
+    teachers: Sequence[ModelShape] = (),
+) -> RunPlan:
+    """The plan of a valid `config` on `num_learners` learner ranks; `fits` tells whether it fits.
+
+    Args:
+        teachers: shapes of `Distillation.loaded_teachers`.
+    """
     layout = layout_of(config, num_learners)
     work, passes = workload_of(config, hardware.assumed), passes_of(config)
     settings, engines = config.parallel, config.engine
     dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
+    held = teachers if config.distillation.teacher_mode == "learner" else ()
     logits_chunk = choose_logits_chunk(
         settings.logits_chunk,
         shape=shape,
@@ -305,14 +351,18 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         device_bytes=hardware.gpu.memory_bytes,
         lora=config.adapter.lora,
         fp32_logits=config.model.cast_lm_head_to_fp32,
+        teachers=held,
+        averages=config.distillation.averages,
     )
     stages = tuple(
-        stage_memory(config, shape, layout, hardware, work, stage=stage, logits_chunk=logits_chunk)
+        stage_memory(config, shape, layout, hardware, work, stage=stage, logits_chunk=logits_chunk, teachers=held)
         for stage in range(layout.pipeline)
     )
     worst = max(stages, key=lambda stage: stage.total)
     engine = engine_memory(shape, engines, hardware, longest=config.max_model_length, dtype_bytes=dtype_bytes)
     num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
+    num_free = hardware.num_gpus - num_learners - (0 if engines.shares_gpus else num_engine_gpus)
+    num_teacher = num_teacher_gpus(config, num_free=num_free)
     plan = RunPlan(
         config=config,
         shape=shape,
@@ -321,7 +371,8 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         split=GpuSplit(
             learners=num_learners,
             engines=num_engine_gpus,
-            idle=hardware.num_gpus - num_learners - (0 if engines.shares_gpus else num_engine_gpus),
+            teachers=num_teacher,
+            idle=num_free - num_teacher,
         ),
         work=work,
         passes=passes,
@@ -341,6 +392,8 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         ),
         generation=generation_time(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes),
         sync_s=0.0,
+        teach_s=teaching_seconds(config, shape, teachers, work, hardware, gpus=num_learners),
+        teachers=tuple(teachers),
     )
     seconds = sync_seconds(
         plan.model_bytes,
@@ -361,8 +414,13 @@ def stage_memory(
     *,
     stage: int,
     logits_chunk: int,
+    teachers: Sequence[ModelShape] = (),
 ) -> StageMemory:
-    """Memory of one rank of a pipeline stage, by part."""
+    """Memory of one rank of a pipeline stage, by part.
+
+    Args:
+        teachers: that learners hold.
+    """
     settings, assumed = config.parallel, hardware.assumed
     dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
     activations = stage_activations(
@@ -392,6 +450,8 @@ def stage_memory(
         moment_bytes=_moment_bytes(settings),
         offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
         lora=config.adapter.lora,
+        teachers=teachers,
+        averages=config.distillation.averages,
     )
     merged = merged_bytes(shape, layout, config.adapter.lora, stage=stage, dtype_bytes=dtype_bytes)
     return StageMemory(
@@ -425,8 +485,8 @@ def _start(
         held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
         moved = max(held.embedding, *(layer.total for layer in held.layers))
         shards = moved * (dtype_bytes + FP32_BYTES) // layout.num_shards  # of weights and gradients
-        return weights + moved * dtype_bytes + shards + states.reference
-    return weights + states.parameters + states.gradients + states.reference
+        return weights + moved * dtype_bytes + shards + states.reference + states.teachers
+    return weights + states.parameters + states.gradients + states.reference + states.teachers
 
 
 def _moment_bytes(settings: Parallel) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
@@ -19,6 +20,7 @@ from mgrpo.models.family import is_hub_name, read_hf_config, shape_of
 from mgrpo.models.hub import HubError, fetch
 from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
+from mgrpo.planner.engine_costs import num_teacher_workers
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_report import as_json, show
@@ -45,10 +47,12 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
         raise ValueError("rank and all_roles say what is rehearsed; add --rehearse")
     hf_config = _model_config(options.hf_config, config.model.model_name_or_path, config.hub.model_revision)
     shape = shape_of(hf_config)
+    teachers = [_teacher_config(teacher.model) for teacher in config.distillation.loaded_teachers]
     num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
     wrong = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
     # The model's sizes are known, also without its folder.
-    wrong = [problem for problem in wrong if not problem.startswith("model_name_or_path")]
+    places = ("model_name_or_path", *(f"{TEACHERS}={teacher.model}" for teacher in config.distillation.loaded_teachers))
+    wrong = [problem for problem in wrong if not problem.startswith(places)]
     if wrong:
         raise ConfigError(wrong)
     names = [field.name for field in dataclasses.fields(Assumptions)]
@@ -59,10 +63,11 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
         network_gbps=options.network_gbps,
         assumed=Assumptions(**{name: getattr(options, name) for name in names}),
     )
-    plan = plan_run(config, shape, hardware, num_learners=num_learners)
+    plan = plan_run(config, shape, hardware, num_learners=num_learners, teachers=[*map(shape_of, teachers)])
     if options.rehearse:
-        return _rehearse(options, plan, argv, hf_config)
-    layouts = suggest(plan, count=options.suggest, hf_config=hf_config)
+        return _rehearse(options, plan, argv, hf_config, teachers)
+    held = teachers if config.distillation.teacher_mode == "learner" else ()
+    layouts = suggest(plan, count=options.suggest, hf_config=hf_config, teachers=held)
     is_divided = options.suggest and not config.engine.shares_gpus
     splits = other_splits(plan, layouts, hf_config=hf_config) if is_divided else []
     show(plan, layouts, splits)
@@ -73,7 +78,13 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
     return 0 if plan.fits else 1
 
 
-def _rehearse(options: argparse.Namespace, plan: RunPlan, argv: Sequence[str], hf_config: dict[str, Any]) -> int:
+def _rehearse(
+    options: argparse.Namespace,
+    plan: RunPlan,
+    argv: Sequence[str],
+    hf_config: dict[str, Any],
+    teachers: Sequence[dict[str, Any]],
+) -> int:
     """Rehearse ranks of the planned run and compare; 1 where a step fails."""
     ranks = roles.all_roles(plan.layout) if options.rank is None else [options.rank]
     if not 0 <= ranks[0] < plan.layout.world_size:
@@ -87,6 +98,7 @@ def _rehearse(options: argparse.Namespace, plan: RunPlan, argv: Sequence[str], h
                 rank,
                 argv=argv,
                 hf_config=hf_config,
+                teachers=teachers,
                 layout=plan.layout,
                 memory_bytes=plan.hardware.gpu.memory_bytes,
             )
@@ -223,6 +235,14 @@ def _model_config(hf_config: str | None, name: str | None, revision: str | None)
     return shipped
 
 
+def _teacher_config(name: str) -> dict[str, Any]:
+    """The same of a teacher."""
+    try:
+        return _model_config(None, name, None)
+    except ValueError as err:
+        raise ValueError(str(err).replace("model_name_or_path", TEACHERS, 1).partition("; ")[0]) from None
+
+
 @cache
 def shipped_configs() -> dict[str, dict[str, Any]]:
     """config.json of each shipped model, by its name in small letters."""
@@ -250,6 +270,7 @@ def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, 
     Where they share GPUs, there are as many learners as workers of engines.
     """
     engines = config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size
+    engines += num_teacher_workers(config) if not config.engine.shares_gpus else 0
     if config.engine.shares_gpus:
         return sum(config.parallel.num_learners_per_node) or engines, 1
     copy = max(_model_parallel_size(config.parallel), 1)  # `problems` reports sizes below 1

@@ -20,6 +20,7 @@ from mgrpo.planner.traffic import AXES, span_of
 SHOWN_STAGES = 4
 PHASES = {
     "generate": "generation",
+    "teach": "teachers",
     "logprobs": "logprob passes",
     "train": "training",
     "sync": "weight sync",
@@ -33,6 +34,7 @@ CAUSES = {
         "exchange": "decoding: all-reduces",
         "overhead": "decoding: outside the model",
     },
+    "teach": {"compute": "reading completions"},
     "sync": {"weights": "sending weights"},
     "turns": {"copies": "copies to host memory and back"},
     "train": {
@@ -55,6 +57,7 @@ ADVICE = {
     ("generate", "cache"): "more engines",
     ("generate", "exchange"): "engines with fewer workers",
     ("generate", "overhead"): "more sequences at once, or more of them per step",
+    ("teach", "compute"): "more teacher_num_engines, or more learners where they hold the teachers",
     ("sync", "weights"): "a faster network, or fewer engines with more workers",
     ("turns", "copies"): "more learners, or GPUs of their own for the engines",
     ("train", "compute"): "more learners",
@@ -123,7 +126,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     yield (
         f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {counted(split.learners, 'learner')}, {split.engines} "
         f"{'shared with' if engines.shares_gpus else 'for'} {counted(engines.vllm_num_engines, 'engine')} of "
-        f"{engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
+        f"{engines.vllm_tensor_parallel_size}{f', {split.teachers} for teachers' if split.teachers else ''}, {max(split.idle, 0)} idle"
     )
     yield (
         f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
@@ -143,7 +146,10 @@ def _whole_run(plan: RunPlan) -> str:
     config, lora = plan.config, plan.config.adapter.lora
     export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)
     state = training_state_bytes(
-        plan.shape, reference_moves=config.algorithm.ref_policy_update_freq is not None, lora=lora
+        plan.shape,
+        reference_moves=config.algorithm.ref_policy_update_freq is not None,
+        lora=lora,
+        averages=config.distillation.averages,
     )
     steps, states = config.num_training_steps, num_states(config)
     return (
@@ -217,6 +223,7 @@ def _permanent(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
     yield "gradients (fp32)", [stage.states.gradients for stage in stages]
     yield "optimizer", [stage.states.optimizer for stage in stages]
     yield "reference model", [stage.states.reference for stage in stages]
+    yield "teachers", [stage.states.teachers for stage in stages]
     yield "whole weights (ZeRO 3)", [stage.states.unsharded for stage in stages]
     yield "CUDA, NCCL, libraries (assumed)", [stage.reserved for stage in stages]
 
@@ -261,15 +268,17 @@ def _engine(plan: RunPlan) -> Table:
 
 
 def _sharing(plan: RunPlan) -> Table:
-    """Learner and engine on one GPU, phase by phase."""
+    """Learner, engine and teachers on one GPU, phase by phase."""
     memory = plan.hardware.gpu.memory_bytes
     title = f"memory of a shared GPU, GiB of {memory / GIB:.0f}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("phase", "learner", "engine", "both", ""):
+    teach = ("teachers",) if plan.shared_teachers else ()
+    for column in ("phase", "learner", "engine", *teach, "all", ""):
         table.add_column(column, justify="left" if column in ("phase", "") else "right")
     for phase in plan.sharing:
         verdict = "fits" if phase.total <= memory else "does not fit"
-        parts = (_gib(size) for size in (phase.learner, phase.engine, phase.total))
+        sizes = (phase.learner, phase.engine, *([phase.teachers] if teach else []), phase.total)
+        parts = (_gib(size) for size in sizes)
         table.add_row(PHASES[phase.phase], *parts, verdict)
     return table
 

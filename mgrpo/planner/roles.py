@@ -44,16 +44,25 @@ def document_lengths(config: Config, layout: Layout) -> tuple[int, int]:
 
 
 def rehearse_rank(
-    rank: int, *, argv: Sequence[str], hf_config: dict[str, Any], layout: Layout, memory_bytes: int
+    rank: int,
+    *,
+    argv: Sequence[str],
+    hf_config: dict[str, Any],
+    teachers: Sequence[dict[str, Any]] = (),
+    layout: Layout,
+    memory_bytes: int,
 ) -> dict[str, Any]:
     """The rank's step in a process of its own; what it found, see `mgrpo.rehearsal.rehearsed_step.rehearse`, or an `error`.
 
+    Args:
+        teachers: config.json of each of `Distillation.loaded_teachers`.
     Raises:
         ValueError: this machine's torch cannot rehearse.
     """
     request = {
         "argv": list(argv),
         "hf_config": hf_config,
+        "teachers": list(teachers),
         "learners": layout.world_size,
         "rank": rank,
         "packs": num_packs(layout),

@@ -18,15 +18,17 @@ class PhaseMemory:
     """generate, train, or sync: in between, when the engine has its weights again and the learner what it sends."""
     learner: int
     engine: int
+    teachers: int
+    """Of teachers' engines, which are there in every phase."""
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.learner + self.engine
+        """All of them."""
+        return self.learner + self.engine + self.teachers
 
 
 def phase_memory(
-    settings: Engine, engine: EngineMemory, *, training: int, sent: int, reserved: int, slots: int
+    settings: Engine, engine: EngineMemory, *, training: int, sent: int, reserved: int, slots: int, teachers: int = 0
 ) -> list[PhaseMemory]:
     """Each phase of a step; empty where learners and engines have GPUs of their own.
 
@@ -35,17 +37,18 @@ def phase_memory(
         sent: what a weight sync reads.
         reserved: what a learner without memory keeps, its CUDA context and libraries.
         slots: for messages between the worker and the learners.
+        teachers: of teachers' engines.
     """
     if not settings.shares_gpus:
         return []
     asleep = engine.workspace + slots
     awake = asleep + engine.weights
     if not settings.takes_turns:
-        return [PhaseMemory(phase="train", learner=training, engine=awake + engine.cache)]
+        return [PhaseMemory(phase="train", learner=training, engine=awake + engine.cache, teachers=teachers)]
     return [
-        PhaseMemory(phase="generate", learner=reserved, engine=awake + engine.cache),
-        PhaseMemory(phase="train", learner=training, engine=asleep),
-        PhaseMemory(phase="sync", learner=reserved + sent, engine=awake),
+        PhaseMemory(phase="generate", learner=reserved, engine=awake + engine.cache, teachers=teachers),
+        PhaseMemory(phase="train", learner=training, engine=asleep, teachers=teachers),
+        PhaseMemory(phase="sync", learner=reserved + sent, engine=awake, teachers=teachers),
     ]
 
 
@@ -62,5 +65,5 @@ def sent_bytes(states: StateBytes, *, sharding: int, moment_bytes: int) -> int:
 
 def turn_seconds(settings: Engine, states: StateBytes, hardware: Hardware) -> float:
     """Seconds of a step for copies of a learner's states to host memory and back; gradients are dropped."""
-    copied = states.parameters + states.optimizer + states.reference
+    copied = states.parameters + states.optimizer + states.reference + states.teachers
     return 2 * copied / (hardware.gpu.pcie_gb_s * 1e9) if settings.takes_turns else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,35 +58,41 @@ class Suggestion:
         return cls(plan, _why(plan))
 
 
-def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig) -> list[Suggestion]:
+def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig, teachers: Sequence[HfConfig] = ()) -> list[Suggestion]:
     """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
     Learners, engines and everything except the layout stay as planned; see `_preference` for the order. Where the cluster
     is too small for them, learners get at least half of it, and more of it until a layout fits.
+
+    Args:
+        teachers: of the models that learners hold beside the policy, which have its layout.
     """
+    hf_configs, num_gpus = (hf_config, *teachers), plan.hardware.num_gpus - plan.split.teachers
     if not count or plan.hardware.num_gpus < 2:
         return []
     if plan.split.idle >= 0:
-        return _layouts(plan, plan.config, plan.split.learners, count=count, hf_config=hf_config)
+        return _layouts(plan, plan.config, plan.split.learners, count=count, hf_configs=hf_configs)
     workers = plan.config.engine.vllm_tensor_parallel_size
-    for engines in range(plan.hardware.num_gpus // 2 // workers, 0, -1):
-        config, num_learners = _with_engines(plan.config, engines), plan.hardware.num_gpus - engines * workers
-        if found := _layouts(plan, config, num_learners, count=count, hf_config=hf_config):
+    for engines in range(num_gpus // 2 // workers, 0, -1):
+        config, num_learners = _with_engines(plan.config, engines), num_gpus - engines * workers
+        if found := _layouts(plan, config, num_learners, count=count, hf_configs=hf_configs):
             return found
     return []
 
 
-def _layouts(plan: RunPlan, config: Config, num_learners: int, *, count: int, hf_config: HfConfig) -> list[Suggestion]:
+def _layouts(
+    plan: RunPlan, config: Config, num_learners: int, *, count: int, hf_configs: Sequence[HfConfig]
+) -> list[Suggestion]:
     fitting = []
-    for parallel in _axes(config, plan.shape, plan.hardware, num_learners, hf_config):
-        fitting.extend(_fitting(config, parallel, plan.shape, plan.hardware, num_learners))
+    for parallel in _axes(config, plan.shape, plan.hardware, num_learners, hf_configs):
+        fitting.extend(_fitting(plan, config, parallel, num_learners))
     fitting.sort(key=_preference)
     chosen: dict[tuple[int, ...], RunPlan] = {}
     for found in fitting:
         layout = found.layout
         axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
         if axes not in chosen and not problems(
-            found.config, world_size=num_learners, hf_config=hf_config, has_dataset=True
+            found.config, world_size=num_learners, hf_config=hf_configs[0], has_dataset=True
         ):
             chosen[axes] = found
         if len(chosen) == count:
@@ -102,13 +108,14 @@ def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfC
     hardware, workers = plan.hardware, plan.config.engine.vllm_tensor_parallel_size
     choices = [plan.config.parallel, *(suggestion.plan.config.parallel for suggestion in layouts)]
     fastest: dict[int, RunPlan] = {}
-    for engines in sorted({max(hardware.num_gpus * eighths // 8 // workers, 1) for eighths in range(1, 8)}):
-        num_learners = hardware.num_gpus - engines * workers
+    num_gpus = hardware.num_gpus - plan.split.teachers
+    for engines in sorted({max(num_gpus * eighths // 8 // workers, 1) for eighths in range(1, 8)}):
+        num_learners = num_gpus - engines * workers
         for parallel in choices:
             config = _with_engines(replace(plan.config, parallel=parallel), engines)
             if num_learners < 1 or problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True):
                 continue
-            for found in _fitting(config, config.parallel, plan.shape, hardware, num_learners):
+            for found in _fitting(plan, config, config.parallel, num_learners):
                 if found.fits and (engines not in fastest or _preference(found) < _preference(fastest[engines])):
                     fastest[engines] = found
     fastest.pop(plan.config.engine.vllm_num_engines if plan.fits else 0, None)
@@ -125,7 +132,7 @@ def _with_engines(config: Config, engines: int) -> Config:
 
 
 def _axes(
-    config: Config, shape: ModelShape, hardware: Hardware, num_learners: int, hf_config: HfConfig
+    config: Config, shape: ModelShape, hardware: Hardware, num_learners: int, hf_configs: Sequence[HfConfig]
 ) -> Iterator[Parallel]:
     """Every split of the model that its sizes and the number of learners allow; tensor groups stay within a node."""
     for tensor in POWERS:
@@ -152,14 +159,13 @@ def _axes(
                             sequence_parallel="auto",
                         )
                         layout = layout_of(replace(config, parallel=parallel), num_learners)
-                        if not any(layout_problems(hf_config, layout)):
+                        if not any(problem for own in hf_configs for problem in layout_problems(own, layout)):
                             yield parallel
 
 
-def _fitting(
-    config: Config, parallel: Parallel, shape: ModelShape, hardware: Hardware, num_learners: int
-) -> list[RunPlan]:
-    """The plans that fit, for all ZeRO stages; less recomputation is tried only while more of it fits."""
+def _fitting(plan: RunPlan, config: Config, parallel: Parallel, num_learners: int) -> list[RunPlan]:
+    """Variants of a plan that fit, for all ZeRO stages; less recomputation is tried only while more of it fits."""
+    shape, hardware = plan.shape, plan.hardware
     modules = ("core_attn", "moe" if shape.experts else "mlp")
     fitting = []
     for recompute in reversed(RECOMPUTE):
@@ -174,6 +180,7 @@ def _fitting(
                 shape,
                 hardware,
                 num_learners=num_learners,
+                teachers=plan.teachers,
             )
             for zero in (ZERO_STAGES if config.adapter.lora is None else ZERO_STAGES[:1])
         ]

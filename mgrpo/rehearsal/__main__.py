@@ -39,6 +39,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     job = RehearsalJob(
         config=config,
         shape=shape_of(request["hf_config"]),
+        teachers=[*map(shape_of, request.get("teachers", ()))],
         layout=layout_of(config, request["learners"]),
         rank=request["rank"],
         packs=request["packs"],

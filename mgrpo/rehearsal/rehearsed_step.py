@@ -6,7 +6,7 @@ import gc
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,8 @@ class RehearsalJob:
 
     config: Config
     shape: ModelShape
+    teachers: Sequence[ModelShape]
+    """Of `Distillation.loaded_teachers`."""
     layout: Layout
     rank: int
     packs: int

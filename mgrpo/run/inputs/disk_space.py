@@ -76,7 +76,12 @@ def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> 
     """Bytes, and what they are for, by folder; folders on one file system are one."""
     lora = config.adapter.lora
     export = export_bytes(shape, dtype_bytes=DTYPE_BYTES[config.model.model_dtype], lora=lora)
-    state = training_state_bytes(shape, reference_moves=config.algorithm.ref_policy_update_freq is not None, lora=lora)
+    state = training_state_bytes(
+        shape,
+        reference_moves=config.algorithm.ref_policy_update_freq is not None,
+        lora=lora,
+        averages=config.distillation.averages,
+    )
     found: dict[str, tuple[int, str]] = {}
     by_device: dict[int, str] = {}
     for place, num_bytes, what in (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from mgrpo.config import Config
+from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.fields import flat
 from mgrpo.models.family import is_on_hub
 from mgrpo.models.hub import HubError, HubSnapshot, Part, fetch
@@ -36,7 +37,7 @@ def located(config: Config, continued: Continued | None) -> Config:
         try:
             found[setting] = fetch(name, revision=commits.get(setting) or revision, part=part)
         except HubError as err:
-            problems.append(f"{setting}={err}")
+            problems.append(f"{setting.partition(':')[0]}={err}")
     provenance = replace(
         config.provenance, snapshots=found, problems=tuple(dict.fromkeys((*config.provenance.problems, *problems)))
     )
@@ -54,7 +55,10 @@ def origin(config: Config) -> dict[str, Any]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
-    """Each setting that holds a name: the name, its revision, and the part that is needed. A folder of that name comes first."""
+    """Each setting that holds a name: the name, its revision, and the part that is needed. A folder of that name comes first.
+
+    A setting of several names stands with each of them, SETTING:NAME.
+    """
     model, tokenizer, hub = config.model.model_name_or_path, config.data.tokenizer_name_or_path, config.hub
     adapter = config.adapter.lora_adapter_path
     if _is_name(model):
@@ -65,6 +69,9 @@ def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
         yield "tokenizer_name_or_path", model, hub.tokenizer_revision, "tokenizer"
     if config.adapter.use_peft and _is_name(adapter):
         yield "lora_adapter_path", adapter, None, "adapter"
+    for teacher in dict.fromkeys(teacher.model for teacher in config.distillation.loaded_teachers):
+        if _is_name(teacher):
+            yield f"{TEACHERS}:{teacher}", teacher, None, "model"
 
 
 def _is_name(value: str | None) -> TypeGuard[str]:
@@ -78,5 +85,5 @@ def _commits(config: Config, continued: Continued) -> Mapping[str, str]:
     return {
         setting: commit
         for setting, commit in continued.state.get("commits", {}).items()
-        if all(before.get(name) == now[name] for name in (setting, *same))
+        if all(before.get(name) == now[name] for name in (setting.partition(":")[0], *same))
     }

@@ -23,6 +23,7 @@ from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, sav
 from mgrpo.run.inputs.disk_space import output_problems, room_notes
 from mgrpo.run.inputs.prompts import make_prompts, vocabulary_notes
 from mgrpo.run.inputs.reading import Inputs, read_inputs
+from mgrpo.run.inputs.teachers import teacher_problems
 from mgrpo.run.ranks.process import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.report.trackers import tracker_problems
 from mgrpo.run.report.upload import token_problems, token_warning
@@ -82,6 +83,8 @@ def check_run(
         # built here, and says much about their config.json.
         if shape is not None and not config.provenance.problems:
             inputs = with_prompts(config, inputs, hf_config, problems)
+            if config.distillation.loaded_teachers and os.path.isdir(config.tokenizer_path):
+                problems += teacher_problems(config, shape)
     if not problems:
         config = _counted(config, inputs)
         problems = find(config)
