@@ -101,6 +101,32 @@ class TeacherScores:
     likeliest: np.ndarray | None = None
     """`[len, k]` float32, the log-probabilities of `ids`; NaN where there is none."""
 
+    @classmethod
+    def none(cls, num_tokens: int, num_likeliest: int) -> TeacherScores:
+        """Of tokens of which nothing is known; of each the k likeliest were asked for, 0: none."""
+        shape = num_tokens, num_likeliest
+        return cls(
+            logprobs=np.full(num_tokens, np.nan, np.float32),
+            ids=np.full(shape, -1, np.int32) if num_likeliest else None,
+            likeliest=np.full(shape, np.nan, np.float32) if num_likeliest else None,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
+        """Those of tokens laid end to end; at least one part, all with the same k."""
+        ids = [part.ids for part in parts if part.ids is not None]
+        likeliest = [part.likeliest for part in parts if part.likeliest is not None]
+        return cls(
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            ids=np.concatenate(ids) if ids else None,
+            likeliest=np.concatenate(likeliest) if likeliest else None,
+        )
+
+    @property
+    def num_likeliest(self) -> int:
+        """k; 0 where only the tokens' own were asked for."""
+        return 0 if self.ids is None else self.ids.shape[1]
+
     def part(self, chosen: slice | np.ndarray) -> TeacherScores:
         """Those of some of the tokens: a slice, or `[len]` bool."""
         return TeacherScores(
@@ -108,6 +134,14 @@ class TeacherScores:
             ids=None if self.ids is None else self.ids[chosen],
             likeliest=None if self.likeliest is None else self.likeliest[chosen],
         )
+
+    def spread(self, places: np.ndarray) -> TeacherScores:
+        """Those of more tokens, of which these are at `places`, `[len of the whole]` bool; nothing is known of the others."""
+        whole = TeacherScores.none(len(places), self.num_likeliest)
+        whole.logprobs[places] = self.logprobs
+        if whole.ids is not None and whole.likeliest is not None:
+            whole.ids[places], whole.likeliest[places] = self.ids, self.likeliest
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +417,7 @@ class PackedBatch:
     teachers: np.ndarray | None = None
     """`[sequences]` int8, `TrainSample.teacher`. None: none of the step's samples has any."""
     taught: TeacherScores | None = None
-    """Of the responses' tokens; NaN and -1 in sequences without a teacher. None: no sample has any."""
+    """Of the responses' tokens; NaN and -1 in sequences without a teacher. None: none of the step's samples has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

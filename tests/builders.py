@@ -16,6 +16,7 @@ from mgrpo.types import (
     RolloutGroup,
     Score,
     ScoredGroup,
+    TeacherScores,
     TrainSample,
     TrajectoryRecord,
     Turn,
@@ -63,6 +64,17 @@ def sets_of(kept: KeptTokens) -> list[list[int]]:
     assert kept.ids.dtype == kept.sizes.dtype == np.int32 and kept.offsets[0] == 0
     assert kept.offsets[-1] == len(kept.ids)
     return [kept.ids[a:b].tolist() for a, b in itertools.pairwise(kept.offsets.tolist())]
+
+
+def teacher_scores(length: int, k: int, rng: np.random.Generator) -> TeacherScores:
+    """Of random tokens; about one in eight is missing."""
+    missing = rng.random(length) < 0.125
+    ids = np.where(missing[:, None], -1, rng.integers(0, 1000, (length, k))).astype(np.int32)
+    return TeacherScores(
+        logprobs=np.where(missing, np.nan, -rng.random(length)).astype(np.float32),
+        ids=ids if k else None,
+        likeliest=np.where(ids < 0, np.nan, -rng.random((length, k))).astype(np.float32) if k else None,
+    )
 
 
 def trajectory(mask: str, **fields: object) -> TrajectoryRecord:

@@ -102,9 +102,19 @@ class Distillation:
         return self.is_own_teacher and self.teacher_update_rate < 1
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What metrics and messages call them; the unnamed one is "teacher"."""
+        return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
+
+    @property
     def distills(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher_model_name_or_path)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all teachers that the run starts."""
+        return len(self.teachers) * self.teacher_num_engines if self.teacher_mode == "engine" else 0
 
     @property
     def engines_per_gpu(self) -> int:

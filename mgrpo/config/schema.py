@@ -112,6 +112,12 @@ class Config:
         return self.data.max_prompt_token_length + max(rollout.response_length, rollout.eval_response_length or 0)
 
     @property
+    def max_taught_length(self) -> int:
+        """Tokens of the longest sequence that a teacher is asked about; with a prompt of its own it fits a pack."""
+        has_own_prompt = self.distillation.teacher_prompt_template is not None
+        return self.parallel.pack_length if has_own_prompt else self.max_model_length
+
+    @property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the run, the horizon of the learning-rate schedule."""
         return self.num_training_steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches

@@ -9,7 +9,8 @@ from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.lengths import pack_lengths
 from mgrpo.packing.rank_balance import balance, mini_batches
-from mgrpo.packing.slices import Slice, from_slice, to_slices
+from mgrpo.packing.received import from_slice, teacher_packs
+from mgrpo.packing.slices import Slice, to_slices
 from mgrpo.packing.step import plan_step
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "pack",
     "pack_lengths",
     "plan_step",
+    "teacher_packs",
     "to_slices",
 ]

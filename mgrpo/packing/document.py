@@ -7,13 +7,14 @@ types.py), and padding where ranks share its tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.lengths import cumulative
-from mgrpo.types import KeptTokens, PackedBatch, TrainSample
+from mgrpo.types import KeptTokens, PackedBatch, TeacherScores, TrainSample
 
 
 def documents(
@@ -25,8 +26,8 @@ def documents(
 ) -> list[list[int]]:
     """The samples that form each document, as indices; every sample in exactly one.
 
-    Samples of a group with equal prompts become one document if it is not longer than `pack_length`: with True always,
-    with "auto" where that is cheaper, with False never. Every other sample is a document of its own.
+    Samples of a group with equal prompts become one document if it is not longer than `pack_length`, also as their teacher
+    reads it: with True always, with "auto" where that is cheaper, with False never. Every other sample is a document of its own.
 
     Args:
         cost: of a document, for "auto"; default `Cost()`.
@@ -38,7 +39,8 @@ def documents(
         groups.setdefault((sample.group, sample.prompt_tokens.tobytes()), []).append(index)
     found: list[list[int]] = []
     for members in groups.values():
-        fits = document_length(samples, members) <= pack_length
+        longest = max(document_length(samples, members), taught_length(samples, members))
+        fits = longest <= pack_length
         if fits and (share_prompts is True or _sharing_pays(samples, members, cost or Cost())):
             found.append(members)
         else:
@@ -64,6 +66,42 @@ def document_length(
     return -(-length // multiple_of) * multiple_of
 
 
+def as_taught(sample: TrainSample) -> TrainSample:
+    """The sample as its teacher reads it."""
+    return sample if sample.teacher_prompt is None else replace(sample, prompt_tokens=sample.teacher_prompt)
+
+
+def taught_documents(
+    samples: Sequence[TrainSample] | Mapping[int, TrainSample], members: Sequence[int]
+) -> list[list[int]]:
+    """The documents of these samples as their teacher reads them: it may read other prompts, several in place of a shared one.
+
+    Those that have no teacher are left out.
+    """
+    found: list[list[int]] = []
+    last: np.ndarray | None = None
+    for index in members:
+        if samples[index].teacher < 0:
+            continue
+        prompt = as_taught(samples[index]).prompt_tokens
+        if last is prompt or (last is not None and np.array_equal(last, prompt)):
+            found[-1].append(index)
+        else:
+            found.append([index])
+        last = prompt
+    return found
+
+
+def taught_length(
+    samples: Sequence[TrainSample] | Mapping[int, TrainSample], members: Sequence[int], *, multiple_of: int = 1
+) -> int:
+    """Tokens of these documents, each padded to a multiple of `multiple_of`."""
+    return sum(
+        document_length({index: as_taught(samples[index]) for index in own}, own, multiple_of=multiple_of)
+        for own in taught_documents(samples, members)
+    )
+
+
 def assemble(
     samples: Sequence[TrainSample] | Mapping[int, TrainSample],
     documents: Sequence[Sequence[int]],
@@ -75,7 +113,8 @@ def assemble(
 
     Padding up to a multiple of `document_multiple_of` continues a document's last branch with token 0: no earlier row
     sees it, and it predicts nothing. Padding of the pack up to a multiple of `multiple_of` is one document of token 0
-    that predicts nothing; a dummy pack is such a document alone, so that every rank has something to run.
+    that predicts nothing; a dummy pack is such a document alone, so that every rank has something to run. A pack without a
+    sample that has a teacher has no `teachers`, and one without a taught sample no `taught`.
     """
     # A segment is a prompt or a completion without its last token: a run of consecutive rows.
     segments: list[np.ndarray] = []
@@ -125,7 +164,21 @@ def assemble(
         ),
         samples=np.array(order, dtype=np.int32),
         kept=_kept(chosen, is_predicted, targets),
+        teachers=(
+            np.array([sample.teacher for sample in chosen], dtype=np.int8)
+            if any(sample.teacher >= 0 for sample in chosen)
+            else None
+        ),
+        taught=_taught(chosen, is_predicted),
     )
+
+
+def _taught(samples: Sequence[TrainSample], is_predicted: np.ndarray) -> TeacherScores | None:
+    known = next((sample.taught for sample in samples if sample.taught is not None), None)
+    if known is None:
+        return None
+    parts = [sample.taught or TeacherScores.none(len(sample.tokens), known.num_likeliest) for sample in samples]
+    return TeacherScores.joined(parts).part(is_predicted)
 
 
 def _kept(samples: Sequence[TrainSample], is_predicted: np.ndarray, targets: np.ndarray) -> KeptTokens | None:

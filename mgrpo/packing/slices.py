@@ -1,25 +1,27 @@
 """A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
 A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
-turns; where the sampling was cut, 4 more for a response token and for each token of its set; and which of them form a
-document, which documents a pack. All else is a function of lengths: the receiver lays its packs out itself.
+turns; where the sampling was cut, 4 more for a response token and for each token of its set; where a teacher on an engine or
+a server has spoken, 4 for a response token of which it has, and 8 for each of its likeliest tokens; the prompts of teachers
+on the learners that read others than the policy; and which of the samples form a document, which documents a pack. All else is
+a function of lengths: the receiver lays its packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
 `[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
-`samples`, `completions` and `trained_tokens` `[sequences]`, of the sequences of all ranks, mini-batch after mini-batch.
+`samples`, `completions` and `trained_tokens` `[sequences]`, of the sequences of all ranks, mini-batch after mini-batch. In a
+step with a sample that has a teacher also `teachers` `[sequences]` int8, and if these have spoken `num_likeliest` `[1]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
-from mgrpo.packing.document import assemble
-from mgrpo.packing.lengths import Documents, completion_numbers, cumulative
+from mgrpo.packing.lengths import Documents, completion_numbers
 from mgrpo.packing.step import StepPlan
-from mgrpo.types import KeptTokens, PackedBatch, TrainSample
+from mgrpo.types import TeacherScores, TrainSample
 
 _COUNTS = (
     "samples",
@@ -31,6 +33,12 @@ _COUNTS = (
     "kept",
     "prompts",
     "prompt_tokens",
+    "teachers",
+    "taught",
+    "likeliest",
+    "teacher_prompt_of",
+    "teacher_prompts",
+    "teacher_prompt_tokens",
     "packs",
     "documents",
     "sequences",
@@ -53,11 +61,22 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     # Of the responses; none where the sampling was not cut.
     "kept_sizes": (np.int32, "sets"),
     "kept_ids": (np.int32, "kept"),
+    # Of the samples, -1 for none; none where all teachers read the policy's prompts.
+    "teacher_prompt_of": (np.int32, "teacher_prompt_of"),
+    "teacher_prompt_lengths": (np.int32, "teacher_prompts"),
+    "teacher_prompt_tokens": (np.int32, "teacher_prompt_tokens"),
+    # Of the responses of samples with a teacher; none where learners ask it.
+    "taught_logprobs": (np.float32, "taught"),
+    # Of the same, each with its k likeliest tokens.
+    "taught_ids": (np.int32, "likeliest"),
+    "taught_likeliest": (np.float32, "likeliest"),
     "flags": (np.uint8, "responses"),
+    # Of the samples; none where no sample of the slice has one.
+    "teachers": (np.int8, "teachers"),
     # A bit for each token; none where all tokens are predicted.
     "is_predicted": (np.uint8, "mask_bytes"),
 }
-_TRAINED = 1
+TRAINED = 1
 """Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions."""
 
 
@@ -80,6 +99,10 @@ class Slice:
         num_tokens = sum(len(sample.tokens) for sample in self.samples)
         num_responses = sum(sample.num_predicted for sample in self.samples)
         self.sets = [sample.kept for sample in self.samples if sample.kept is not None]
+        self.taught = [s.taught.part(s.is_predicted) for s in self.samples if s.taught is not None]
+        self.teacher_prompts = {
+            id(s.teacher_prompt): s.teacher_prompt for s in self.samples if s.teacher_prompt is not None
+        }
         self.counts = {
             "samples": len(self.samples),
             "tokens": num_tokens,
@@ -90,6 +113,12 @@ class Slice:
             "kept": sum(len(kept.ids) for kept in self.sets),
             "prompts": len(self.prompts),
             "prompt_tokens": sum(map(len, self.prompts.values())),
+            "teachers": len(self.samples) if any(sample.teacher >= 0 for sample in self.samples) else 0,
+            "taught": sum(len(scores.logprobs) for scores in self.taught),
+            "likeliest": sum(scores.ids.size for scores in self.taught if scores.ids is not None),
+            "teacher_prompt_of": len(self.samples) if self.teacher_prompts else 0,
+            "teacher_prompts": len(self.teacher_prompts),
+            "teacher_prompt_tokens": sum(map(len, self.teacher_prompts.values())),
             "packs": len(packs),
             "documents": len(documents),
             "sequences": len(self.order),
@@ -99,7 +128,7 @@ class Slice:
     def fill(self, data: np.ndarray) -> None:
         """Write the slice into `data`, `[num_bytes]` uint8."""
         _counts(data)[:] = [self.counts[name] for name in _COUNTS]
-        part, samples, prompts = _sections(data), self.samples, list(self.prompts.values())
+        part, samples, prompts = sections(data), self.samples, list(self.prompts.values())
         place = {key: number for number, key in enumerate(self.prompts)}
         part["numbers"][:] = self.numbers
         part["prompt_of"][:] = [place[id(sample.prompt_tokens)] for sample in samples]
@@ -121,6 +150,7 @@ class Slice:
         if self.counts["token_advantages"]:
             by_token = [(sample.token_advantages, own) for sample, own in each if sample.token_advantages is not None]
             np.concatenate([values[own] for values, own in by_token], out=part["token_advantages"])
+        self._fill_taught(part)
         if self.sets:
             # What is not predicted has an empty set.
             np.concatenate([kept.ids for kept in self.sets], out=part["kept_ids"])
@@ -131,6 +161,21 @@ class Slice:
         for (sample, own), start, end in zip(each, [0, *ends], ends, strict=False):
             if sample.ages is not None:
                 part["flags"][start:end] |= sample.ages[own] << 1
+
+    def _fill_taught(self, part: Mapping[str, np.ndarray]) -> None:
+        if self.counts["teachers"]:
+            part["teachers"][:] = [sample.teacher for sample in self.samples]
+        if self.teacher_prompts:
+            place = {key: number for number, key in enumerate(self.teacher_prompts)}
+            prompts = list(self.teacher_prompts.values())
+            part["teacher_prompt_of"][:] = [place.get(id(sample.teacher_prompt), -1) for sample in self.samples]
+            part["teacher_prompt_lengths"][:] = [len(prompt) for prompt in prompts]
+            np.concatenate(prompts, out=part["teacher_prompt_tokens"])
+        if self.taught:
+            scores = TeacherScores.joined(self.taught)
+            part["taught_logprobs"][:] = scores.logprobs
+            if scores.ids is not None and scores.likeliest is not None:
+                part["taught_ids"][:], part["taught_likeliest"][:] = scores.ids.ravel(), scores.likeliest.ravel()
 
     def filled(self) -> np.ndarray:
         """The slice in memory of its own."""
@@ -165,65 +210,12 @@ def to_slices(
         "completions": completion_numbers(samples)[order],
         "trained_tokens": trained[order],
     }
+    if any(sample.teacher >= 0 for sample in samples):
+        index["teachers"] = np.array([sample.teacher for sample in samples], dtype=np.int8)[order]
+    if known := next((sample.taught for sample in samples if sample.taught is not None), None):
+        index["num_likeliest"] = np.array([known.num_likeliest], dtype=np.int64)
     slices = [Slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]
     return index, slices
-
-
-def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[PackedBatch]]:
-    """The packs of the rank whose slice this is, as [mini-batch][micro-batch]."""
-    part = _sections(data)
-    starts, prompt_starts = cumulative(part["lengths"]), cumulative(part["prompt_lengths"])
-    has_turns = part["is_predicted"].size > 0
-    is_predicted = np.unpackbits(part["is_predicted"], count=len(part["tokens"])).view(np.bool_)
-
-    def at_tokens(responses: np.ndarray) -> np.ndarray:
-        """0 where a token is not predicted."""
-        if not has_turns:
-            return responses
-        values = np.zeros(len(part["tokens"]), responses.dtype)
-        values[is_predicted] = responses
-        return values
-
-    is_trained, ages = at_tokens((part["flags"] & _TRAINED).view(np.bool_)), at_tokens(part["flags"] >> 1)
-    rollout_logprobs = at_tokens(part["rollout_logprobs"])
-    has_token_advantages = part["token_advantages"].size > 0
-    token_advantages = at_tokens(part["token_advantages"]) if has_token_advantages else part["token_advantages"]
-    has_sets = part["kept_sizes"].size > 0
-    kept = KeptTokens.of_sizes(part["kept_ids"], at_tokens(part["kept_sizes"])) if has_sets else None
-    samples = {
-        number: TrainSample(
-            prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
-            tokens=part["tokens"][start:end],
-            loss_mask=is_trained[start:end],
-            rollout_logprobs=rollout_logprobs[start:end],
-            advantage=advantage,
-            group=prompt,
-            ages=ages[start:end],
-            is_sampled=is_predicted[start:end] if has_turns else None,
-            token_advantages=token_advantages[start:end] if has_token_advantages else None,
-            kept=kept and kept.part(start, end),
-        )
-        for number, prompt, advantage, start, end in zip(
-            part["numbers"].tolist(),
-            part["prompt_of"].tolist(),
-            part["advantages"].tolist(),
-            starts[:-1],
-            starts[1:],
-            strict=True,
-        )
-    }
-    multiple_of, document_multiple_of = index["multiples"].tolist()
-    order, branches = iter(part["order"].tolist()), iter(part["num_branches"].tolist())
-    packs = (
-        assemble(
-            samples,
-            [[next(order) for _ in range(next(branches))] for _ in range(count)],
-            multiple_of=multiple_of,
-            document_multiple_of=document_multiple_of,
-        )
-        for count in part["num_documents"].tolist()
-    )
-    return [[next(packs) for _ in range(count)] for count in index["num_micro_batches"].tolist()]
 
 
 def _counts(data: np.ndarray) -> np.ndarray:
@@ -234,7 +226,7 @@ def _num_bytes(counts: dict[str, int]) -> int:
     return 8 * len(_COUNTS) + sum(np.dtype(dtype).itemsize * counts[name] for dtype, name in _SECTIONS.values())
 
 
-def _sections(data: np.ndarray) -> dict[str, np.ndarray]:
+def sections(data: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays of a slice: views of its bytes."""
     counts = dict(zip(_COUNTS, _counts(data).tolist(), strict=True))
     assert _num_bytes(counts) == len(data), f"a slice of {len(data)} bytes, not {_num_bytes(counts)}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from mgrpo.packing.bins import check_pack_length
 from mgrpo.packing.cost import Cost
-from mgrpo.packing.document import documents
+from mgrpo.packing.document import documents, taught_length
 from mgrpo.packing.lengths import Documents, completion_numbers, rounded_up, sample_lengths, sums
 from mgrpo.packing.rank_balance import balance, mini_batches
 from mgrpo.types import TrainSample
@@ -33,6 +33,8 @@ def plan_step(
     seed: int = 0,
 ) -> StepPlan:
     """Every sample in exactly one document of one pack, see `balance`; reads lengths and prompts only.
+
+    A pack has room for its documents as the policy reads them, and as teachers do.
 
     Args:
         pack_length: most tokens in a pack, a multiple of `multiple_of`; `Layout.round_up` makes it one.
@@ -64,9 +66,14 @@ def plan_step(
         ]
         heads = [chosen[0] for chosen in grouped]
         order = [index for chosen in grouped for index in chosen]
-        lengths = prompts[heads] + sums(rows[order], [len(chosen) for chosen in grouped])
+        lengths = rounded_up(
+            prompts[heads] + sums(rows[order], [len(chosen) for chosen in grouped]), document_multiple_of
+        )
+        if any(sample.teacher_prompt is not None for sample in own):
+            taught = [taught_length(samples, chosen, multiple_of=document_multiple_of) for chosen in grouped]
+            lengths = np.maximum(lengths, taught)
         (ranks,) = balance(
-            rounded_up(lengths, document_multiple_of).tolist(),
+            lengths.tolist(),
             pack_length,
             dp=dp,
             multiple_of=multiple_of,

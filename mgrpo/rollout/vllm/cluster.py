@@ -25,7 +25,6 @@ from mgrpo.rollout.vllm.printed import FOLDER, last_error
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
 from mgrpo.rollout.vllm.ray_processes.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
-from mgrpo.rollout.vllm.teacher_engine import num_teacher_engines
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -50,7 +49,7 @@ class Cluster:
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
-        self.num_engines = self.settings.vllm_num_engines + num_teacher_engines(config)
+        self.num_engines = self.settings.vllm_num_engines + config.distillation.num_engines
         self.owned = self.settings.ray_address is None
         self.keeper = ClusterKeeper() if self.owned else None
         self.sets: list[EngineSet] = []

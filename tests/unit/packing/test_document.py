@@ -16,26 +16,34 @@ from mgrpo.packing import (
     pack_lengths,
     plan_step,
 )
-from mgrpo.types import PackedBatch, TrainSample
-from tests.builders import kept_tokens, sets_of
+from mgrpo.types import PackedBatch, TeacherScores, TrainSample
+from tests.builders import kept_tokens, sets_of, teacher_scores
 
 # No deadline: a shared machine is slow now and then. No database: a test leaves no files.
 property_test = settings(database=None, deadline=None, max_examples=100)
 
 
 def make_samples(
-    groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turns: bool = False, is_cut: bool = False
+    groups: list[tuple[int, list[int]]],
+    seed: int = 0,
+    *,
+    has_turns: bool = False,
+    is_cut: bool = False,
+    taught: str = "",
 ) -> list[TrainSample]:
     """One group for each (prompt length, response lengths).
 
     Args:
+        taught: three of four samples have one of two teachers, which "scored" them, with as many likeliest tokens as the digit
+            after the word says, or reads a "prompt" of its own, one of two of the group, or of 70 % of the samples.
         is_cut: tokens have sets, one in five of them an empty one.
         has_turns: of two samples in three some tokens were not sampled, or none was; each token has its own advantage.
     """
-    rng, masks, cuts = np.random.default_rng(seed), np.random.default_rng(seed), np.random.default_rng(seed)
+    rng, masks, cuts, teachers = (np.random.default_rng(seed) for _ in range(4))
     samples = []
     for number, (prompt_length, response_lengths) in enumerate(groups):
         prompt = rng.integers(1, 1000, prompt_length).astype(np.int32)
+        hints = [teachers.integers(1, 1000, teachers.integers(1, 9)).astype(np.int32) for _ in range(2)]
         for length in response_lengths:
             is_sampled = masks.random(length) < 0.5 if has_turns and masks.random() < 2 / 3 else None
             tokens = rng.integers(1, 1000, length).astype(np.int32)
@@ -44,9 +52,17 @@ def make_samples(
                 [*cuts.integers(1000, 2000, cuts.integers(4)), token] if has_own else []
                 for token, has_own in zip(tokens, has_set, strict=True)
             ]
+            teacher = int(teachers.integers(2)) if taught and teachers.random() < 0.75 else -1
             samples.append(
                 TrainSample(
                     prompt_tokens=prompt.copy(),
+                    teacher=teacher,
+                    taught=teacher_scores(length, int(taught[-1]), teachers)
+                    if teacher >= 0 and taught[-1:].isdigit()
+                    else None,
+                    teacher_prompt=hints[teachers.integers(2)]
+                    if teacher >= 0 and taught == "prompt" and teachers.random() < 0.7
+                    else None,
                     tokens=tokens,
                     loss_mask=(rng.random(length) < 0.7) & (True if is_sampled is None else is_sampled),
                     is_sampled=is_sampled,
@@ -65,6 +81,7 @@ groups_of_samples = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=8
 )
 share = st.sampled_from([True, False, "auto"])
+teaching = st.sampled_from(["", "scored0", "scored3", "prompt"])
 
 
 def pack_step(samples, *, multiple_of, document_multiple_of=1, **choices):
@@ -108,6 +125,11 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
         else:
             sets = [sets_of(sample.kept)[place] or [sample.tokens[place]] for place in own]
             assert pack.kept is not None and sets_of(pack.kept.part(span.start, span.stop)) == sets
+        assert (-1 if pack.teachers is None else pack.teachers[i]) == sample.teacher
+        if pack.taught is not None:
+            scores = sample.taught or TeacherScores.none(len(sample.tokens), pack.taught.num_likeliest)
+            assert equal_scores(pack.taught.part(span), scores.part(np.array(own)))
+        assert pack.taught is not None or sample.taught is None
         text = np.concatenate([sample.prompt_tokens, sample.tokens])
         for j, row in zip(own, pack.rows[span], strict=True):
             seen = np.flatnonzero(mask[row])
@@ -118,13 +140,33 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
 
 
 def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
-    names = [field.name for field in dataclasses.fields(PackedBatch) if field.name != "kept"]
+    special = ("kept", "teachers", "taught")
+    names = [field.name for field in dataclasses.fields(PackedBatch) if field.name not in special]
     sets = [pack.kept and sets_of(pack.kept) for pack in (left, right)]
-    return sets[0] == sets[1] and all(
-        getattr(left, name).dtype == getattr(right, name).dtype
-        and np.array_equal(getattr(left, name), getattr(right, name))
-        for name in names
+    teachers = [None if pack.teachers is None else pack.teachers.tolist() for pack in (left, right)]
+    return (
+        sets[0] == sets[1]
+        and teachers[0] == teachers[1]
+        and equal_scores(left.taught, right.taught)
+        and all(
+            getattr(left, name).dtype == getattr(right, name).dtype
+            and np.array_equal(getattr(left, name), getattr(right, name))
+            for name in names
+        )
     )
+
+
+def equal_scores(left: TeacherScores | None, right: TeacherScores | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    for ours, theirs in zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True):
+        if (ours is None) != (theirs is None):
+            return False
+        if ours is not None and not (
+            ours.dtype == theirs.dtype and np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
+        ):
+            return False
+    return True
 
 
 @property_test
@@ -136,12 +178,13 @@ def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
     st.integers(1, 2),
     st.booleans(),
     st.booleans(),
+    teaching,
 )
 def test_packs_of_a_step_reproduce_every_sample_exactly_once(
-    groups, share_prompts, multiple_of, dp, num_mini_batches, has_turns, is_cut
+    groups, share_prompts, multiple_of, dp, num_mini_batches, has_turns, is_cut, taught
 ):
     """A row that sees another completion, or predicts a shifted token, trains on text nobody sampled; loss still falls."""
-    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut)
+    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut, taught=taught)
     packs = pack_step(
         samples,
         pack_length=32,

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgrpo.packing import assemble, from_slice, plan_step, to_slices
-from tests.builders import kept_tokens
-from tests.unit.packing.test_document import equal_packs, groups_of_samples, make_samples, property_test, share
+from mgrpo.packing import assemble, from_slice, plan_step, teacher_packs, to_slices
+from mgrpo.types import TeacherScores
+from tests.builders import kept_tokens, teacher_scores
+from tests.unit.packing.test_document import (
+    check_pack,
+    equal_packs,
+    groups_of_samples,
+    make_samples,
+    property_test,
+    share,
+    teaching,
+)
 
 PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
 
@@ -24,10 +33,13 @@ PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
     st.integers(1, 2),
     st.booleans(),
     st.booleans(),
+    teaching,
 )
-def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns, is_cut):
+def test_packs_survive_the_wire(
+    groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns, is_cut, taught
+):
     """Ranks would train on each other's packs, or divide by a denominator of their own."""
-    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut)
+    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut, taught=taught)
     padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
     choices = {"pack_length": 36, "dp": dp, "num_mini_batches": num_mini_batches} | padding
     plan = [
@@ -41,9 +53,71 @@ def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_b
         received = from_slice(index, part.filled())
         assert len(received) == num_mini_batches * passes
         for mini_batch, ranks in zip(received, plan, strict=True):
-            packs = [assemble(samples, documents, **padding) for documents in ranks[rank]]
+            packs = [as_others(assemble(samples, documents, **padding), samples) for documents in ranks[rank]]
             assert len(mini_batch) == len(packs)
             assert all(equal_packs(left, right) for left, right in zip(mini_batch, packs, strict=True))
+
+
+def as_others(pack, samples):
+    """Ranks would meet in different collectives if only some of a step's packs had teachers."""
+    scores = [sample.taught for sample in samples if sample.taught is not None]
+    if pack.teachers is None and any(sample.teacher >= 0 for sample in samples):
+        pack = dataclasses.replace(pack, teachers=np.full(len(pack.samples), -1, np.int8))
+    if pack.taught is None and scores:
+        pack = dataclasses.replace(pack, taught=TeacherScores.none(len(pack.targets), scores[0].num_likeliest))
+    return pack
+
+
+@property_test
+@given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.booleans(), st.sampled_from(["scored0", "prompt"]))
+def test_a_teacher_reads_the_same_tokens_after_its_own_prompts(groups, share_prompts, multiples, dp, has_turns, taught):
+    """Its log-probabilities are laid beside the policy's one by one: another order, or another token, teaches nonsense."""
+    samples = make_samples(groups, has_turns=has_turns, taught=taught)
+    padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
+    share_prompts = share_prompts and multiples[1] == 1
+    plan = plan_step(samples, pack_length=36, dp=dp, num_mini_batches=2, share_prompts=share_prompts, **padding)
+    index, slices = to_slices(samples, plan, **padding)
+    as_read = [
+        sample if sample.teacher_prompt is None else dataclasses.replace(sample, prompt_tokens=sample.teacher_prompt)
+        for sample in samples
+    ]
+    for part in slices:
+        data = part.filled()
+        own = [pack for packs in from_slice(index, data) for pack in packs]
+        for teacher in range(2):
+            read = [pack for packs in teacher_packs(index, data, teacher) for pack in packs]
+            assert len(read) == len(own)
+            for ours, theirs in zip(own, read, strict=True):
+                check_pack(theirs, as_read)
+                expected = [number for number in ours.samples.tolist() if samples[number].teacher == teacher]
+                assert theirs.samples.tolist() == expected
+                assert 0 < len(theirs.tokens) <= 36 and len(theirs.tokens) % multiples[0] == 0
+                of_teacher = np.isin(ours.samples, expected)
+                spans = np.repeat(of_teacher, np.diff(ours.response_cu_seqlens))
+                assert theirs.targets.tolist() == ours.targets[spans].tolist()
+
+
+def test_a_pack_has_room_for_the_longer_prompt_of_a_teacher():
+    """The teacher's pack would not fit into the memory that packs were measured for."""
+    samples = make_samples([(4, [3, 3]), (4, [3])])
+    long, short = np.arange(20, dtype=np.int32), np.arange(3, dtype=np.int32)
+    choices = {"dp": 1, "num_mini_batches": 1, "multiple_of": 1, "share_prompts": True}
+
+    def packs(prompts, pack_length):
+        own = [
+            dataclasses.replace(sample, teacher=0, teacher_prompt=prompt)
+            for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+        ((rows,),) = plan_step(own, pack_length=pack_length, **choices)
+        return sorted(sorted(pack) for pack in rows)
+
+    assert packs([short] * 3, 14) == [[[0, 1], [2]]]
+    # One prompt of 20 for both of the first group, then one for each of them.
+    assert packs([long, long, short], 24 + 6) == [[[0, 1], [2]]]
+    assert packs([long, long, short], 24 + 5) == [[[0, 1]], [[2]]]
+    assert packs([long, long[1:], short], 24) == [[[0]], [[1]], [[2]]]
+    with pytest.raises(ValueError, match="22 tokens, more than the 21"):
+        packs([long, long, short], 21)
 
 
 def test_the_index_counts_over_all_ranks():
@@ -111,6 +185,23 @@ def test_a_set_takes_four_bytes_a_token_and_nothing_where_there_is_none():
     turns = {"is_sampled": np.arange(1000) < 400, "loss_mask": np.arange(1000) < 400}
     plain, cut = (dataclasses.replace(each, **turns) for each in (sample, cut))
     assert bytes_of([cut], [[[[[0]]]]]) - bytes_of([plain], [[[[[0]]]]]) == 4 * 400 + 4 * 3 * 400
+
+
+def test_what_teachers_say_takes_bytes_only_where_they_do():
+    """A run without teachers sends nothing for them; one with k likeliest tokens sends 4 + 8 k bytes a token of theirs."""
+    (sample,) = make_samples([(50, [1000])])
+    pair, plan = [sample, sample], [[[[[0], [1]]]]]
+    plain, rng = bytes_of(pair, plan), np.random.default_rng(0)
+    _, (part,) = to_slices(pair, plan, multiple_of=1, document_multiple_of=1)
+    assert not any(part.counts[name] for name in part.counts if "teacher" in name or name in ("taught", "likeliest"))
+    for k in (0, 4):
+        taught = dataclasses.replace(sample, teacher=1, taught=teacher_scores(1000, k, rng))
+        assert bytes_of([taught, sample], plan) - plain == 2 + (4 + 8 * k) * 1000
+    hint = np.ones(70, np.int32)
+    hinted = dataclasses.replace(sample, teacher=0, teacher_prompt=hint)
+    assert bytes_of([dataclasses.replace(sample, teacher=0), sample], plan) - plain == 2
+    # For each sample which prompt it is, and the shared prompt once, with its length.
+    assert bytes_of([hinted, hinted], plan) - plain == 2 + 2 * 4 + 4 + 4 * 70
 
 
 def test_mask_and_age_of_a_token_share_a_byte():
