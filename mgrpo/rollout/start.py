@@ -116,9 +116,7 @@ def started_engines(
 
 
 def _policy_roster(config: Config, cluster: Cluster, num_local_learners: int) -> Roster:
-    started = cluster.start_engines(
-        policy_kind(config, on_gpu=cluster.on_gpu, num_local_learners=num_local_learners)
-    )
+    started = cluster.start_engines(policy_kind(config, on_gpu=cluster.on_gpu, num_local_learners=num_local_learners))
     return Roster(
         started.engines,
         config.engine,

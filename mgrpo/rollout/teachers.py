@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ class Teaching:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Question:
+class JudgedSequence:
     """A sequence whose tokens a teacher judges. A `QueuedWork`."""
 
     tokens: np.ndarray
@@ -56,7 +55,7 @@ class Question:
         """Whoever listens to the teachers is told once for all."""
 
 
-class TeacherQueue(EngineQueue[Question]):
+class TeacherQueue(EngineQueue[JudgedSequence]):
     """The questions to one teacher."""
 
     verb = "score"
@@ -70,7 +69,7 @@ class TeacherQueue(EngineQueue[Question]):
         super().__init__(fleet, thread, samples_per_engine=SEQUENCES)
         self.vocab, self.failed = vocab, failed
 
-    def _batch(self, numbered: Sequence[tuple[int, Question]]) -> PromptBatch:
+    def _batch(self, numbered: Sequence[tuple[int, JudgedSequence]]) -> PromptBatch:
         questions = [question for _, question in numbered]
         tokens, cu_seqlens = to_arrays([question.tokens for question in questions])
         return PromptBatch(
@@ -81,7 +80,7 @@ class TeacherQueue(EngineQueue[Question]):
             starts=np.array([question.start for question in questions], np.int64),
         )
 
-    def _read(self, requests: Sequence[Question], arrays: Completions) -> list[TeacherScores]:
+    def _read(self, requests: Sequence[JudgedSequence], arrays: Completions) -> list[TeacherScores]:
         asked = [len(question.tokens) - question.start for question in requests]
         assert arrays["prompt_sizes"].tolist() == asked, "one for each token that was asked about"
         return [self._scores(arrays, a, b) for a, b in itertools.pairwise(itertools.accumulate(asked, initial=0))]
@@ -170,26 +169,12 @@ class Teachers:
                 assert start > 0, "a model says nothing about the first token of a sequence"
                 if start < len(tokens) <= self.teachers[teacher].most_tokens:
                     answer = partial(answered, place)
-                    questions.append(Question(tokens=tokens, start=start, sampling=self.sampling, done=answer))
+                    questions.append(JudgedSequence(tokens=tokens, start=start, sampling=self.sampling, done=answer))
                 else:
-                    answered(place, self._none(len(tokens) - start))
+                    answered(place, TeacherScores.none(len(tokens) - start, self.num_likeliest))
             self.queues[teacher].queue(questions)
 
         self.queues[teacher].post(begin)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The state of each engine, in JSON; see `Roster.describe`."""
-        rosters = [teacher.fleet.roster for teacher in self.teachers]
-        return [{**engine, "owner": roster.owner} for roster in rosters for engine in roster.describe()]
-
-    def _none(self, length: int) -> TeacherScores:
-        """Of tokens that a teacher says nothing about."""
-        shape = length, self.num_likeliest
-        return TeacherScores(
-            logprobs=np.full(length, np.nan, np.float32),
-            ids=np.full(shape, -1, np.int32) if self.num_likeliest else None,
-            likeliest=np.full(shape, np.nan, np.float32) if self.num_likeliest else None,
-        )
 
     def _failed(self, err: Exception) -> None:
         self.failure = self.failure or err

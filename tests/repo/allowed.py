@@ -200,6 +200,7 @@ DOUBLED_FILES = {
     "sandbox": "a room and its main class",
     "server": "engines behind HTTP; the sandbox behind HTTP",
     "start": "of the engines; of a run",
+    "teachers": "on engines of their own; whether they suit a run",
     "tools": "tools of a model, and their section of the settings",
     "trackers": "a run's, and the programs that they are",
     "verifiers": "ours, and the adaptor of the library of that name",

@@ -244,9 +244,7 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
         count=settings.vllm_num_engines,
         workers=settings.vllm_tensor_parallel_size,
         args=lambda spans_nodes: engine_args(config, on_gpu=on_gpu, spans_nodes=spans_nodes),
-        environment=engine_environment(
-            config, on_gpu=on_gpu, is_local=is_local, num_local_learners=num_local_learners
-        ),
+        environment=engine_environment(config, on_gpu=on_gpu, is_local=is_local, num_local_learners=num_local_learners),
         has_local_core=has_local_core(settings.vllm_tensor_parallel_size, on_gpu=on_gpu),
         log="engine",
         remedy="lower vllm_num_engines or vllm_tensor_parallel_size",

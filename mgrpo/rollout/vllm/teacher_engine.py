@@ -245,6 +245,4 @@ def _needs(config: Config) -> str:
     )
 
 
-_REMEDY = (
-    "start fewer learners or engines, lower teacher_gpu_memory_utilization so that several fit on one GPU, or use teacher_mode=learner"
-)
+_REMEDY = "start fewer learners or engines, lower teacher_gpu_memory_utilization so that several fit on one GPU, or use teacher_mode=learner"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import sys
@@ -116,7 +117,9 @@ def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch)
         ({"vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}, 2, 2),
     ],
 )
-def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(monkeypatch, tmp_path, settings, learners, threads):
+def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(
+    monkeypatch, tmp_path, settings, learners, threads
+):
     """One thread leaves cores idle while learners wait; threads for a tiny model only wait for each other."""
     config = from_values({"model_name_or_path": str(tmp_path), **settings})
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
