@@ -26,7 +26,7 @@ K = 2
 
 
 class ScriptedTeachers:
-    """Implements `mgrpo.run.produce.asked_teachers.Teaches`: a token's log-probability is minus the token minus a tenth of its place.
+    """Stands for `mgrpo.rollout.teachers.Teachers`: a token's log-probability is minus the token minus a tenth of its place.
 
     Args:
         answers: whether it answers as soon as it is asked; otherwise by `answer`.
