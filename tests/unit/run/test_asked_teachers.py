@@ -18,6 +18,7 @@ from mgrpo.run.records import Rollouts
 from mgrpo.types import Lesson, Prompt, PromptId, TeacherScores
 from tests import builders
 from tests.scripted_engine import ScriptedEngine
+from tests.unit.rollout.test_teachers import Class
 from tests.unit.run.producing import collect, producer
 from tests.unit.run.test_producer import indices, settle
 
@@ -170,6 +171,27 @@ def test_teachers_that_are_lost_end_the_wait_with_their_reason() -> None:
     teachers.failed(EngineError("all engines of the teacher math have failed"))
     with pytest.raises(EngineError, match="all engines of the teacher math"):
         own.dispatcher.wait(taking)
+
+
+def test_groups_of_a_teachers_engine_that_dies_are_asked_again_and_none_is_dropped() -> None:
+    """The other engine judges them; the step is the one that it would have been."""
+    real = Class()
+    own = taught(real.teachers)
+    taking = own.take()
+    settle(own)
+    real.settle()
+    first, second = real.engines[0]
+    assert len(first.queued) + len(second.queued) == 2 and not taking.done()
+    (first if first.queued else second).die()
+    real.settle()
+    for teacher, engine in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        real.answer(teacher, engine)
+    rollouts = own.dispatcher.wait(taking)
+    assert (indices(rollouts.groups), indices(rollouts.dropped)) == ([1, 2], [0, 3])
+    for scored in rollouts.groups:
+        for completion in scored.group.completions:
+            assert completion.taught is not None
+            assert completion.taught.logprobs.tolist() == (-completion.tokens).tolist()
 
 
 def resumed(own, teachers: ScriptedTeachers, **settings):
