@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.vllm.calls import of_prompt
 
 
 class ScriptedEngine:
@@ -29,6 +30,8 @@ class ScriptedEngine:
         """The others, in order, with their arguments."""
         self.queued: dict[int, tuple[np.ndarray, int]] = {}
         """The tokens of the prompts that were not answered, by number, and how many samples are wanted."""
+        self.asked: dict[int, tuple[int, int]] = {}
+        """Of prompts whose tokens are asked about, by number, the first of these and how many likeliest ones are wanted."""
         self.version = 0
         self.is_paused = True
         self.is_draining: list[Future[None]] = []
@@ -39,8 +42,12 @@ class ScriptedEngine:
 
     def submit(self, batch: PromptBatch) -> Future[None]:
         self.batches.append(batch)
-        for number, (a, b) in zip(batch.numbers.tolist(), itertools.pairwise(batch.cu_seqlens), strict=True):
+        for place, (number, (a, b)) in enumerate(
+            zip(batch.numbers.tolist(), itertools.pairwise(batch.cu_seqlens), strict=True)
+        ):
             self.queued[number] = batch.tokens[a:b], batch.sampling.num_samples
+            if batch.starts is not None and batch.sampling.prompt_logprobs is not None:
+                self.asked[number] = int(batch.starts[place]), batch.sampling.prompt_logprobs
         self._go_on()
         return self._future("submit")
 
@@ -134,7 +141,7 @@ class ScriptedEngine:
     def _echo(self, number: int, tokens: np.ndarray, num_samples: int) -> Completions:
         """One group, with `lengths` instead of `cu_seqlens`."""
         total = num_samples * len(tokens)
-        return {
+        return self._judgement(number, tokens) | {
             "numbers": np.array([number]),
             "sizes": np.array([num_samples]),
             "tokens": np.tile(tokens, num_samples),
@@ -143,6 +150,15 @@ class ScriptedEngine:
             "lengths": np.full(num_samples, len(tokens), np.int64),
             "finish_reasons": np.full(num_samples, FINISH_REASONS.index(self.finish_reason), np.int8),
         }
+
+    def _judgement(self, number: int, tokens: np.ndarray) -> Completions:
+        """Where the prompt was asked about: of token t the log-probability -t, and as the likeliest ones t, t + 1, ..."""
+        if number not in self.asked:
+            return {}
+        start, num_likeliest = self.asked.pop(number)
+        ids = tokens[start:, None] + np.arange(num_likeliest, dtype=np.int32)
+        own = -tokens[start:].astype(np.float32)
+        return of_prompt(own, ids, -ids.astype(np.float32))
 
 
 class Told:

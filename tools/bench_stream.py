@@ -36,10 +36,10 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import Request
-from mgrpo.rollout.roster import Roster
 from mgrpo.run.produce.producer import Producer
 from mgrpo.run.produce.production import _samples_per_engine
 from mgrpo.types import Prompt, PromptId, RewardContext, RolloutGroup, Score, ScoredBatch, ScoredGroup

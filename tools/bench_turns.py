@@ -40,7 +40,7 @@ from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.pool import EnvironmentPool
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_fleet
 from mgrpo.types import Prompt, RolloutGroup

@@ -112,6 +112,11 @@ class Distillation:
         return bool(self.teacher_model_name_or_path)
 
     @property
+    def num_engines(self) -> int:
+        """Engines of all teachers that the run starts."""
+        return len(self.teachers) * self.teacher_num_engines if self.teacher_mode == "engine" else 0
+
+    @property
     def engines_per_gpu(self) -> int:
         """Engines of one worker whose shares of memory fit on a GPU together."""
         return int(1 / self.teacher_gpu_memory_utilization + 1e-9)

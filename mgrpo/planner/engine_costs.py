@@ -143,10 +143,7 @@ def _weights_read(shape: ModelShape, running: float) -> float:
 
 def num_teacher_workers(config: Config) -> int:
     """Workers of all teachers' engines that the run starts."""
-    own = config.distillation
-    if own.teacher_mode != "engine":
-        return 0
-    return len(own.teachers) * own.teacher_num_engines * own.teacher_tensor_parallel_size
+    return config.distillation.num_engines * config.distillation.teacher_tensor_parallel_size
 
 
 def num_teacher_gpus(config: Config, *, num_free: int) -> int:

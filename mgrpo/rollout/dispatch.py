@@ -1,7 +1,4 @@
-"""Prompts out to the engines, and groups back as they finish.
-
-One thread, `Dispatcher.thread`, owns the state of everything that is being sampled; every answer of an engine becomes work for it.
-"""
+"""Prompts out to the policy's engines, and groups back as they finish: those to train on and those of evaluations, whole or by turns."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
-from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch
+from mgrpo.rollout.engine_queue import EngineQueue
+from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import (
     EVALUATION,
     Decode,
@@ -30,13 +27,9 @@ from mgrpo.rollout.requests import (
     to_groups,
     training_sampling,
 )
-from mgrpo.rollout.roster import say
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
-
-MOST_POLLS_PER_S = 1000
-"""Polls of all engines together that one thread can answer beside its other work."""
 
 
 class TrainingListener(Protocol):
@@ -56,8 +49,8 @@ class TrainingListener(Protocol):
         """The teachers that scored groups wait for, "" for none. From any thread."""
 
 
-class Dispatcher:
-    """Gives each group to the engine with the least to do. An `EngineListener` and the `Turns` of an interaction."""
+class Dispatcher(EngineQueue[Request]):
+    """Everything that the policy's engines sample. The `Turns` of an interaction."""
 
     def __init__(
         self,
@@ -73,47 +66,27 @@ class Dispatcher:
         """
         Args:
             interaction: turns a group into requests of one turn each; None: answers are sampled at a stretch.
-            samples_per_engine: the samples that an engine is given at most at a time; others wait here, where they can still go to
-                any engine. None: all at once, so that an engine's samples depend on nothing but the prompts.
+            samples_per_engine: see `EngineQueue`.
         """
-        self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
+        self.rollout, self.run_seed, self.decode = rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
-        self.thread = Background("rollout")
         self.interaction = interaction
         self.unfinished = Unfinished()
         self.listener: TrainingListener | None = None
         """None as long as there are no groups to train on."""
-        self.loads = Loads(samples_per_engine, on_change=self._load_changed)
-        self.polled: set[int] = set()
-        """Engines that have been asked for answers and have not answered."""
-        self.waiting: list[Request] = []
-        self.is_sampling = False
-        """Whether the engines are not paused."""
         self.num_replayed = 0
         """Groups to train on that were taken from engines which failed or left, since `take_metrics`."""
         self.num_deaths = 0
         """The roster's, at `take_metrics`."""
         self.holds_training = False
         """Whether training prompts stay here, because the engines are paused."""
+        super().__init__(fleet, Background("rollout"), samples_per_engine=samples_per_engine)
         if interaction is not None:
             interaction.start(self)
-        fleet.roster.listen(self)
 
     def listen(self, listener: TrainingListener) -> None:
         """Tell `listener` from here on, instead of an earlier one. To be called before `for_training`."""
         self.listener = listener
-
-    def lost(self, engine: int) -> None:
-        """See `EngineListener`."""
-        self.post(partial(self._replay, engine))
-
-    def serving(self, engine: int) -> None:
-        """See `EngineListener`."""
-        self.post(partial(self._welcome, engine))
-
-    def ended(self, err: EngineError) -> None:
-        """See `EngineListener`."""
-        self.post(partial(self._fail, err))
 
     def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
         """A request for a group to train on.
@@ -132,17 +105,6 @@ class Dispatcher:
         whole, requests = evaluation_requests(prompts, evaluation_sampling(self.rollout, self.stop_token_ids))
         self.post(partial(self.send, requests))
         return whole
-
-    def post(self, task: Callable[[], object]) -> None:
-        """Do this soon, in the dispatcher's thread."""
-
-        def run() -> None:
-            try:
-                task()
-            except Exception as err:
-                self._fail(err)
-
-        self.thread.submit(run)
 
     def wait(self, future: Future[T]) -> T:
         """The result of a future that needs answers of the engines. From any thread except the dispatcher's own.
@@ -183,7 +145,7 @@ class Dispatcher:
     def send(self, requests: Sequence[Request]) -> None:
         """Sample these prompts, those of an evaluation first. In the dispatcher's thread."""
         if self.interaction is None:
-            self._queue(requests)
+            self.queue(requests)
         elif requests:
             self.unfinished.groups.update(requests)
             self.interaction.begin(requests)
@@ -196,10 +158,10 @@ class Dispatcher:
                 which each arrives.
         """
         if not (together and self.is_sampling):
-            self._queue(requests)
+            self.queue(requests)
             return
         self.fleet.pause("keep")  # the cache of the earlier turns
-        self._queue(requests)
+        self.queue(requests)
         self.fleet.resume()
 
     def end(self, request: Request, group: RolloutGroup) -> None:
@@ -218,10 +180,6 @@ class Dispatcher:
         groups = self.unfinished.groups if self.interaction else self.waiting
         return sorted(group.number for group in groups if group.is_training and not group.has_begun)
 
-    def _queue(self, requests: Sequence[Request]) -> None:
-        self.waiting = sorted([*self.waiting, *requests], key=_urgency)
-        self._dispatch()
-
     def pause(self) -> Future[None]:
         """Have the engines sample no more; done when none of them samples. In the dispatcher's thread.
 
@@ -235,22 +193,7 @@ class Dispatcher:
         self.is_sampling = False
         return _settled(self.fleet.pause())
 
-    def resume(self) -> None:
-        """Have the engines sample. In the dispatcher's thread."""
-        self.is_sampling = True
-        self._dispatch()
-        self.fleet.resume()
-
-    def _welcome(self, engine: int) -> None:
-        """An engine may be given groups again."""
-        if self.is_sampling and engine in self.fleet.members.open:
-            self.fleet.resume([engine])
-        self._dispatch()
-
-    def _replay(self, engine: int) -> None:
-        """Requests of an engine that is lost go to the others, before all that wait: they were to be sampled first."""
-        self.polled.discard(engine)
-        requests = self.loads.drop(engine)
+    def _taken(self, requests: Sequence[Request]) -> None:
         numbers = [request.number for request in requests if request.is_training and request.is_beginning]
         for turn in [request.turn for request in requests if request.turn and request.is_beginning]:
             turn.whole.has_begun = False
@@ -258,76 +201,36 @@ class Dispatcher:
         self.num_replayed += len(numbers)
         if self.listener is not None:
             self.listener.replayed(numbers)
-        if requests:
-            say(f"groups of engine {engine} that begin again on others: {len(requests)}")
-        self.waiting = sorted([*requests, *self.waiting], key=_urgency)
-        self._dispatch()
 
-    def _dispatch(self) -> None:
-        """Give the engines as many requests as they have room for."""
-        if self.fleet.is_aborted:
-            self._fail(EngineError("generation was aborted"))
-            return
-        engines = self.fleet.roster.open
-        given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
-        while self.waiting and not self._is_held(self.waiting[0]):
-            request = self.waiting[0]
-            if (place := self.loads.give(request, engines)) is None:
-                break
-            del self.waiting[0]
-            engine, number = place
-            request.engine = engine
-            if request.turn is not None:
-                request.turn.whole.has_begun = True
-            given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
-        for (engine, sampling, stream), numbered in given.items():
-            batch = self._batch(sampling, stream, numbered)
-            self.fleet.call(engine, engines[engine], partial(_submitted, batch), "generate")
-            self._poll(engine, engines[engine])
+    def _given(self, request: Request, engine: int) -> None:
+        request.engine = engine
+        if request.turn is not None:
+            request.turn.whole.has_begun = True
+
+    def _urgency(self, request: Request) -> tuple[int, bool]:
+        """Evaluations come first, then groups that have begun."""
+        return request.stream, request.is_beginning
 
     def _is_held(self, request: Request) -> bool:
-        """Whether a request stays here while engines are paused, or about to be."""
+        """Whether it stays here while engines are paused, or about to be."""
         may_end = self.fleet.pauses == "drain" and not request.is_beginning
         return self.holds_training and request.is_training and not may_end
 
-    def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
+    def _batch(self, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
+        sampling, stream = numbered[0][1].batch_key
         # An evaluation must not change with the training beside it, nor a turn with the moment at which a tool answers another one.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         is_free = self.interaction is not None and not self.interaction.in_rounds
         seeds = self.fleet.seeds_prompts or sampling.is_timed or is_beside_training or is_free
         return prompt_batch(numbered, sampling, run_seed=self.run_seed if seeds else None)
 
-    def _poll(self, number: int, engine: Engine) -> None:
-        if number not in self.polled:
-            self.polled.add(number)
-            gather_s = max(GATHER_S, len(self.fleet.engines) / MOST_POLLS_PER_S)
-            answer = self.fleet.call(number, engine, lambda engine: engine.poll(gather_s), "generate")
-            answer.add_done_callback(lambda done: self.post(partial(self._arrived, number, engine, done)))
-
-    def _arrived(self, number: int, engine: Engine, answer: Future[Completions]) -> None:
-        if answer.exception() is not None or self.fleet.engines[number] is not engine:
-            return
-        arrays = answer.result()
-        numbers = arrays["numbers"].tolist()
-        if not self.loads.has(number, numbers):
-            return  # The engine was given up meanwhile, and its groups have begun again on others.
-        self.polled.remove(number)
-        requests = self.loads.of(number, numbers)
+    def _read(self, requests: Sequence[Request], arrays: Completions) -> list[RolloutGroup]:
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem
-        for each in numbers:
-            self.loads.finish(number, each)
-        if number in self.loads.busy():
-            self._poll(number, engine)
-        self._dispatch()
-        for request, group in zip(requests, groups, strict=True):
-            request.done(group)
+        return groups
 
-    def _fail(self, err: Exception) -> None:
-        failed, self.waiting = self.loads.clear() + self.waiting, []
-        for request in failed:
-            request.failed(err)
+    def _tell_failure(self, err: Exception) -> None:
         self.unfinished.fail(err)
         if self.listener is not None:
             self.listener.failed(err)
@@ -335,10 +238,6 @@ class Dispatcher:
     def _load_changed(self) -> None:
         if self.listener is not None:
             self.listener.load_changed()
-
-
-def _submitted(batch: PromptBatch, engine: Engine) -> Future[None]:
-    return engine.submit(batch)
 
 
 def _settled(calls: Sequence[Future[None]]) -> Future[None]:
@@ -373,8 +272,3 @@ def _problem(group: RolloutGroup) -> EngineError | None:
         f"{len(broken)} of {len(group.completions)} completions of a prompt have log-probabilities that are not finite, so "
         f"{whose} are broken or have diverged; look at the model, or lower learning_rate"
     )
-
-
-def _urgency(request: Request) -> tuple[int, bool]:
-    """Smaller comes first: evaluations, then groups that have begun."""
-    return request.stream, request.is_beginning

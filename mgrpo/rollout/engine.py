@@ -23,7 +23,11 @@ were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` fl
 `[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS.
 
 Under `Sampling.has_sets` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
-int32, 0 where the engine does not know the whole set."""
+int32, 0 where the engine does not know the whole set.
+
+Under `Sampling.prompt_logprobs` also what was asked of the prompts' tokens: `prompt_sizes [groups]` int64 counts them, `prompt_logprobs
+[sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest at their places,
+with -1 and NaN where the engine gave fewer."""
 
 Pause = Literal["drain", "recompute", "keep"]
 """The fate of completions that have begun. drain samples them to their end before the engine pauses. Otherwise they go on after
@@ -61,6 +65,8 @@ class Sampling:
     """An expression that completions match; only for engines that were started with a tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
+    prompt_logprobs: int | None = None
+    """Of the prompts' tokens the log-probabilities are asked for, and those of so many likeliest ones at their places; None: nothing is."""
 
     @property
     def has_sets(self) -> bool:
@@ -90,6 +96,8 @@ class PromptBatch:
     """`[prompts]` int64: a limit for each prompt; None: the sampling's for all."""
     salts: np.ndarray | None = None
     """`[prompts]` int64: prompts with the same salt share the engine's cache; None: their numbers, so that no two share it."""
+    starts: np.ndarray | None = None
+    """`[prompts]` int64, with `Sampling.prompt_logprobs`: the first token of each prompt that it is asked about, at least 1."""
 
 
 GATHER_S = 0.02

@@ -6,46 +6,68 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from mgrpo.rollout.requests import Request
+import numpy as np
+
+from mgrpo.rollout.engine import Sampling
 from mgrpo.types import RolloutGroup
 
 
+class Work(Protocol):
+    """A request to an engine."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[len]` int32: the tokens to read."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most that are written for each sample."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def home(self) -> int | None:
+        """The engine that should be given it."""
+
+
+W = TypeVar("W", bound=Work)
+
+
 @dataclass(slots=True, kw_only=True)
-class Load:
+class Load(Generic[W]):
     """The requests that one engine has been given and has not answered."""
 
-    requests: dict[int, tuple[Request, float]] = field(default_factory=dict)
+    requests: dict[int, tuple[W, float]] = field(default_factory=dict)
     """By number, with the cost of each."""
     cost: float = 0.0
     """The sum of the costs."""
     samples: int = 0
 
 
-class Loads:
+class Loads(Generic[W]):
     """The loads of all engines. A group goes to the engine with the fewest tokens to read and, as expected, to write."""
 
     def __init__(self, samples_per_engine: int | None, *, on_change: Callable[[], None]) -> None:
         """
         Args:
-            samples_per_engine: see `Dispatcher`.
+            samples_per_engine: see `EngineQueue`.
             on_change: called when an engine has more or less to do.
         """
         self.samples_per_engine, self.on_change = samples_per_engine, on_change
         self.numbers = itertools.count()
-        self.by_engine: defaultdict[int, Load] = defaultdict(Load)
+        self.by_engine: defaultdict[int, Load[W]] = defaultdict(Load)
         self.lengths = [0, 0]
         """The tokens of all answers that were trained on so far, and the number of these answers."""
 
-    def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
+    def give(self, request: W, engines: Iterable[int]) -> tuple[int, int] | None:
         """The one of these engines that gets the request, and the request's number there; None: none of them has room."""
         samples = request.sampling.num_samples
         open_ones = [number for number in engines if self._has_room(self.by_engine[number], samples)]
         if not open_ones:
             return None
-        own = None if request.turn is None else request.turn.engine
-        engine = min(open_ones, key=lambda number: (number != own, self.by_engine[number].cost, number))
+        engine = min(open_ones, key=lambda number: (number != request.home, self.by_engine[number].cost, number))
         load = self.by_engine[engine]
         number, cost = next(self.numbers), self.cost(request)
         load.requests[number] = request, cost
@@ -54,11 +76,11 @@ class Loads:
         self.on_change()
         return engine, number
 
-    def _has_room(self, load: Load, samples: int) -> bool:
+    def _has_room(self, load: Load[W], samples: int) -> bool:
         limit = self.samples_per_engine
         return limit is None or not load.requests or load.samples + samples <= limit
 
-    def cost(self, request: Request) -> float:
+    def cost(self, request: W) -> float:
         """Tokens that an engine reads and is expected to write for a group."""
         total, count = self.lengths
         longest = request.max_tokens
@@ -69,7 +91,7 @@ class Loads:
         """Whether an engine has requests under all these numbers."""
         return self.by_engine[engine].requests.keys() >= set(numbers)
 
-    def of(self, engine: int, numbers: Sequence[int]) -> list[Request]:
+    def of(self, engine: int, numbers: Sequence[int]) -> list[W]:
         """An engine's requests under these numbers."""
         return [self.by_engine[engine].requests[number][0] for number in numbers]
 
@@ -92,11 +114,11 @@ class Loads:
         """The engines that have something to do."""
         return sorted(number for number, load in self.by_engine.items() if load.requests)
 
-    def drop(self, engine: int) -> list[Request]:
+    def drop(self, engine: int) -> list[W]:
         """Take away an engine's requests, which are returned."""
         return [request for request, _ in self.by_engine.pop(engine, Load()).requests.values()]
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> list[W]:
         """Take away the requests of all engines, which are returned."""
         return [request for engine in list(self.by_engine) for request in self.drop(engine)]
 

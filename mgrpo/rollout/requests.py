@@ -91,6 +91,16 @@ class Request:
         return replace(self.sampling, num_samples=num_samples)
 
     @property
+    def home(self) -> int | None:
+        """The engine that has the turns before this one in its cache."""
+        return None if self.turn is None else self.turn.engine
+
+    @property
+    def batch_key(self) -> tuple[Sampling, int]:
+        """Requests of one batch have the same."""
+        return self.sampling, self.stream
+
+    @property
     def tokens(self) -> np.ndarray:
         """`[len]` int32: the tokens to continue."""
         return self.prompt.tokens if self.turn is None else self.turn.tokens

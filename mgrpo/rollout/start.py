@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.distillation import Distillation, Teacher
+from mgrpo.models.family import read_hf_config
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.heartbeat import Heartbeat
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.heartbeat import Heartbeat
+from mgrpo.rollout.engines.roster import Roster
+from mgrpo.rollout.teachers import Teachers, Teaching
+from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.cluster import Cluster
-from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
-from mgrpo.rollout.vllm.node import RayNode
+from mgrpo.rollout.vllm.engine_arguments import policy_kind, serving_gpus
+from mgrpo.rollout.vllm.ray_processes.node import RayNode
 from mgrpo.rollout.vllm.server.server_facts import host_elsewhere, meeting_host
+from mgrpo.rollout.vllm.teacher_engine import most_tokens, teacher_kinds, teacher_machine_problems
 
-__all__ = ["RayNode", "engines_are_local", "machine_problems", "serving_gpus", "started_fleet"]
+__all__ = [
+    "Engines",
+    "RayNode",
+    "engines_are_local",
+    "machine_problems",
+    "serving_gpus",
+    "started_engines",
+    "started_fleet",
+]
+
+
+def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+    """See `engine_arguments.machine_problems`; also about the teachers' engines, of which an evaluation, without learners, starts none."""
+    found = engine_arguments.machine_problems(
+        config, num_local_learners=num_local_learners, head_dim=head_dim, starts_engines=starts_engines
+    )
+    if starts_engines and num_local_learners:
+        found += teacher_machine_problems(config, num_local_learners=num_local_learners)
+    return found
 
 
 def engines_are_local(config: Config) -> bool:
@@ -27,10 +51,30 @@ def engines_are_local(config: Config) -> bool:
     return config.engine.ray_address is None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines of a run."""
+
+    fleet: Fleet
+    """Those that sample from the policy."""
+    teachers: Teachers | None
+    """None without teachers that have engines or servers of their own."""
+
+
 @contextmanager
 def started_fleet(
     config: Config, *, num_local_learners: int, on_failure: Callable[[str], object] | None
 ) -> Iterator[Fleet]:
+    """`started_engines`, those of the policy alone."""
+    alone = replace(config, distillation=Distillation())
+    with started_engines(alone, num_local_learners=num_local_learners, on_failure=on_failure) as engines:
+        yield engines.fleet
+
+
+@contextmanager
+def started_engines(
+    config: Config, *, num_local_learners: int, on_failure: Callable[[str], object] | None
+) -> Iterator[Engines]:
     """Start the configuration's engines, without waiting for them; they end with the context.
 
     Call on rank 0, from the main thread, to which the engines' processes are tied, and before Megatron is imported: engines take
@@ -40,37 +84,89 @@ def started_fleet(
         on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: all
             waiting is for calls of engines, which fail then.
     """
-    if config.engine.vllm_mode == "server":
-        with _connected_fleet(config) as fleet:
-            yield fleet
-        return
-    cluster = Cluster(config, num_local_learners=num_local_learners)
-    try:
-        roster = Roster(
-            cluster.engines,
-            config.engine,
-            keep_logs=cluster.keep_logs,
-            start=cluster.start,
-            # One that starts beside a learner would find no room on its GPU.
-            max_restarts=0 if config.engine.shares_gpus else config.engine.engine_max_restarts,
-        )
-
-        def failed(failure: Future[str]) -> None:
-            roster.end(f"{failure.result()}{cluster.keep_logs()}")
-            if on_failure is not None:
-                on_failure(str(roster.failure))
-
-        cluster.failure.add_done_callback(failed)
-        with _watched(roster):
-            yield Fleet(
-                roster,
+    with ExitStack() as stack:
+        cluster = None
+        if config.engine.vllm_mode != "server" or config.distillation.num_engines:
+            cluster = Cluster(config, num_local_learners=num_local_learners)
+            stack.callback(cluster.close)
+        rosters: list[Roster] = []
+        if config.engine.vllm_mode == "server":
+            fleet = stack.enter_context(_connected_fleet(config))
+        else:
+            assert cluster is not None
+            rosters.append(_policy_roster(config, cluster, num_local_learners))
+            stack.enter_context(_watched(rosters[0]))
+            fleet = Fleet(
+                rosters[0],
                 seed=config.experiment.seed,
                 seeds_prompts=cluster.on_gpu,
                 pauses=_pauses(config),
                 meeting_host=cluster.address,
             )
-    finally:
-        cluster.close()
+        teachers: list[Teaching] = []
+        if cluster is not None and config.distillation.num_engines:
+            teachers = _started_teachers(config, cluster, num_local_learners)
+            rosters += [teacher.fleet.roster for teacher in teachers]
+        for teacher in teachers:
+            stack.enter_context(_watched(teacher.fleet.roster))
+        fleet.roster.beside = [teacher.fleet.roster for teacher in teachers]
+        if cluster is not None:
+            _end_with(cluster, rosters, on_failure)
+        yield Engines(fleet=fleet, teachers=_teachers(config, teachers) if teachers else None)
+
+
+def _policy_roster(config: Config, cluster: Cluster, num_local_learners: int) -> Roster:
+    started = cluster.start_engines(policy_kind(config, on_gpu=cluster.on_gpu, num_local_learners=num_local_learners))
+    return Roster(
+        started.engines,
+        config.engine,
+        keep_logs=cluster.keep_logs,
+        start=started.start,
+        # One that starts beside a learner would find no room on its GPU.
+        max_restarts=0 if config.engine.shares_gpus else config.engine.engine_max_restarts,
+    )
+
+
+def _started_teachers(config: Config, cluster: Cluster, num_local_learners: int) -> list[Teaching]:
+    own, settings = config.distillation, replace(config.engine, min_engines=1)
+    kinds = teacher_kinds(
+        config, on_gpu=cluster.on_gpu, num_gpus=cluster.num_gpus, num_local_learners=num_local_learners
+    )
+    found = []
+    for teacher, kind in zip(own.teachers, kinds, strict=True):
+        started = cluster.start_engines(kind)
+        roster = Roster(
+            started.engines,
+            settings,
+            keep_logs=cluster.keep_logs,
+            start=started.start,
+            max_restarts=0 if kind.gpus else settings.engine_max_restarts,
+            owner=_owner(teacher),
+        )
+        fleet = Fleet(roster, seed=config.experiment.seed)
+        found.append(Teaching(fleet=fleet, most_tokens=most_tokens(config, config.teacher_path(teacher))))
+    return found
+
+
+def _owner(teacher: Teacher) -> str:
+    return f"the teacher {teacher.name}".rstrip()
+
+
+def _teachers(config: Config, teachers: Sequence[Teaching]) -> Teachers:
+    vocab = read_hf_config(config.model_path)["vocab_size"]
+    return Teachers(teachers, num_likeliest=config.distillation.num_likeliest, vocab=vocab)
+
+
+def _end_with(cluster: Cluster, rosters: Sequence[Roster], on_failure: Callable[[str], object] | None) -> None:
+    """The run ends when Ray itself has failed."""
+
+    def failed(failure: Future[str]) -> None:
+        for roster in rosters:
+            roster.end(f"{failure.result()}{cluster.keep_logs()}")
+        if on_failure is not None:
+            on_failure(str(rosters[0].failure))
+
+    cluster.failure.add_done_callback(failed)
 
 
 @contextmanager

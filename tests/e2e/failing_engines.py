@@ -24,7 +24,7 @@ from tests.e2e.faulty import replace
 PLACES: dict[str, tuple[str, Callable[..., bool]]] = {
     # What rank 0 is about to call when an engine fails, and whether these arguments count.
     "generate": ("mgrpo.rollout.dispatch:Dispatcher.wait", lambda *args: True),
-    "pause": ("mgrpo.rollout.fleet:Fleet.pause", lambda *args: True),
+    "pause": ("mgrpo.rollout.engines.fleet:Fleet.pause", lambda *args: True),
     "transfer": ("mgrpo.sync.channel:Sender._delivery", lambda *args: True),
     "join": ("mgrpo.sync.channel:Sender._meet", lambda sender, engine, generation: generation > 0),
     "evaluation": ("mgrpo.rollout.dispatch:Dispatcher.sample_evaluation", lambda *args: True),
@@ -107,7 +107,7 @@ def main(faults: str, *flags: str) -> int:
     run = launch._run
     planted = Faults(faults.split(","))
     if planted.leads:
-        replace("mgrpo.rollout.fleet:Fleet.__init__", planted.remembering)
+        replace("mgrpo.rollout.engines.fleet:Fleet.__init__", planted.remembering)
 
     def faulty_run(*args: Any) -> Any:
         from mgrpo.parallel import backend

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from mgrpo.moving import from_values
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.vllm.engine_arguments import policy_kind
 
 
 @contextmanager
 def lone_engine(values: Mapping[str, Any]) -> Iterator[Fleet]:
     """The fleet of it, ready; settings as in a file."""
-    cluster = Cluster(from_values(values), num_local_learners=0)
+    config = from_values(values)
+    cluster = Cluster(config, num_local_learners=0)
     try:
-        fleet = Fleet(Roster(cluster.engines, cluster.settings, keep_logs=cluster.keep_logs), seed=1)
+        engines = cluster.start_engines(policy_kind(config, on_gpu=cluster.on_gpu, num_local_learners=0)).engines
+        fleet = Fleet(Roster(engines, cluster.settings, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet
     finally:

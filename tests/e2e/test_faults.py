@@ -34,7 +34,7 @@ def run(tmp_path):
 def test_nothing_survives_a_kill(run, kind):
     """kill -9 of any one process: no hang, no orphan, no folder left."""
     family = run.family()
-    reaper = next(p for p in family if "mgrpo.rollout.vllm.reaper" in " ".join(p.cmdline()))
+    reaper = next(p for p in family if "mgrpo.rollout.vllm.ray_processes.reaper" in " ".join(p.cmdline()))
     folder = Path(reaper.cmdline()[-1])
     assert folder.is_dir()
     run.find(kind).kill()

@@ -69,7 +69,7 @@ def test_a_killed_process_is_named_first(start, kind):
     run = start()
     run.wait_for("\nstep ", 240)
     family, killed = run.family(), run.find(kind)
-    reaper = next(p for p in family if "mgrpo.rollout.vllm.reaper" in " ".join(p.cmdline()))
+    reaper = next(p for p in family if "mgrpo.rollout.vllm.ray_processes.reaper" in " ".join(p.cmdline()))
     folder = Path(reaper.cmdline()[-1])
     reaper.kill()
     time.sleep(3)

@@ -11,9 +11,10 @@ import torch
 
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import Completions, EngineError, Sampling
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.vllm.engine_arguments import policy_kind
 from mgrpo.sync.group import open_store
 from tests.e2e.test_weight_sync import HOST, make_sender
 from tests.ranks import cases
@@ -57,7 +58,8 @@ def engine(models):
     )
     cluster = Cluster(config, num_local_learners=0)
     try:
-        fleet = Fleet(Roster(cluster.engines, config.engine, keep_logs=cluster.keep_logs), seed=1)
+        engines = cluster.start_engines(policy_kind(config, on_gpu=cluster.on_gpu, num_local_learners=0)).engines
+        fleet = Fleet(Roster(engines, config.engine, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet.engines[0]
     finally:

@@ -115,7 +115,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 def folders(family: list[psutil.Process]) -> list[Path]:
     """Of the nodes' Rays, as their reapers know them."""
-    return [Path(p.cmdline()[-1]) for p in family if "mgrpo.rollout.vllm.reaper" in p.cmdline()]
+    return [Path(p.cmdline()[-1]) for p in family if "mgrpo.rollout.vllm.ray_processes.reaper" in p.cmdline()]
 
 
 def test_a_run_on_two_nodes_is_the_run_on_one(start, tmp_path):

@@ -14,9 +14,10 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.vllm.engine_arguments import policy_kind
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
 from tests.ranks import cases
@@ -65,8 +66,9 @@ def fleet(models):
 
     cluster = Cluster(config("start"), num_local_learners=0)
     try:
-        cluster.start_engines(config("sent"))
-        fleet = Fleet(Roster(cluster.engines, config("start").engine, keep_logs=cluster.keep_logs), seed=1)
+        kinds = [policy_kind(config(m), on_gpu=cluster.on_gpu, num_local_learners=0) for m in ("start", "sent")]
+        engines = [engine for kind in kinds for engine in cluster.start_engines(kind).engines]
+        fleet = Fleet(Roster(engines, config("start").engine, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()
         yield fleet
     finally:

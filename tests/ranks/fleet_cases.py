@@ -74,8 +74,8 @@ def sync_with_engines_that_fail(
 
 def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
     from mgrpo.config.schema import Engine as EngineSettings
-    from mgrpo.rollout.fleet import Fleet
-    from mgrpo.rollout.roster import Roster
+    from mgrpo.rollout.engines.fleet import Fleet
+    from mgrpo.rollout.engines.roster import Roster
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.train.engine_weights import EngineWeights
 

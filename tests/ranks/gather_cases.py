@@ -121,8 +121,8 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
     """For each reader of weights, after an update: whether all had come when it began, and when it read them."""
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.model_io.hf_export import export_hf
-    from mgrpo.rollout.fleet import Fleet
-    from mgrpo.rollout.roster import Roster
+    from mgrpo.rollout.engines.fleet import Fleet
+    from mgrpo.rollout.engines.roster import Roster
     from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
     from tests.tiny_models import load_hf

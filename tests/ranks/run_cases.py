@@ -52,8 +52,8 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
     import dataclasses
 
     from mgrpo.config.schema import Engine as EngineSettings
-    from mgrpo.rollout.fleet import Fleet
-    from mgrpo.rollout.roster import Roster
+    from mgrpo.rollout.engines.fleet import Fleet
+    from mgrpo.rollout.engines.roster import Roster
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
@@ -83,8 +83,8 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
     from unittest import mock
 
     from mgrpo.config.schema import Engine as EngineSettings
-    from mgrpo.rollout.fleet import Fleet
-    from mgrpo.rollout.roster import Roster
+    from mgrpo.rollout.engines.fleet import Fleet
+    from mgrpo.rollout.engines.roster import Roster
     from mgrpo.run.ranks import lead
     from mgrpo.run.train import engine_weights
     from tests.scripted_engine import ScriptedEngine

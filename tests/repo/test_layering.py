@@ -13,9 +13,13 @@ from tests.repo.sources import PACKAGE, files, source
 
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
-    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py", "rollout/vllm/actor.py"},
+    "ray": {
+        *("rollout/vllm/cluster.py", "rollout/vllm/engine_set.py", "rollout/vllm/ray_engine.py"),
+        "rollout/vllm/actor.py",
+    },
     "vllm": {
-        *("rollout/vllm/actor.py", "rollout/vllm/local_core.py", "sync/vllm_plugin.py"),
+        *("rollout/vllm/actor.py", "rollout/vllm/local_core.py", "rollout/vllm/teacher_engine.py"),
+        "sync/vllm_plugin.py",
         "environments/formats/vllm_door.py",
     },
 }

@@ -18,7 +18,7 @@ import numpy as np
 from mgrpo.models.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
-from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
+from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
 from mgrpo.rollout.vllm.printed import print_into
 from mgrpo.types import KeptTokens
@@ -42,6 +42,7 @@ class EngineActor(EngineCalls):
         log: Path | None = None,
         interfaces: Mapping[str, str] | None = None,
         has_local_core: bool = False,
+        teacher_temperature: float | None = None,
     ) -> None:
         """Load the model.
 
@@ -50,6 +51,7 @@ class EngineActor(EngineCalls):
             log: see `print_into`.
             interfaces: network interfaces for all nodes that choose none themselves; None where all engines are on one machine.
             has_local_core: the engine core is in this process, see `local_core`.
+            teacher_temperature: logits are divided by it, and the weights stay as they are loaded. None: the policy's engine.
         Raises:
             FileNotFoundError: this node does not have its folder, or the tokenizer's.
         """
@@ -84,8 +86,10 @@ class EngineActor(EngineCalls):
         self.has_masks = args.get("return_sampling_mask", False)
         gc.freeze()
         gc.enable()
-        transfer = WeightTransferConfig(backend="mgrpo")
+        transfer = WeightTransferConfig(backend="mgrpo") if teacher_temperature is None else None
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
+        if teacher_temperature not in (None, 1.0):
+            await self.engine.collective_rpc("divide_logits", args=(teacher_temperature,))
         await self.pause("recompute")
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
@@ -170,10 +174,12 @@ class EngineActor(EngineCalls):
         else:
             params = [SamplingParams(**(settings | own)) for own in own_settings(batch)]
         reading = {"num_logprobs": settings["logprobs"], "has_masks": self.has_masks and batch.sampling.has_sets}
-        for number, prompt, salt, own in zip(batch.numbers.tolist(), prompts, salts(batch), params, strict=True):
+        starts = [None] * len(prompts) if batch.starts is None else batch.starts.tolist()
+        asked = zip(batch.numbers.tolist(), prompts, salts(batch), params, starts, strict=True)
+        for number, prompt, salt, own, start in asked:
             salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own)
-            self._expect(number, request.request_id, _group(number, request, **reading))
+            self._expect(number, request.request_id, _group(number, request, start=start, **reading))
 
 
 def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
@@ -186,10 +192,13 @@ def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks: bool = False) -> Completions:
+async def _group(
+    number: int, request: Any, *, num_logprobs: int = 0, has_masks: bool = False, start: int | None = None
+) -> Completions:
     """The group of a request, from its last output.
 
     Args:
+        start: the first token of the prompt that was asked about; None: none was.
         num_logprobs: log-probabilities at each position beside the sampled token's; above 0 they show the set that was sampled from.
         has_masks: masks show it.
     """
@@ -203,7 +212,18 @@ async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks:
         kept = [masked_tokens(c.token_ids, c.sampling_mask and c.sampling_mask.token_ids) for c in completions]
     elif num_logprobs:
         kept = [_kept(completion, step) for completion in completions]
-    return flattened(number, completions, logprobs, kept)
+    group = flattened(number, completions, logprobs, kept)
+    return group if start is None else group | _prompt_logprobs(output, start)
+
+
+def _prompt_logprobs(output: Any, start: int) -> Completions:
+    """Log-probabilities of the prompt's tokens from `start` on; vLLM puts each token before the likeliest ones at its place."""
+    found, tokens = output.prompt_logprobs, output.prompt_token_ids[start:]
+    first = found.start_indices[start]
+    ids = np.array(found.token_ids[first:], np.int32).reshape(len(tokens), -1)
+    logprobs = np.array(found.logprobs[first:], np.float32).reshape(ids.shape)
+    assert ids[:, 0].tolist() == list(tokens), "one row per position, the prompt's token first"
+    return of_prompt(logprobs[:, 0], ids[:, 1:], logprobs[:, 1:])
 
 
 def _logprobs(completion: Any, step: int) -> list[float]:

@@ -257,6 +257,8 @@ def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str,
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": num_logprobs if sampling.has_sets else 0,
     }
+    if sampling.prompt_logprobs is not None:
+        settings["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.regex is not None:
         # It needs a tokenizer: after a complete answer the grammar allows only the tokenizer's eos.
         settings |= {"structured_outputs": {"regex": sampling.regex}}
@@ -318,6 +320,21 @@ def flattened(
         "lengths": np.array(lengths, dtype=np.int64),
         "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason or "") for c in completions], dtype=np.int8),
         **({"kept_ids": sets.ids, "kept_sizes": sets.sizes} if sets else {}),
+    }
+
+
+def of_prompt(logprobs: np.ndarray, ids: np.ndarray, likeliest: np.ndarray) -> Completions:
+    """What one group of `flattened` has beside it where its prompt's tokens were asked about.
+
+    Args:
+        logprobs: `[asked]`, the tokens' own.
+        ids, likeliest: `[asked, k]`.
+    """
+    return {
+        "prompt_sizes": np.array([len(logprobs)], np.int64),
+        "prompt_logprobs": logprobs.astype(np.float32),
+        "prompt_ids": ids.astype(np.int32),
+        "prompt_likeliest": likeliest.astype(np.float32),
     }
 
 

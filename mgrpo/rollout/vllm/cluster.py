@@ -1,4 +1,4 @@
-"""Ray on rank 0: a private cluster on loopback (or an existing one), and one actor for each engine.
+"""Ray on rank 0: a private cluster on loopback (or an existing one), which engines run in.
 
 Call from the main thread and before Megatron is imported: Ray's children are tied to the thread that forked them, and the
 engines take longest to start.
@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.processes.address import INTERFACES
 from mgrpo.processes.visible import is_key
-from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
-from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, has_local_core, serving_gpus
-from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
+from mgrpo.rollout.vllm.engine_arguments import serving_gpus
+from mgrpo.rollout.vllm.engine_set import EngineKind, EngineSet, RayPlace
 from mgrpo.rollout.vllm.printed import FOLDER, last_error
 from mgrpo.rollout.vllm.ray_engine import RayEngine
-from mgrpo.rollout.vllm.reaper import end_engine
+from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.ray_processes.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -47,21 +44,15 @@ UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
 
 
-ROOM_S = 60.0
-"""Seconds that Ray may take to find room for an engine."""
-
-
 class Cluster:
-    """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
+    """The Ray cluster that engines live in. Make it on rank 0 only; always `close` it."""
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
-        self.settings, self.num_local_learners = config.engine, num_local_learners
+        self.settings = config.engine
+        self.num_engines = self.settings.vllm_num_engines + config.distillation.num_engines
         self.owned = self.settings.ray_address is None
         self.keeper = ClusterKeeper() if self.owned else None
-        self.engines: list[RayEngine] = []
-        """The present engine of each number."""
-        self.places: list[Any] = []
-        """The placement group of each number."""
+        self.sets: list[EngineSet] = []
         self.is_closing = False
         self.address: str | None = None
         """This machine's address in a cluster that was joined."""
@@ -70,24 +61,34 @@ class Cluster:
         self.logs = Path(config.experiment.output_dir).absolute() / FOLDER
         """The folder of the engines' output, which outlives the run."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.interfaces = {name: os.environ[name] for name in INTERFACES if name in os.environ}
-        """The network interfaces that the user has chosen; later rank 0 names those of its own machine."""
+        interfaces = {name: os.environ[name] for name in INTERFACES if name in os.environ}
+        """Those that the user has chosen; later rank 0 names those of its own machine."""
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
-        self.shared_gpus = gpus[:num_local_learners] if self.settings.shares_gpus else []
-        """The learners' GPUs, if each has a worker of an engine; Ray does not count them."""
-        free = [] if self.shared_gpus else gpus[num_local_learners:]
+        free = gpus[num_local_learners:]
         try:
             with _without_own_variables(), _sigterm_blocked():
-                self.ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
-                if not self.owned:
-                    self.address = self._own_address(num_free_gpus=len(free))
-                self.start_engines(config)
-                if self.keeper:
-                    self.keeper.watch(self._fail)
+                ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
+            self.ray = ray
+            self.place = RayPlace(ray, self.on_gpu, self.keeper, interfaces, self.logs, lambda: self.is_closing)
+            if not self.owned:
+                self.address = self._own_address(num_free_gpus=len(free))
+            if self.keeper:
+                self.keeper.watch(self._fail)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole cluster that are not learners'."""
+        return int(self.ray.cluster_resources().get("GPU", 0)) if self.on_gpu else 0
+
+    def start_engines(self, kind: EngineKind) -> EngineSet:
+        """Begin to start the engines of a model, in addition to those that exist."""
+        with _without_own_variables(), _sigterm_blocked():
+            self.sets.append(EngineSet(self.place, kind))
+        return self.sets[-1]
 
     def _join_ray(self) -> Any:
         # The number of tries, of a second each; Ray reads it when it is imported.
@@ -152,7 +153,7 @@ class Cluster:
             ray.init(
                 address="local",
                 namespace="mgrpo",
-                num_cpus=max(os.cpu_count() or 1, self.settings.vllm_num_engines),
+                num_cpus=max(os.cpu_count() or 1, self.num_engines),
                 num_gpus=len(gpus),
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
@@ -162,120 +163,17 @@ class Cluster:
             )
         return ray
 
-    def start_engines(self, config: Config) -> None:
-        """Begin to start the config's engines, in addition to those that exist; each has a `ready` to wait for."""
-        self.config = config
-        groups = [self._reserve() for _ in range(self.settings.vllm_num_engines)]
-        if not all(group.wait(ROOM_S) for group in groups):
-            raise RuntimeError(
-                f"{len(groups)} engines need {len(groups)} x {self._bundles()}, and Ray has only "
-                f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
-            )
-        for group in groups:
-            self.places.append(group)
-            self.start(len(self.places) - 1)
-
-    def start(self, number: int) -> RayEngine:
-        """Begin to start an engine: one more, or this one again in its place, which Ray moves when the node is gone.
-
-        Raises:
-            RuntimeError: the cluster has no room for one more.
-        """
-        if number == len(self.places):
-            if self.shared_gpus:
-                raise RuntimeError("with vllm_mode=colocate engines are on the learners' GPUs, of which each has one")
-            group = self._reserve()
-            if not group.wait(ROOM_S):
-                from ray.util import remove_placement_group
-
-                remove_placement_group(group)
-                raise RuntimeError(
-                    f"it needs {self._bundles()}, and Ray has only {self.ray.available_resources()} left"
-                )
-            self.places.append(group)
-        engine = self._start(number)
-        self.engines[number:] = [engine, *self.engines[number + 1 :]]
-        return engine
-
-    def _bundles(self) -> list[dict[str, int]]:
-        gpus_a_node = self._gpus_a_node() if self.on_gpu and not self.shared_gpus else None
-        return engine_bundles(self.settings.vllm_tensor_parallel_size, gpus_a_node=gpus_a_node)
-
-    def _reserve(self) -> Any:
-        from ray.util.placement_group import placement_group
-
-        return placement_group(self._bundles(), strategy="PACK")
-
-    def _start(self, number: int) -> RayEngine:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from mgrpo.rollout.vllm.actor import EngineActor
-
-        group = self.places[number]
-        spans_nodes = group.bundle_count > 1
-        takes_gpus = self.on_gpu and not self.shared_gpus
-        environment = engine_environment(
-            self.config, on_gpu=self.on_gpu, is_local=self.owned, num_local_learners=self.num_local_learners
-        )
-        runtime_env: dict[str, Any] = {"env_vars": environment}
-        if self.keeper:
-            environment["TMPDIR"] = self.keeper.scratch
-            # Ray passes it to a shell unquoted; its path may have spaces.
-            runtime_env["py_executable"] = shlex.quote(sys.executable)
-        workers = self.settings.vllm_tensor_parallel_size
-        if self.shared_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.shared_gpus[number * workers :][:workers])
-        actor = (
-            self.ray.remote(EngineActor)
-            .options(
-                num_cpus=1,
-                # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
-                num_gpus=workers if takes_gpus and not spans_nodes else 0,
-                max_concurrency=1000,
-                runtime_env=runtime_env,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            )
-            .remote()
-        )
-        process = actor.process.remote().future()
-        return RayEngine(
-            actor,
-            actor.start.remote(
-                engine_args(self.config, on_gpu=self.on_gpu, spans_nodes=spans_nodes),
-                () if self.owned else tuple(self.config.provenance.snapshots.values()),
-                log=self.logs / f"engine_{number}.txt",
-                interfaces=None if self.owned else self.interfaces,
-                has_local_core=has_local_core(self.config, on_gpu=self.on_gpu),
-            ),
-            cluster_failure=self.keeper.failure if self.keeper else lambda: None,
-            end_process=partial(self._end_process, process),
-        )
-
-    def _end_process(self, process: Future[tuple[str, int]]) -> None:
-        """Kill an engine. A process that is stopped would not react to Ray."""
-        if not process.done() or process.exception() is not None:
-            return
-        node, pid = process.result()
-        if node == self.ray.get_runtime_context().get_node_id():
-            end_engine(pid)
-        elif not self.is_closing:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.ray.remote(end_engine).options(num_cpus=0, scheduling_strategy=there).remote(pid)
-
-    def _gpus_a_node(self) -> int:
-        """The number of GPUs of the node that has most."""
-        return max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
-
     def keep_logs(self) -> str:
         """Copy output that is only in Ray's folder, which does not outlive the run, into the run's. A clause about all output."""
         return self.keeper.keep_logs(self.logs) if self.keeper else last_error(self.logs)
 
+    def _engines(self) -> list[RayEngine]:
+        return [engine for started in self.sets for engine in started.engines]
+
     def _fail(self, reason: str) -> None:
         if self.is_closing:
             return  # its daemons end because they are told to
-        for engine in self.engines:
+        for engine in self._engines():
             engine.fail(reason)
         self.failure.set_result(reason)
 
@@ -284,7 +182,7 @@ class Cluster:
         self.is_closing = True
         ray = getattr(self, "ray", None)
         if ray is not None:
-            for engine in self.engines:
+            for engine in self._engines():
                 engine.close()
             ray.shutdown()
             # Ray has set SIGTERM to its default, which would cut the rest of the clean-up short.
@@ -292,19 +190,6 @@ class Cluster:
             self.ray = None
         if self.keeper is not None:
             self.keeper.close()
-
-
-def engine_bundles(workers: int, *, gpus_a_node: int | None) -> list[dict[str, int]]:
-    """The bundles that Ray reserves for an engine: one, which lies on one node, or one for each GPU where no node has enough.
-
-    Args:
-        gpus_a_node: None for engines on CPUs.
-    """
-    if gpus_a_node is None:
-        return [{"CPU": 1}]
-    if workers <= gpus_a_node:
-        return [{"GPU": workers, "CPU": 1}]
-    return [{"GPU": 1, "CPU": 1}, *[{"GPU": 1}] * (workers - 1)]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import INTERFACES
+from mgrpo.rollout.vllm.engine_set import EngineKind
 from mgrpo.rollout.vllm.kept_sets import draft_problems, kept_args, kept_problems
 from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
@@ -235,6 +236,23 @@ def _known_args() -> frozenset[str]:
     )
 
 
+def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> EngineKind:
+    """The engines that sample from the policy, which the run starts."""
+    settings = config.engine
+    is_local = settings.ray_address is None
+    return EngineKind(
+        count=settings.vllm_num_engines,
+        workers=settings.vllm_tensor_parallel_size,
+        args=lambda spans_nodes: engine_args(config, on_gpu=on_gpu, spans_nodes=spans_nodes),
+        environment=engine_environment(config, on_gpu=on_gpu, is_local=is_local, num_local_learners=num_local_learners),
+        has_local_core=has_local_core(settings.vllm_tensor_parallel_size, on_gpu=on_gpu),
+        log="engine",
+        remedy="lower vllm_num_engines or vllm_tensor_parallel_size",
+        gpus=serving_gpus()[:num_local_learners] if settings.shares_gpus else (),
+        snapshots=tuple(config.provenance.snapshots.values()),
+    )
+
+
 def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend.
 
@@ -310,21 +328,21 @@ def _compilation(given: Any) -> Any:
     return given | {"pass_config": {"fuse_allreduce_rms": False} | passes} if isinstance(passes, dict) else given
 
 
-def has_local_core(config: Config, *, on_gpu: bool) -> bool:
-    """Whether an engine's core runs in its actor's process, see `local_core`."""
-    return not on_gpu and config.engine.vllm_tensor_parallel_size == 1 and os.environ.get(CORE_APART) != "1"
+def has_local_core(workers: int, *, on_gpu: bool) -> bool:
+    """Whether the core of an engine of so many workers runs in its actor's process, see `local_core`."""
+    return not on_gpu and workers == 1 and os.environ.get(CORE_APART) != "1"
 
 
-def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -> int:
-    """Threads of an engine's worker on the CPU that it shares with the learners, which have one thread each.
+def worker_threads(config: Config, folder: str, *, workers: int, num_cores: int, num_local_learners: int) -> int:
+    """Threads of a worker, one of `workers` with the model in `folder`, on the CPU that it shares with the learners, which have one each.
 
     Engines are idle while learners train, so they may use the learners' cores as well, unless generation runs ahead (`async_steps`).
     """
-    weights = sum(file.stat().st_size for file in Path(config.model_path).glob("*") if file.is_file())
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*") if file.is_file())
     if weights < WIDE_BYTES:
         return 1
     free = num_cores - (num_local_learners if config.rollout.async_steps else 0)
-    return max(free // (config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size), 1)
+    return max(free // workers, 1)
 
 
 def network_variables() -> dict[str, str]:
@@ -333,7 +351,26 @@ def network_variables() -> dict[str, str]:
 
 
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
-    """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
+    """Environment of the processes of a policy's engine, see `environment_of`."""
+    workers = config.engine.vllm_tensor_parallel_size
+    threads = worker_threads(
+        config,
+        config.model_path,
+        workers=config.engine.vllm_num_engines * workers,
+        num_cores=len(os.sched_getaffinity(0)) if is_local else 1,
+        num_local_learners=num_local_learners,
+    )
+    return environment_of(workers=workers, threads=threads, on_gpu=on_gpu, is_local=is_local)
+
+
+def environment_of(*, workers: int, threads: int, on_gpu: bool, is_local: bool) -> dict[str, str]:
+    """Environment of an engine's processes, in addition to their node's.
+
+    Args:
+        workers: of the engine.
+        threads: of each on a CPU.
+        is_local: all of them run on rank 0's machine.
+    """
     environment = {
         # Elsewhere they have the environment of `ray start`, but must use the learners' network settings.
         **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network_variables()),
@@ -347,7 +384,7 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_loca
         "OMP_WAIT_POLICY": "passive",
     }
     if on_gpu:
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        asked = os.environ.get("OMP_NUM_THREADS", "1")
         return environment | {
             # With a learner's single queue an engine's copies and side streams would wait for each other.
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -357,14 +394,13 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_loca
             # It cannot return the log-probabilities of what it samples, so vLLM would only prepare it.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.
-            "OMP_NUM_THREADS": "" if threads == "1" else threads,
+            "OMP_NUM_THREADS": "" if asked == "1" else asked,
         }
-    num_cores = len(os.sched_getaffinity(0)) if is_local else 1
     return environment | {
-        "OMP_NUM_THREADS": str(worker_threads(config, num_cores=num_cores, num_local_learners=num_local_learners)),
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
         # To vLLM's CPU build it says whether one worker has a process of its own; with 0 it is in the core's, as on a GPU.
-        CORE_APART: "0" if config.engine.vllm_tensor_parallel_size == 1 else "1",
+        CORE_APART: "0" if workers == 1 else "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

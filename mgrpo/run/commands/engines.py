@@ -60,9 +60,10 @@ def engines_command(argv: Sequence[str]) -> int:
         sys.stderr.write(f"mgrpo engines: {err}\n")
         return 2
     if flags.command == "list":
-        for row in answer["engines"]:
+        for row in (*answer["engines"], *answer["teachers"]):
             failure = f"   last failure: {row['last_failure']}" if row["last_failure"] else ""
-            print(f"engine {row['engine']:<3} {row['state']:<9} starts: {row['starts']}{failure}")
+            name = row.get("name", f"engine {row['engine']:<3}")
+            print(f"{name} {row['state']:<9} starts: {row['starts']}{failure}")
     elif flags.command == "add":
         print(f"engine {answer['engine']} loads its model, and samples after a weight sync")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from string import Formatter
@@ -105,6 +105,33 @@ def row_teacher_problems(config: Config, train: Mixture) -> list[str]:
     if len(distillation.teachers) == 1 and teachers.unnamed == 0 and COLUMN not in train.columns:
         return problems
     return problems + _row_problems(distillation, teachers, train)
+
+
+def template_remarks(
+    config: Config, columns: Collection[str], *, longest: int, num_tokens: Callable[[str], int]
+) -> Iterator[str]:
+    """Sentences for the user about what the template cannot do.
+
+    Args:
+        columns: of the training rows.
+        longest: tokens of the longest prompt.
+        num_tokens: of a text.
+    """
+    text = config.distillation.teacher_prompt_template
+    if text is None or not config.distillation.distills:
+        return
+    template = TeacherTemplate.read(text)
+    for name in sorted(template.names.intersection(columns, (ANSWER, FEEDBACK))):
+        what = "another completion of the group" if name == ANSWER else "what was said of the completion"
+        yield f"teacher_prompt_template: {{{name}}} is {what}, not the column {name}; to show that, rename it"
+    response = config.rollout.response_length
+    own = num_tokens("".join(literal for literal, _ in template.parts)) + (response if ANSWER in template.names else 0)
+    if (needed := longest + own + response) > config.max_taught_length:
+        parts = f"a prompt of {longest} tokens, {own} of the template{' with an answer' if ANSWER in template.names else ''}"
+        yield (
+            f"pack_length={config.parallel.pack_length} is less than {needed}, which {parts} and a completion of {response} can have: what "
+            "is longer is not taught (distillation/untaught/too_long); raise it, or lower response_length"
+        )
 
 
 def _template_problems(text: str | None, columns: Collection[str]) -> Iterator[str]:

@@ -50,7 +50,8 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.processes.stopwatch import Stopwatch
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.run.produce.asking import Asking, Teaches
+from mgrpo.rollout.teachers import Teachers
+from mgrpo.run.produce.asked_teachers import Asking
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
 from mgrpo.run.produce.lessons import Lessons, lesson_metrics
@@ -71,7 +72,7 @@ class Producer:
         dispatcher: Dispatcher,
         rewarder: Rewarder,
         lessons: Lessons | None = None,
-        teachers: Teaches | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """
         Args:

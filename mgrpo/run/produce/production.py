@@ -18,13 +18,13 @@ from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import started_fleet
+from mgrpo.rollout.start import started_engines
+from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
-from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate
+from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
-from mgrpo.run.produce.asking import Teaches
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer
@@ -47,8 +47,8 @@ class Started:
     rewarder: Rewarder
     interaction: Interaction | None = None
     """Between engines and environments, in a run with tools."""
-    teachers: Teaches | None = None
-    """Those on engines or servers, if there are any."""
+    teachers: Teachers | None = None
+    """Those on engines or servers of their own."""
     startup: StartUp = field(default_factory=StartUp)
 
 
@@ -85,7 +85,7 @@ def started(
 ) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
-    Call from the main thread, see `started_fleet`, also for `on_failure`.
+    Call from the main thread, see `started_engines`, also for `on_failure`.
     """
     startup = StartUp()
     assert inputs.prompts is not None, "checked: the rows are prompts"
@@ -95,10 +95,17 @@ def started(
         rewarder.start()
         startup.say(_beginning(config))
         with (
-            started_fleet(config, num_local_learners=num_local_learners, on_failure=on_failure) as fleet,
+            started_engines(config, num_local_learners=num_local_learners, on_failure=on_failure) as engines,
             _interacting(config, inputs) as interaction,
         ):
-            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)
+            yield Started(
+                inputs=inputs,
+                fleet=engines.fleet,
+                teachers=engines.teachers,
+                rewarder=rewarder,
+                startup=startup,
+                interaction=interaction,
+            )
     finally:
         rewarder.close()
 
@@ -124,7 +131,7 @@ def prepare(config: Config, parts: Started) -> Production:
         EngineError: an engine could not be started.
     """
     from mgrpo.data.templates import missing_stop_strings
-    from mgrpo.data.tokenizer import decode
+    from mgrpo.data.tokenizer import decode, token_ids
 
     prompts = parts.inputs.prompts
     assert prompts is not None, "checked: the rows are prompts"
@@ -162,6 +169,9 @@ def prepare(config: Config, parts: Started) -> Production:
     if config.engine.vllm_mode != "server":
         parts.startup.say(f"waiting for {_engines(config)} to load {config.model.model_name_or_path}")
     parts.fleet.wait_ready()
+    if parts.teachers is not None:
+        parts.startup.say("waiting for the teachers")
+        parts.teachers.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
         template, stop_strings=config.rollout.stop_strings, stop_tokens=tokenizer.convert_ids_to_tokens(stop_ids)
@@ -176,6 +186,12 @@ def prepare(config: Config, parts: Started) -> Production:
         remarks=[
             *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
             *(remarks(config, toolset, language) if toolset and language else ()),
+            *template_remarks(
+                config,
+                parts.inputs.train.columns,
+                longest=prompts.longest,
+                num_tokens=lambda text: len(token_ids(tokenizer, [text])[0]),
+            ),
         ],
     )
 

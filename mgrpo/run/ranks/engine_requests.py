@@ -17,7 +17,7 @@ from typing import Any
 
 from mgrpo.processes import local_socket
 from mgrpo.rollout.engine import EngineError
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.roster import Roster
 
 NAME = "engines.json"
 """The file with the socket's name in the run's folder, while the run goes on."""
@@ -61,7 +61,10 @@ def _answer(roster: Roster, question: Mapping[str, Any]) -> dict[str, Any]:
                 roster.remove(number)
                 return {"engine": number}
             case {"command": "list"}:
-                return {"engines": roster.describe()}
+                others = [
+                    {"name": other.named(row["engine"]), **row} for other in roster.beside for row in other.describe()
+                ]
+                return {"engines": roster.describe(), "teachers": others}
     except EngineError as err:
         return {"error": str(err)}
     return {"error": "the run does not know this command; is it of another version of mgrpo?"}

@@ -172,6 +172,8 @@ def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:
     assert started is not None, "rank 0 has the engines"
     started.startup.say("waiting for the engines, with which the learners share their devices")
     started.fleet.wait_ready()
+    if started.teachers is not None:
+        started.teachers.wait_ready()
     if sleep:
         started.fleet.sleep()
 

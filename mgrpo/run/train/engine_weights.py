@@ -24,7 +24,7 @@ from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.policy import Policy
 from mgrpo.processes.address import LOOPBACK
 from mgrpo.rollout.engine import Engine
-from mgrpo.rollout.fleet import Calls, Fleet
+from mgrpo.rollout.engines.fleet import Calls, Fleet
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import connect_store, open_store

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.run.ranks.lead import Lead, Stopped
 from mgrpo.run.train.learner import Learner
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.rollout.vllm import engine_arguments
-from mgrpo.rollout.vllm.cluster import engine_bundles
+from mgrpo.rollout.vllm.engine_set import engine_bundles
 from mgrpo.rollout.vllm.kept_sets import DRAFTS
 
 
@@ -116,14 +117,22 @@ def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch)
         ({"vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}, 2, 2),
     ],
 )
-def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(tmp_path, settings, learners, threads):
+def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(
+    monkeypatch, tmp_path, settings, learners, threads
+):
     """One thread leaves cores idle while learners wait; threads for a tiny model only wait for each other."""
     config = from_values({"model_name_or_path": str(tmp_path), **settings})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+
+    def found() -> int:
+        own = {"on_gpu": False, "is_local": True, "num_local_learners": learners}
+        return int(engine_arguments.engine_environment(config, **own)["OMP_NUM_THREADS"])
+
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(engine_arguments.WIDE_BYTES - 1)
-        assert engine_arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == 1
+        assert found() == 1
         weights.truncate(engine_arguments.WIDE_BYTES)
-    assert engine_arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == threads
+    assert found() == threads
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -164,12 +173,10 @@ def test_an_engine_on_a_gpu_loads_with_more_threads_than_a_learner(monkeypatch, 
 def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apart(monkeypatch):
     """On a GPU it never is: there the host would schedule, and handle tokens, in turns."""
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    one = from_values({"model_name_or_path": "m"})
-    two = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": 2})
-    cases = ((one, False), (two, False), (one, True))
-    assert [engine_arguments.has_local_core(config, on_gpu=on_gpu) for config, on_gpu in cases] == [True, False, False]
+    cases = ((1, False), (2, False), (1, True))
+    assert [engine_arguments.has_local_core(n, on_gpu=on_gpu) for n, on_gpu in cases] == [True, False, False]
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert not engine_arguments.has_local_core(one, on_gpu=False)
+    assert not engine_arguments.has_local_core(1, on_gpu=False)
 
 
 @pytest.mark.parametrize(

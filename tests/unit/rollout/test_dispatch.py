@@ -11,9 +11,9 @@ import pytest
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError, NotFiniteError
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.requests import EVALUATION, prompt_seeds
-from mgrpo.rollout.roster import Roster
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from mgrpo.moving import from_values
-from mgrpo.rollout import members, start
+from mgrpo.rollout import start
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError, WrongAnswerError
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.heartbeat import Heartbeat
-from mgrpo.rollout.members import State
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines import members
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.heartbeat import Heartbeat
+from mgrpo.rollout.engines.members import State
+from mgrpo.rollout.engines.roster import Roster
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told
 
@@ -430,8 +431,9 @@ def test_a_wiring_that_was_forgotten_is_found_at_the_first_group() -> None:
 @pytest.mark.parametrize("when", ["before the fleet is there", "later"])
 def test_the_failure_of_ray_itself_ends_the_run_and_is_told_with_the_logs(monkeypatch, when) -> None:
     """The main thread may be in a collective that waits for the engines, and would hear of it after hours."""
-    cluster = SimpleNamespace(engines=[ScriptedEngine()], failure=Future(), on_gpu=False, address=None)
-    cluster.keep_logs, cluster.start, cluster.close = lambda: "; logs", print, lambda: None
+    cluster = SimpleNamespace(failure=Future(), on_gpu=False, address=None)
+    cluster.start_engines = lambda kind: SimpleNamespace(engines=[ScriptedEngine()], start=print)
+    cluster.keep_logs, cluster.close = lambda: "; logs", lambda: None
     monkeypatch.setattr(start, "Cluster", lambda config, num_local_learners: cluster)
     told: list[str] = []
     if when != "later":

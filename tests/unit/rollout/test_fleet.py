@@ -8,9 +8,9 @@ import pytest
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.engine import EngineError
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.requests import EVALUATION, sampler_seed
-from mgrpo.rollout.roster import Roster
 from tests.scripted_engine import ScriptedEngine
 
 SETTINGS = dataclasses.replace(EngineSettings(), weight_sync_timeout=1, engine_start_timeout=1)

@@ -20,9 +20,9 @@ from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
-from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.interaction import Asked, Interaction
-from mgrpo.rollout.roster import Roster
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.rollout.vllm import cluster_keeper as module
 from mgrpo.rollout.vllm import printed
-from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.ray_processes import cluster_keeper as module
+from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from mgrpo.rollout.members import AGAIN_S, GONE, RESTART_WINDOW, Members, State
+from mgrpo.rollout.engines.members import AGAIN_S, GONE, RESTART_WINDOW, Members, State
 
 AFTER = {
     State.STARTING: {State.STALE, State.SERVING, State.DEAD, State.RETIRED},

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from mgrpo.rollout.vllm.reaper import MARK, processes_of
+from mgrpo.rollout.vllm.ray_processes.reaper import MARK, processes_of
 
 SAYS_IT_RUNS = "import time; print(flush=True); time.sleep(60)"
 STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SAYS_IT_RUNS!r}])"
@@ -31,7 +31,9 @@ def test_what_a_cluster_has_started_is_ended_and_a_reader_of_its_logs_is_not(tmp
         reader = start(SAYS_IT_RUNS, str(folder))
         neighbour = start(SAYS_IT_RUNS, **{MARK: f"{folder}2"})
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", str(folder)], stdin=subprocess.PIPE, env=os.environ
+        [sys.executable, "-m", "mgrpo.rollout.vllm.ray_processes.reaper", str(folder)],
+        stdin=subprocess.PIPE,
+        env=os.environ,
     )
     try:
         found = processes_of(str(folder))

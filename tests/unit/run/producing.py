@@ -8,9 +8,9 @@ from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
-from mgrpo.run.produce.asking import Teaches
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
+from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.produce.evaluator import Evaluator
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer
@@ -74,7 +74,7 @@ def producer(
     engine: ScriptedEngine | None = None,
     prompt: PromptOf = prompt_of,
     lessons: Lessons | None = None,
-    teachers: Teaches | None = None,
+    teachers: Teachers | None = None,
     **settings,
 ) -> Producer:
     """Of 20 prompts in the order of their numbers."""

@@ -12,12 +12,13 @@ import pytest
 
 from mgrpo.rollout.engine import EngineError
 from mgrpo.run.inputs.row_teachers import TeacherTemplate
-from mgrpo.run.produce.asking import Asking
+from mgrpo.run.produce.asked_teachers import Asking
 from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.records import Rollouts
 from mgrpo.types import Lesson, Prompt, PromptId, TeacherScores
 from tests import builders
 from tests.scripted_engine import ScriptedEngine
+from tests.unit.rollout.test_teachers import Class
 from tests.unit.run.producing import collect, producer
 from tests.unit.run.test_producer import indices, settle
 
@@ -26,7 +27,7 @@ K = 2
 
 
 class ScriptedTeachers:
-    """Implements `mgrpo.run.produce.asking.Teaches`: a token's log-probability is minus the token minus a tenth of its place.
+    """Stands for `mgrpo.rollout.teachers.Teachers`: a token's log-probability is minus the token minus a tenth of its place.
 
     Args:
         answers: whether it answers as soon as it is asked; otherwise by `answer`.
@@ -170,6 +171,27 @@ def test_teachers_that_are_lost_end_the_wait_with_their_reason() -> None:
     teachers.failed(EngineError("all engines of the teacher math have failed"))
     with pytest.raises(EngineError, match="all engines of the teacher math"):
         own.dispatcher.wait(taking)
+
+
+def test_groups_of_a_teachers_engine_that_dies_are_asked_again_and_none_is_dropped() -> None:
+    """The other engine judges them; the step is the one that it would have been."""
+    real = Class()
+    own = taught(real.teachers)
+    taking = own.take()
+    settle(own)
+    real.settle()
+    first, second = real.engines[0]
+    assert len(first.queued) + len(second.queued) == 2 and not taking.done()
+    (first if first.queued else second).die()
+    real.settle()
+    for teacher, engine in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        real.answer(teacher, engine)
+    rollouts = own.dispatcher.wait(taking)
+    assert (indices(rollouts.groups), indices(rollouts.dropped)) == ([1, 2], [0, 3])
+    for scored in rollouts.groups:
+        for completion in scored.group.completions:
+            assert completion.taught is not None
+            assert completion.taught.logprobs.tolist() == (-completion.tokens).tolist()
 
 
 def resumed(own, teachers: ScriptedTeachers, **settings):

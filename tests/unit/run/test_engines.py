@@ -10,9 +10,9 @@ import pytest
 
 from mgrpo.cli import main
 from mgrpo.config.schema import Engine as EngineSettings
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.members import State
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.members import State
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.run.ranks.engine_requests import NAME, controllable
 from tests.scripted_engine import ScriptedEngine
 

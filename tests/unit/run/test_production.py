@@ -12,8 +12,8 @@ import pytest
 from mgrpo.config import Config
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.moving import from_values
-from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.roster import Roster
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import Roster
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
 from mgrpo.run.produce.production import Production, Started, prepare

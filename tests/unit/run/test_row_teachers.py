@@ -8,7 +8,7 @@ import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.reading import read_inputs
-from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate
+from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 
 SEVERAL = ["math:BIG1,Code:BIG2", "org/hard:BIG3", "BIG4"]
 
@@ -104,3 +104,27 @@ def test_a_placeholder_that_is_no_column_is_found_before_the_start(problems) -> 
     assert problems({"solution": "4"}, {}, **settings) == []
     # The rules of the settings have said what is wrong with these.
     assert problems({}, **settings | {"teacher_prompt_template": "{prompt} {x.y}"}) == []
+
+
+def test_what_a_template_cannot_do_is_remarked() -> None:
+    """GSM8K has a column answer; and prompts that are always too long teach nothing, silently."""
+    settings = {
+        "teacher_model_name_or_path": "self",
+        "teacher_prompt_template": "{prompt}: {answer}",
+        "pack_length": 600,
+    }
+
+    def said(longest: int, columns: tuple[str, ...] = (), **more: object) -> list[str]:
+        own = from_values({"response_length": 256, "max_prompt_token_length": 100, **settings, **more})
+        return list(template_remarks(own, columns, longest=longest, num_tokens=len))
+
+    assert said(86) == []
+    (remark,) = said(87)
+    assert remark.startswith(
+        "pack_length=600 is less than 601, which a prompt of 87 tokens, 258 of the template with an answer and a"
+    )
+    (remark,) = said(20, ("answer", "level"))
+    assert remark == (
+        "teacher_prompt_template: {answer} is another completion of the group, not the column answer; to show that, rename it"
+    )
+    assert said(99, ("answer",), teacher_prompt_template="{prompt} {level}") == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mgrpo.processes.address import own_interfaces
 from mgrpo.processes.visible import is_key
-from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

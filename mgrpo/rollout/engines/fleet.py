@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Engine, EngineError, Pause, WrongAnswerError
+from mgrpo.rollout.engines.roster import Roster, say
 from mgrpo.rollout.requests import sampler_seed
-from mgrpo.rollout.roster import Roster, say
 
 T = TypeVar("T")
 
@@ -71,9 +71,9 @@ class Fleet:
         late = self._wait(starts, what, field, limit_s, return_when=FIRST_EXCEPTION)
         for call in starts.values():
             if call.answer.done() and (err := call.answer.exception()) is not None:
-                raise EngineError(f"could not {what}: {err}{self.roster.keep_logs()}") from err
+                raise self.roster.error(f"could not {what}: {err}{self.roster.keep_logs()}") from err
         if late:
-            raise EngineError(f"{self._late(what, field, limit_s, late)}{self.roster.keep_logs()}")
+            raise self.roster.error(f"{self._late(what, field, limit_s, late)}{self.roster.keep_logs()}")
         self.roster.started()
 
     def abort(self) -> None:

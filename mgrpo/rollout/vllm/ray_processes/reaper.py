@@ -1,4 +1,4 @@
-"""`python -m mgrpo.rollout.vllm.reaper FOLDER`: ends all processes that a run's private Ray cluster leaves, then removes its folder.
+"""`python -m mgrpo.rollout.vllm.ray_processes.reaper FOLDER`: ends all processes that a run's private Ray cluster leaves, then removes its folder.
 
 Rank 0 starts it and holds the other end of its standard input, which closes when rank 0 ends in any way. Ray's daemons
 watch each other but take tens of seconds, and some survive a kill -9. Standard library only.

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Future
 
 from mgrpo.rollout.engine import Engine
-from mgrpo.rollout.members import LOADED, State
-from mgrpo.rollout.roster import Roster, say
+from mgrpo.rollout.engines.members import LOADED, State
+from mgrpo.rollout.engines.roster import Roster, say
 
 LONGEST_BEAT_S = 5.0
 
@@ -49,7 +49,7 @@ class Heartbeat:
             ]
             self.asked.update(ask)
         for number in suspects:
-            say(f"engine {number} has not answered for {self.patience_s / 2:g} s and is given no more groups")
+            say(f"{roster.named(number)} has not answered for {self.patience_s / 2:g} s and is given no more groups")
         for number, engine, reason in silent:
             roster.lost(number, engine, reason)
         for number, engine in ask:
@@ -70,7 +70,7 @@ class Heartbeat:
             if (err := answer.exception()) is not None:
                 self.roster.lost(number, engine, f"could not answer: {err}")
             elif is_back:
-                say(f"engine {number} answers again")
+                say(f"{self.roster.named(number)} answers again")
                 self.roster.tell_serving(number)
 
         engine.ping().add_done_callback(answered)

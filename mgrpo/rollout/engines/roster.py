@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import Background
 from mgrpo.rollout.engine import Engine, EngineError
-from mgrpo.rollout.members import Members, State
+from mgrpo.rollout.engines.members import Members, State
 
 Start = Callable[[int], Engine]
 """Begins to start the engine with this number, the first time or again. RuntimeError: the cluster has no room for it."""
@@ -46,14 +46,16 @@ class Roster:
         keep_logs: Callable[[], str] = str,
         start: Start | None = None,
         max_restarts: int | None = None,
+        owner: str = "",
     ) -> None:
         """
         Args:
+            owner: whose engines they are, in the words of a message; empty: the policy's.
             keep_logs: saves the engines' output and returns a clause that says where; called on failures.
             start: None: an engine that fails is given up.
             max_restarts: see `Members`.
         """
-        self.engines, self.settings, self.keep_logs = list(engines), settings, keep_logs
+        self.engines, self.settings, self.keep_logs, self.owner = list(engines), settings, keep_logs, owner
         self._alive: list[Engine | None] = list(engines)
         """By number; None for an engine that has failed and was not replaced."""
         self.min_engines = settings.min_engines
@@ -73,6 +75,8 @@ class Roster:
         self.num_deaths = 0
         self.listener: EngineListener | None = None
         """None as long as no engine has been given anything."""
+        self.beside: Sequence[Roster] = ()
+        """Those of other models, whose restarts are counted within the same weight syncs."""
         self._start = start
         self._starts = Background("engine-starts")
         for number in range(len(engines)):
@@ -82,6 +86,14 @@ class Roster:
     def listen(self, listener: EngineListener) -> None:
         """Tell `listener` from here on, instead of an earlier one. To be called before `open`."""
         self.listener = listener
+
+    def named(self, number: int) -> str:
+        """An engine, in the words of a message."""
+        return f"{self.owner}'s engine {number}" if self.owner else f"engine {number}"
+
+    def error(self, reason: str) -> EngineError:
+        """The error with this reason."""
+        return EngineError(f"{self.owner}: {reason}" if self.owner else reason)
 
     @property
     def open(self) -> dict[int, Engine]:
@@ -128,7 +140,7 @@ class Roster:
             self._alive.append(engine)
             self.members.add()
         self._await_start(number)
-        say(f"engine {number} is added and loads its model")
+        say(f"{self.named(number)} is added and loads its model")
         return number
 
     def remove(self, number: int) -> None:
@@ -148,7 +160,7 @@ class Roster:
                 )
             is_busy = self.members.leave(number)
         if is_busy:
-            say(f"engine {number} is given no more groups, and goes at the next weight sync")
+            say(f"{self.named(number)} is given no more groups, and goes at the next weight sync")
         else:
             self._see_off(number)
 
@@ -164,7 +176,7 @@ class Roster:
             self._see_off(number)
 
     def _see_off(self, number: int) -> None:
-        say(f"engine {number} is gone")
+        say(f"{self.named(number)} is gone")
         self._starts.submit(self.engines[number].close)
         self._tell_lost(number)
 
@@ -189,7 +201,7 @@ class Roster:
         fate = "given up" if is_last else "started again"
         self._tend()
         if self.failure is None:
-            say(f"engine {number} is dead and is {fate}: {reason}{logs}")
+            say(f"{self.named(number)} is dead and is {fate}: {reason}{logs}")
 
     def _tell_lost(self, number: int) -> None:
         if self.listener is not None:
@@ -203,7 +215,7 @@ class Roster:
     def end(self, reason: str) -> None:
         """The run cannot go on."""
         with self.lock:
-            failure = self.failure = self.failure or EngineError(reason)
+            failure = self.failure = self.failure or self.error(reason)
             self.changed.notify_all()
         if self.listener is not None:
             self.listener.ended(failure)
@@ -215,6 +227,8 @@ class Roster:
 
     def synced(self) -> None:
         """A weight sync is over: engines that failed before the first one are started again after it."""
+        for other in self.beside:
+            other.members.num_syncs = self.members.num_syncs
         self._tend()
 
     def _tend(self) -> None:
@@ -278,7 +292,7 @@ class Roster:
                 serves, is_late = number in self.members.open, self.has_started
                 self.changed.notify_all()
             if is_late:
-                say(f"engine {number} has loaded its model" + ("" if serves else " and waits for a weight sync"))
+                say(f"{self.named(number)} has loaded its model" + ("" if serves else " and waits for a weight sync"))
             if is_late and serves:
                 self.tell_serving(number)
 

@@ -6,24 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
+from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.produce.group_scoring import Post
 from mgrpo.types import Completion, RolloutGroup, ScoredGroup, TeacherScores
-
-
-class Teaches(Protocol):
-    """The teachers of a run. From any thread."""
-
-    def listen(self, failed: Callable[[Exception], None]) -> None:
-        """Call `failed` when questions will not be answered any more."""
-
-    def ask(
-        self, teacher: int, sequences: Sequence[tuple[np.ndarray, int]], done: Callable[[list[TeacherScores]], None]
-    ) -> None:
-        """Have a teacher judge sequences, each `[len]` int32 from a place on; `done` is given the scores from there on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +29,7 @@ class Asking:
 
     def __init__(
         self,
-        teachers: Teaches,
+        teachers: Teachers,
         names: Sequence[str],
         *,
         post: Post,

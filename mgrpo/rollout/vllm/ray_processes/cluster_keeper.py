@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mgrpo.processes.lifetime import ending
 from mgrpo.rollout.vllm.printed import last_error, tail
-from mgrpo.rollout.vllm.reaper import LIMIT_S, MARK, processes_of
+from mgrpo.rollout.vllm.ray_processes.reaper import LIMIT_S, MARK, processes_of
 
 DAEMONS = ("raylet", "gcs_server")
 """Processes without which Ray cannot go on; without a watch the engines would be blamed, after minutes."""
@@ -98,7 +98,7 @@ class ClusterKeeper:
             self._reaper.wait(2 * LIMIT_S)
 
     def _start_reaper(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", self.folder]
+        command = [sys.executable, "-m", "mgrpo.rollout.vllm.ray_processes.reaper", self.folder]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _watch(self, on_failure: Callable[[str], None]) -> None:

@@ -1,0 +1,186 @@
+"""Teachers on engines or servers of their own: what they say of tokens that the policy has sampled.
+
+Each teacher is a fleet of engines, which answer a question about a sequence, and nothing else: their weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mgrpo.processes.background import Background
+from mgrpo.rollout.engine import Completions, PromptBatch, Sampling
+from mgrpo.rollout.engine_queue import EngineQueue
+from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.requests import to_arrays
+from mgrpo.types import TeacherScores
+
+SEQUENCES = 256
+"""Sequences that an engine is given at a time, several times as many as it reads in a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """One teacher: where its engines are, and what can be asked of it."""
+
+    fleet: Fleet
+    most_tokens: int
+    """Tokens of the longest sequence that it reads."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class JudgedSequence:
+    """A sequence whose tokens a teacher judges. A `QueuedWork`."""
+
+    tokens: np.ndarray
+    """`[len]` int32."""
+    start: int
+    """The first token that it judges, at least 1."""
+    sampling: Sampling
+    done: Callable[[TeacherScores], None]
+
+    max_tokens = 1
+    home = None
+
+    @property
+    def batch_key(self) -> Sampling:
+        """See `QueuedWork`."""
+        return self.sampling
+
+    def failed(self, err: Exception) -> None:
+        """Whoever listens to the teachers is told once for all."""
+
+
+class TeacherQueue(EngineQueue[JudgedSequence]):
+    """The questions to one teacher."""
+
+    verb = "score"
+
+    def __init__(self, fleet: Fleet, thread: Background, *, vocab: int, failed: Callable[[Exception], None]) -> None:
+        """
+        Args:
+            vocab: tokens of the policy's vocabulary; a teacher's may have more, which nothing is learned from.
+            failed: called in the thread when no engine is left.
+        """
+        super().__init__(fleet, thread, samples_per_engine=SEQUENCES)
+        self.vocab, self.failed = vocab, failed
+
+    def _batch(self, numbered: Sequence[tuple[int, JudgedSequence]]) -> PromptBatch:
+        questions = [question for _, question in numbered]
+        tokens, cu_seqlens = to_arrays([question.tokens for question in questions])
+        return PromptBatch(
+            numbers=np.array([number for number, _ in numbered], np.int64),
+            tokens=tokens,
+            cu_seqlens=cu_seqlens,
+            sampling=questions[0].sampling,
+            starts=np.array([question.start for question in questions], np.int64),
+        )
+
+    def _read(self, requests: Sequence[JudgedSequence], arrays: Completions) -> list[TeacherScores]:
+        asked = [len(question.tokens) - question.start for question in requests]
+        assert arrays["prompt_sizes"].tolist() == asked, "one for each token that was asked about"
+        return [self._scores(arrays, a, b) for a, b in itertools.pairwise(itertools.accumulate(asked, initial=0))]
+
+    def _scores(self, arrays: Completions, a: int, b: int) -> TeacherScores:
+        ids, likeliest = arrays["prompt_ids"][a:b], arrays["prompt_likeliest"][a:b]
+        is_there = (ids >= 0) & (ids < self.vocab) & np.isfinite(likeliest)
+        has_likeliest = ids.shape[1] > 0
+        return TeacherScores(
+            logprobs=_finite(arrays["prompt_logprobs"][a:b]),
+            ids=np.where(is_there, ids, -1).astype(np.int32) if has_likeliest else None,
+            likeliest=np.where(is_there, likeliest, np.nan).astype(np.float32) if has_likeliest else None,
+        )
+
+    def _tell_failure(self, err: Exception) -> None:
+        self.failed(err)
+
+
+class Teachers:
+    """All teachers of a run, in the order of `Distillation.teachers`. Methods may be called from any thread."""
+
+    def __init__(self, teachers: Sequence[Teaching], *, num_likeliest: int, vocab: int) -> None:
+        """
+        Args:
+            num_likeliest: the likeliest tokens that they are asked for at each place, beside the token that is there.
+            vocab: see `TeacherQueue`.
+        """
+        self.teachers, self.num_likeliest = teachers, num_likeliest
+        self.sampling = Sampling(
+            num_samples=1, max_tokens=1, temperature=0.0, stop_token_ids=(), prompt_logprobs=num_likeliest
+        )
+        self.thread = Background("teachers")
+        self.failure: Exception | None = None
+        self._listener: Callable[[Exception], None] = lambda err: None
+        self.queues = [
+            TeacherQueue(teacher.fleet, self.thread, vocab=vocab, failed=self._failed) for teacher in teachers
+        ]
+
+    def listen(self, failed: Callable[[Exception], None]) -> None:
+        """Call `failed` in the teachers' thread as soon as questions will not be answered any more."""
+
+        def begin() -> None:
+            self._listener = failed
+            if self.failure is not None:
+                failed(self.failure)
+
+        self.thread.submit(begin)
+
+    def wait_ready(self) -> None:
+        """Wait until every engine has loaded its model, and have them answer.
+
+        Raises:
+            EngineError: one could not be started.
+        """
+        for queue in self.queues:
+            queue.fleet.wait_ready()
+            queue.post(queue.resume)
+
+    def ask(
+        self,
+        teacher: int,
+        sequences: Sequence[tuple[np.ndarray, int]],
+        done: Callable[[list[TeacherScores]], None],
+    ) -> None:
+        """Have a teacher judge these sequences.
+
+        What it cannot read, because it is too long for it, comes back as log-probabilities that are missing.
+
+        Args:
+            teacher: its place among the teachers.
+            sequences: each the tokens, `[len]` int32, and the number of the first one that is judged, at least 1.
+            done: called in the teachers' thread with the scores of each sequence, over its tokens from there on.
+        """
+        found: dict[int, TeacherScores] = {}
+
+        def answered(place: int, scores: TeacherScores) -> None:
+            found[place] = scores
+            if len(found) == len(sequences):
+                done([found[place] for place in range(len(sequences))])
+
+        def begin() -> None:
+            if not sequences:
+                done([])
+            questions = []
+            for place, (tokens, start) in enumerate(sequences):
+                assert start > 0, "a model says nothing about the first token of a sequence"
+                if start < len(tokens) <= self.teachers[teacher].most_tokens:
+                    answer = partial(answered, place)
+                    questions.append(JudgedSequence(tokens=tokens, start=start, sampling=self.sampling, done=answer))
+                else:
+                    answered(place, TeacherScores.none(len(tokens) - start, self.num_likeliest))
+            self.queues[teacher].queue(questions)
+
+        self.queues[teacher].post(begin)
+
+    def _failed(self, err: Exception) -> None:
+        self.failure = self.failure or err
+        self._listener(err)
+
+
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+    """NaN for what is no log-probability of a token that can be sampled."""
+    return np.where(np.isfinite(logprobs), logprobs, np.nan).astype(np.float32)

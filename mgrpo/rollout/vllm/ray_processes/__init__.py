@@ -1,0 +1,1 @@
+"""Ray's processes on a machine: how they start, who watches them, and who ends them when nobody else does."""

@@ -1,0 +1,107 @@
+"""Teachers on real vLLM: what they say of given tokens is what the model says, from engines that a run starts and from servers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mgrpo.moving import from_values
+from mgrpo.rollout.start import Engines, started_engines
+from mgrpo.rollout.teachers import Teachers
+from mgrpo.types import TeacherScores
+from tests.tiny_models import VOCAB, load_hf, save_tiny
+
+K, TEMPERATURE = 5, 1.7
+LENGTHS = ((9, 4), (40, 1), (200, 199), (2600, 30), (33, 32), (64, 8))
+"""Tokens of each sequence, and where its completion begins. The longest is more than an engine reads in a step."""
+
+
+def sequences() -> list[tuple[np.ndarray, int]]:
+    rng = np.random.default_rng(0)
+    return [(rng.integers(3, VOCAB, length).astype(np.int32), start) for length, start in LENGTHS]
+
+
+def asked(teachers: Teachers, teacher: int) -> Future[list[TeacherScores]]:
+    answer: Future[list[TeacherScores]] = Future()
+    teachers.ask(teacher, sequences(), answer.set_result)
+    return answer
+
+
+def check(scores: Sequence[TeacherScores], folder: Path, *, temperature: float) -> None:
+    """Against transformers' logits, divided by the temperature; a token that the policy does not have is not named."""
+    model = load_hf(folder)
+    for (tokens, start), found in zip(sequences(), scores, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens[None].astype(np.int64))).logits[0].double()
+        logprobs = (logits / temperature).log_softmax(-1)[start - 1 : -1]
+        own = logprobs.gather(1, torch.tensor(tokens[start:, None].astype(np.int64)))[:, 0]
+        np.testing.assert_allclose(found.logprobs, own.numpy(), atol=2e-5)
+        likeliest, ids = (each.numpy().copy() for each in logprobs.topk(K))
+        likeliest[ids >= VOCAB], ids[ids >= VOCAB] = np.nan, -1
+        assert found.ids is not None and found.likeliest is not None
+        np.testing.assert_array_equal(found.ids, ids)
+        np.testing.assert_allclose(found.likeliest, likeliest, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The policy's, and two teachers' of other sizes, one of them with tokens that the policy does not have."""
+    folder = tmp_path_factory.mktemp("models")
+    shapes = (
+        {"layers": 2},
+        {"layers": 3, "max_position_embeddings": 4096},
+        {"max_position_embeddings": 4096, "vocab_size": VOCAB + 35},
+    )
+    return [save_tiny(folder, "llama", heads=2, **shape) for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def engines(models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engines, Path]]:
+    output = tmp_path_factory.mktemp("out")
+    values = {
+        "model_name_or_path": str(models[0]),
+        "model_dtype": "float32",
+        "max_prompt_token_length": 100,
+        "response_length": 2500,
+        "teacher_model_name_or_path": [f"math:{models[1]}", f"code:{models[2]}"],
+        "teacher_mode": "engine",
+        "teacher_temperature": TEMPERATURE,
+        "distillation_loss": "forward_kl",
+        "distillation_topk": K,
+        "engine_heartbeat_timeout": 8,
+        "output_dir": str(output),
+    }
+    with started_engines(from_values(values), num_local_learners=1, on_failure=None) as engines:
+        assert engines.teachers is not None
+        engines.teachers.wait_ready()
+        yield engines, output / "engine_logs"
+
+
+def process(log: Path) -> int:
+    """Of the engine that writes this."""
+    return int(re.findall(r"engine started: process (\d+)", log.read_text())[-1])
+
+
+def test_engines_say_what_the_models_say_also_after_one_is_killed_and_another_hangs(engines, models) -> None:
+    """Their answers become gradients: a wrong shift, a temperature that is not applied, or an answer that is lost shows here."""
+    (started, logs), teachers = engines, engines[0].teachers
+    for teacher in (0, 1):
+        check(asked(teachers, teacher).result(120), models[1 + teacher], temperature=TEMPERATURE)
+    killed, stopped = (process(logs / f"teacher_{name}_0.txt") for name in ("math", "code"))
+    os.kill(stopped, signal.SIGSTOP)
+    answers = [asked(teachers, teacher) for teacher in (0, 1)]
+    os.kill(killed, signal.SIGKILL)
+    for teacher, answer in enumerate(answers):
+        check(answer.result(240), models[1 + teacher], temperature=TEMPERATURE)
+    described = [roster.describe()[0] for roster in started.fleet.roster.beside]
+    assert [engine["starts"] for engine in described] == [2, 2] and started.fleet.roster.num_deaths == 0
+    assert "has died" in described[0]["last_failure"]
+    assert "no answer within engine_heartbeat_timeout=8 s" in described[1]["last_failure"]
