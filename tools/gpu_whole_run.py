@@ -42,7 +42,7 @@ PROTOCOL = (
     "compared with the learner's after each step; rates are medians over the steps after the first two. Stages that ran at the same time "
     "share the GPU: each names the others."
 )
-TOLD = 1500
+TOLD = 2000
 """Characters of the end of a failed stage's output that a call prints; the report has more."""
 IMPORTED = (
     "vllm.v1.engine.async_llm",

@@ -67,8 +67,12 @@ def join(place: Place, site: Site) -> Outcome:
     if place.device == "cpu" and not pieces.exists():
         return Outcome(status="skipped", note="nothing was carried: the packages are installed")
     sums: dict[str, list[dict[str, Any]]] = json.loads((pieces / SUMS).read_text())
-    joined, problems = [], []
+    joined, problems, is_new = [], [], False
     for archive, records in sums.items():
+        done = site.packages / f"{archive}.joined"
+        if done.exists():
+            joined.append(archive)
+            continue
         found = [problem for record in records if (problem := piece_problem(pieces / record["name"], record))]
         if found:
             problems.append(f"{archive}: {', '.join(found)}")
@@ -76,8 +80,10 @@ def join(place: Place, site: Site) -> Outcome:
         stream: Any = Joined([pieces / record["name"] for record in records])
         with lzma.open(stream) as packed, tarfile.open(fileobj=packed, mode="r|") as content:
             content.extractall(site.packages, filter="data")
+        done.touch()
         joined.append(archive)
-    if joined:
+        is_new = True
+    if is_new:
         shutil.copyfile(ROOT / "tools" / "gpu_site.py", site.packages / "sitecustomize.py")
         introduce(site.packages)
         # Every stage imports vLLM in several processes.

@@ -31,7 +31,8 @@ FP8_APART = 0.15
 """The same with keys and values in 8 bits: 0.021 on a CPU (docs/precision.md)."""
 SIDE_BY_SIDE = "--vllm_enable_sleep_mode false --vllm_kv_cache_mb 128 --total_episodes 3840"
 """Of runs at the same time: vLLM fails if less memory of the GPU is free after a sleep than before, so one run at most may sleep."""
-BY_TURNS = "--total_episodes 3840"
+BY_TURNS = "--vllm_kv_cache_mb 2000 --total_episodes 3840"
+"""A sleep gives back more than what another process is likely to take meanwhile."""
 GRAPHS = "--vllm_enforce_eager false"
 MINI_BATCHES = "--num_mini_batches 4 --use_vllm_logprobs false"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -130,7 +131,7 @@ def train(
     command = [sys.executable, "-m", "mgrpo", "train", "--config", CONFIG, "--output_dir", out, *flags, *site.flags]
     status, output = site.run(command, place)
     if status != 0:
-        return outcome_of(status, output + engine_output(out))
+        return outcome_of(status, output[-gpu_check.TAIL // 2 :] + engine_errors(out))
     figures = run_figures(out)
     if problems := run_problems(figures, apart):
         return Outcome(status="failed", note="; ".join(problems), figures=figures, output=output[-gpu_check.TAIL :])
@@ -142,10 +143,12 @@ def train(
     return Outcome(status="passed", note=note, figures=figures)
 
 
-def engine_output(out: Path) -> str:
-    """The end of what each engine of a run has printed: the run itself says only that it has ended."""
-    logs = sorted(out.glob("engine_logs/*.txt"))
-    return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-gpu_check.TAIL // 2 :]}" for log in logs)
+def engine_errors(out: Path) -> str:
+    """The last lines of a run's engines that name an error, or their last ones: the run itself may say only that an engine has ended."""
+    lines = [
+        line[:200] for log in out.glob("engine_logs/*.txt") for line in log.read_text(errors="replace").splitlines()
+    ]
+    return "\n".join(["", "--- engines", *([line for line in lines if "rror" in line] or lines)[-10:]])
 
 
 def model(place: Place, site: Site) -> Outcome:
