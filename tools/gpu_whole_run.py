@@ -241,13 +241,17 @@ def write(report: dict[str, Any], site: Site, out: Path) -> None:
     (out / "whole-run.md").write_text(markdown(report, title=TITLE))
     logs = sorted(site.logs.glob("*.txt"), key=lambda file: file.stat().st_mtime)
     (out / "logs.txt").write_text("".join(f"=== {log.stem}\n{log.read_text()}" for log in logs))
-    if site.runs.exists():
+    # Another call may have runs under way.
+    ended = [site.runs / name for name in report["parts"] if (site.runs / name).is_dir()]
+    if ended:
         with tarfile.open(out / "runs.tar.gz", "w:gz") as packed:
-            packed.add(
-                site.runs,
-                "runs",
-                filter=lambda item: None if item.name.endswith((".safetensors", ".tfevents", "/checkpoints")) else item,
-            )
+            for run in ended:
+                packed.add(run, f"runs/{run.name}", filter=without_weights)
+
+
+def without_weights(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """A run's file, or None for those that would be too large to take along."""
+    return None if item.name.endswith((".safetensors", ".tfevents", "/checkpoints")) else item
 
 
 def run_stages(names: Sequence[str], args: argparse.Namespace, site: Site, deadline: float) -> Iterator[Outcome]:
@@ -265,8 +269,7 @@ def run_stages(names: Sequence[str], args: argparse.Namespace, site: Site, deadl
             name, outcome = started[done], done.result()
             if others := [other for other in names if other != name]:
                 outcome.figures["beside"] = others
-            site.parts.mkdir(exist_ok=True)
-            (site.parts / f"{name}.json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+            site.keep(name, json.dumps(asdict(outcome), indent=1) + "\n")
             print(f"{name} {outcome.status} after {outcome.seconds:.0f} s{f': {outcome.note}' if outcome.note else ''}")
             if outcome.status == "failed":
                 print(f"{outcome.output[-TOLD:].rstrip()}\n")

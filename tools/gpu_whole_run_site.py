@@ -52,6 +52,13 @@ class Site:
         """The outcome of every stage, a file for each: several may end at the same time, in one call or in two."""
         return self.folder / "parts"
 
+    def keep(self, stage: str, outcome: str) -> None:
+        """Write a stage's outcome at once: another call may read it meanwhile."""
+        self.parts.mkdir(exist_ok=True)
+        new = self.parts / f"{stage}.new"
+        new.write_text(outcome)
+        new.replace(self.parts / f"{stage}.json")
+
     def run(self, command: Sequence[str | Path], place: Place) -> tuple[int | None, str]:
         """As `gpu_check.run`; what it prints is kept."""
         status, output = gpu_check.run(command, place)
