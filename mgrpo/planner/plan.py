@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config, Parallel
-from mgrpo.layout import Layout
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import LoraShape, are_apart, engine_adapter_boxes
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import (
     DTYPE_BYTES,
@@ -280,6 +282,11 @@ class RunPlan:
         """Bytes of all weights in the run's dtype."""
         return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
 
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes that a weight sync sends to one engine."""
+        return _sent_bytes(self.config, self.shape, self.dtype_bytes)
+
 
 def _share_relief(phase: PhaseMemory, *, takes_turns: bool) -> str:
     if not takes_turns:
@@ -311,7 +318,14 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         for stage in range(layout.pipeline)
     )
     worst = max(stages, key=lambda stage: stage.total)
-    engine = engine_memory(shape, engines, hardware, longest=config.max_model_length, dtype_bytes=dtype_bytes)
+    engine = engine_memory(
+        shape,
+        engines,
+        hardware,
+        longest=config.max_model_length,
+        dtype_bytes=dtype_bytes,
+        adapters=_engine_room(config, shape),
+    )
     num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
     plan = RunPlan(
         config=config,
@@ -343,7 +357,7 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         sync_s=0.0,
     )
     seconds = sync_seconds(
-        plan.model_bytes,
+        plan.sync_bytes,
         engines=engines.vllm_num_engines,
         workers=engines.vllm_tensor_parallel_size,
         learners=num_learners,
@@ -441,7 +455,28 @@ def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: 
     engines = config.engine
     if engines.shares_gpus:
         return layout.world_size * _SLOT_BYTES
-    weights = holdings(shape, tensor=1, expert=1).total
-    sent = weights * dtype_bytes * engines.vllm_num_engines
+    sent = _sent_bytes(config, shape, dtype_bytes) * engines.vllm_num_engines
     num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
     return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size
+
+
+def _sent_bytes(config: Config, shape: ModelShape, dtype_bytes: int) -> int:
+    """To the workers of one engine; each A or B that is the same on several of them goes to each."""
+    lora, engines = config.adapter.lora, config.engine
+    if not are_apart(lora):
+        return holdings(shape, tensor=1, expert=1).total * dtype_bytes
+    return _engine_adapters(shape, lora, engines.vllm_tensor_parallel_size) * dtype_bytes
+
+
+def _engine_room(config: Config, shape: ModelShape) -> int:
+    """Elements of adapters for which a worker of an engine has room; it has that for some ranks only."""
+    lora, workers = config.adapter.lora, config.engine.vllm_tensor_parallel_size
+    if not are_apart(lora):
+        return 0
+    room = min(rank for rank in ADAPTER_RANKS if rank >= lora.rank)
+    return _engine_adapters(shape, replace(lora, rank=room), workers) // workers
+
+
+def _engine_adapters(shape: ModelShape, lora: LoraShape, workers: int) -> int:
+    """Elements of adapters that the workers of an engine hold together."""
+    return sum(box.size for boxes in engine_adapter_boxes(shape, InferLayout(tensor=workers), lora) for box in boxes)
