@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.adapters import LoraShape
+from mgrpo.models.adapters import LoraShape, are_apart
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes
@@ -142,8 +142,8 @@ class Policy:
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of an HF tensor of the model that this rank holds, each with its live view.
 
-        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights that layers
-        compute with, made one at a time.
+        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights, made one at a
+        time.
         """
         yield from made(self.live_boxes())
 
@@ -159,6 +159,15 @@ class Policy:
             yield from self.adapters.live_boxes()
         else:
             yield from self.parameters.boxes(self.parameters.model)
+
+    def sync_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
+        """Every box that engines have of this rank's: of the model, and of A and scale B where they are not merged; see `live_boxes`."""
+        if self.adapters and are_apart(self.lora):
+            self.wait_for_weights()
+            yield from self.parameters.boxes(self.parameters.model)
+            yield from self.adapters.sent_boxes()
+        else:
+            yield from self.live_boxes()
 
     def adapter_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of an adapter tensor that this rank holds, each with its live view."""
@@ -211,8 +220,8 @@ class Policy:
         return [name for name, good in zip(names, is_finite, strict=True) if not good]
 
     def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
-        """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
-        local = [(0, box) for box, _ in self.live_boxes()]
+        """For each rank the boxes that its `sync_boxes` gives. All ranks of `group`, on the CPU, must call."""
+        local = [(0, box) for box, _ in self.sync_boxes()]
         return [[box for _, box in boxes] for boxes in gather_boxes(local, self.shape, group)]
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:

@@ -86,9 +86,10 @@ class EngineWeights:
         host, port = self.lead.share(lambda: (served or (None, "", 0))[1:])
         store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
         self.sender = Sender(
-            self.policy.live_boxes(),
+            self.policy.sync_boxes(),
             holdings=self.policy.holdings(self.host_group),
             model=self.shape,
+            lora=self.policy.lora,
             train_layout=self.layout,
             infer_layout=InferLayout(engines=settings.vllm_num_engines, tensor=settings.vllm_tensor_parallel_size),
             rank=self.policy.rank,
