@@ -309,10 +309,10 @@ class Keywords(TypedDict, total=False):
     """Training steps between these updates; none: the reference never changes. (default: none)"""
     use_vllm_logprobs: bool
     """Use the engine's logprobs as the old logprobs instead of computing these again. (default: false)"""
-    advantage_normalization_type: Literal["standard", "centered", "batch_std", "gdpo"]
-    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; gdpo: standard for each reward function, then their weighted sum over the batch. (default: standard)"""
+    advantage_normalization_type: Literal["standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
+    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted sum over the batch. (default: standard)"""
     advantage_ddof: Literal[0, 1]
-    """The standard deviation divides by the number of rewards minus this. (default: 0)"""
+    """The standard deviation divides by the number of rewards, or of tokens, minus this. (default: 0)"""
     advantage_eps: float
     """Added to the standard deviation. (default: 1e-08)"""
     reward_weights: Sequence[float]

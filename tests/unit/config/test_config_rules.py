@@ -94,6 +94,11 @@ RULES = [
         "num_samples_per_prompt_rollout=1 compares completions within the batch, but num_unique_prompts_rollout=1",
     ),
     (
+        "R7",
+        {"advantage_normalization_type": "reinforce_plus_plus"},
+        "advantage_normalization_type=reinforce_plus_plus compares all completions of the batch",
+    ),
+    (
         "R8",
         {"active_sampling": True, "filter_zero_std_samples": False},
         "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
