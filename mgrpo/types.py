@@ -28,6 +28,8 @@ class Prompt:
     """Names of the verifiers that score its completions."""
     ground_truths: tuple[object, ...]
     """One JSON value per verifier."""
+    opening: str = ""
+    """The text that an environment has added to the user's last message."""
     query: str = ""
     """The prompt without its template, for judges: "role: content" lines, or the text itself."""
     source: str | tuple[dict[str, str], ...] = ""
@@ -268,16 +270,33 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a teacher reads before a completion, or before a branch of one."""
+
+    prompt: np.ndarray | None
+    """`[len]` int32, the policy's own array where both read the same. None: the teacher is not asked."""
+    untaught: str = ""
+    """Why it is not: no_answer, no_feedback, no_column, too_long or branch; "": there is nothing to judge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     """A rollout group with one score per completion: what filters, advantages and metrics take."""
 
     group: RolloutGroup
     scores: tuple[Score, ...]
+    lessons: tuple[tuple[Lesson, ...], ...] = ()
+    """Of each completion, one for each branch of it, or one. Empty: the prompt has no teacher."""
 
     @property
     def rewards(self) -> np.ndarray:
         """`[group]` float64."""
         return np.array([score.reward for score in self.scores], dtype=np.float64)
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether a teacher is asked about any of it."""
+        return any(lesson.prompt is not None for lessons in self.lessons for lesson in lessons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,3 +181,5 @@ class Told:
         self.replays.extend(numbers)
 
     def load_changed(self) -> None: ...
+
+    waited_for = ""

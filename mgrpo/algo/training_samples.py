@@ -10,10 +10,11 @@ import torch
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.turn_credit import TurnCredit, token_advantages
-from mgrpo.types import Branch, Completion, KeptTokens, Prompt, ScoredGroup, TrainSample
+from mgrpo.types import Branch, Completion, KeptTokens, Lesson, Prompt, ScoredGroup, TrainSample
 
 OLDEST = 127
 """Tokens that are older count as that old."""
+NO_LESSON = Lesson(prompt=None)
 
 
 def train_samples(
@@ -28,13 +29,15 @@ def train_samples(
     mask_tool_use: bool = True,
     turn_credit: TurnCredit | None = None,
     policy_version: int | None = None,
+    distillation_only: bool = False,
 ) -> list[TrainSample]:
     """One sample per completion, or one per branch of it, in order, with the advantage within its group.
 
-    A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion
-    is counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still
-    counts in its group's mean and deviation. A completion without tokens has one in its sample, which is not trained. Where
-    the sampling was cut, a token whose set is not known is not trained either.
+    A completion without a score (NaN) stays in the list with advantage 0 and, unless it has a teacher, no trained token, so
+    that every completion is counted. Under `mask_truncated` no token is trained of a completion that did not stop by itself,
+    but its reward still counts in its group's mean and deviation. A completion without tokens has one in its sample, which is
+    not trained. Where the sampling was cut, a token whose set is not known is not trained either, nor is a sampled one that its
+    teacher has not judged.
 
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
@@ -43,6 +46,7 @@ def train_samples(
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
         turn_credit: how turns get advantages of their own; None: all tokens of a completion have the same.
         policy_version: of the policy that trains, which ages are counted from; None where all tokens are its own.
+        distillation_only: rewards are not trained on: all advantages are 0, and what no teacher judges is not trained.
     """
     if not groups:
         return []
@@ -63,6 +67,8 @@ def train_samples(
         )
     else:
         by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
+    if distillation_only:
+        by_group, turn_credit = torch.zeros(rewards.shape, dtype=torch.float64), None
     is_cut = any(c.kept is not None for scored in groups for c in scored.group.completions)
     samples = [
         _sample(
@@ -70,34 +76,66 @@ def train_samples(
             completion,
             advantage=advantage,
             group=number,
-            is_trained=_trains(completion, reward, mask_truncated),
+            is_trained=completion.finish_reason == "stop" or not mask_truncated,
             mask_tool_use=mask_tool_use,
             is_cut=is_cut,
             policy_version=policy_version,
         )
-        for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
-        for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
+        for number, (scored, own) in enumerate(zip(groups, by_group.tolist(), strict=False))
+        for completion, advantage in zip(scored.group.completions, own, strict=True)
     ]
-    completions = [completion for scored in groups for completion in scored.group.completions]
     if turn_credit is None:
-        return _divided(samples, completions)
+        return _taught(samples, groups, is_rewarded=not distillation_only)
     by_turn = turn_credit.advantages(batch, normalization=normalization, ddof=ddof, eps=eps)
     credited = [
         token_advantages(completion, turns)
         for scored, completions in zip(groups, by_turn, strict=False)
         for completion, turns in zip(scored.group.completions, completions, strict=True)
     ]
-    return _divided([_credited(*pair) for pair in zip(samples, credited, strict=True)], completions)
+    return _taught([_credited(*pair) for pair in zip(samples, credited, strict=True)], groups, is_rewarded=True)
 
 
-def _divided(samples: Sequence[TrainSample], completions: Sequence[Completion]) -> list[TrainSample]:
-    """Each into its branches; a token is trained where it was sampled, and is context in later branches."""
-    return [part for pair in zip(samples, completions, strict=True) for part in _branches(*pair)]
+def _taught(samples: Sequence[TrainSample], groups: Sequence[ScoredGroup], *, is_rewarded: bool) -> list[TrainSample]:
+    """Each divided into its branches, with its teacher; a token is trained where it was sampled, and is context in later branches."""
+    found: list[TrainSample] = []
+    each = iter(samples)
+    for scored in groups:
+        lessons = scored.lessons or [()] * len(scored.scores)
+        for completion, score, own in zip(scored.group.completions, scored.scores, lessons, strict=True):
+            parts = _branches(next(each), completion)
+            for (part, span), lesson in zip(parts, own or [NO_LESSON] * len(parts), strict=True):
+                teacher = -1 if lesson.prompt is None else scored.group.prompt.teacher
+                has_score = is_rewarded and not np.isnan(score.reward)
+                found.append(_with_teacher(part, completion, span, lesson, teacher=teacher, has_score=has_score))
+    return found
 
 
-def _branches(sample: TrainSample, completion: Completion) -> list[TrainSample]:
+def _with_teacher(
+    sample: TrainSample, completion: Completion, span: slice, lesson: Lesson, *, teacher: int, has_score: bool
+) -> TrainSample:
+    """Not trained are samples without score and teacher, and tokens that have neither the one nor the other's word."""
+    if teacher < 0:
+        return sample if has_score else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+    is_sampled = completion.loss_mask[span]
+    taught = completion.taught and completion.taught.part(span)
+    is_judged = is_sampled if taught is None else is_sampled & ~np.isnan(taught.logprobs)
+    has_own = taught is None and lesson.prompt is not sample.prompt_tokens
+    return replace(
+        sample,
+        loss_mask=sample.loss_mask & (is_judged | (has_score & ~is_sampled)),
+        teacher=teacher,
+        taught=taught,
+        teacher_prompt=lesson.prompt if has_own else None,
+    )
+
+
+def _branches(sample: TrainSample, completion: Completion) -> list[tuple[TrainSample, slice]]:
+    """Each with its tokens' places in the completion."""
     branches = completion.trajectory.branches if completion.trajectory else ()
-    return [_branch(sample, branch, continues=number > 0) for number, branch in enumerate(branches)] or [sample]
+    return [
+        (_branch(sample, branch, continues=number > 0), slice(branch.start, branch.end))
+        for number, branch in enumerate(branches)
+    ] or [(sample, slice(None))]
 
 
 def _branch(sample: TrainSample, branch: Branch, *, continues: bool) -> TrainSample:
@@ -178,7 +216,3 @@ def _stand_in(prompt: Prompt, completion: Completion) -> Completion:
 def _ages(completion: Completion, policy_version: int) -> np.ndarray:
     ages = np.where(completion.loss_mask, policy_version - completion.policy_versions, 0)
     return np.minimum(ages, OLDEST).astype(np.uint8)
-
-
-def _trains(completion: Completion, reward: float, mask_truncated: bool) -> bool:
-    return not np.isnan(reward) and (completion.finish_reason == "stop" or not mask_truncated)

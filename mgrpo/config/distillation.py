@@ -87,6 +87,11 @@ class Distillation:
         return tuple(Teacher(name, model) for name, _, model in (entry.rpartition(":") for entry in entries))
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What metrics and messages call them; the unnamed one is "teacher"."""
+        return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
+
+    @property
     def loaded_teachers(self) -> tuple[Teacher, ...]:
         """Those whose weights this run loads."""
         return tuple(t for t in self.teachers if t.model != SELF and self.teacher_mode != "server")
@@ -100,11 +105,6 @@ class Distillation:
     def averages(self) -> bool:
         """Whether one of the teachers is an average of the policies so far."""
         return self.is_own_teacher and self.teacher_update_rate < 1
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """What metrics and messages call them; the unnamed one is "teacher"."""
-        return tuple(teacher.name.replace("/", "-") or "teacher" for teacher in self.teachers)
 
     @property
     def distills(self) -> bool:
@@ -237,14 +237,15 @@ def _replaced_groups(distills: bool, active_sampling: bool, replay_buffer_size: 
             )
 
 
-def _template(
-    distills: bool, teacher_prompt_template: str | None, num_samples_per_prompt_rollout: int
-) -> Iterator[str]:
-    if teacher_prompt_template is None or not distills:
-        return
-    shown = repr(teacher_prompt_template)
+def template_problems(text: str) -> Iterator[str]:
+    """Sentences about the form of `teacher_prompt_template`; which columns there are, rows decide."""
+    shown = repr(text)
     try:
-        fields = [name for _, name, _, _ in Formatter().parse(teacher_prompt_template) if name is not None]
+        fields = [
+            name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            for _, name, form, conversion in Formatter().parse(text)
+            if name is not None
+        ]
     except ValueError as err:
         yield f"teacher_prompt_template={shown} cannot be read ({err}); write {{{{ and }}}} for braces that are meant"
         return
@@ -257,10 +258,20 @@ def _template(
         yield (
             f"teacher_prompt_template={shown} adds nothing that the policy does not see; add {{answer}}, {{feedback}} or a column of the row"
         )
-    if "answer" in fields and num_samples_per_prompt_rollout == 1:
+
+
+def _template(
+    distills: bool, teacher_prompt_template: str | None, num_samples_per_prompt_rollout: int
+) -> Iterator[str]:
+    if teacher_prompt_template is None or not distills:
+        return
+    problems = list(template_problems(teacher_prompt_template))
+    yield from problems
+    names = [] if problems else [name for _, name, _, _ in Formatter().parse(teacher_prompt_template)]
+    if "answer" in names and num_samples_per_prompt_rollout == 1:
         yield (
-            f"teacher_prompt_template={shown} shows another answer of the group, but num_samples_per_prompt_rollout=1; sample at least 2, or "
-            "use a column of the row"
+            f"teacher_prompt_template={teacher_prompt_template!r} shows another answer of the group, but num_samples_per_prompt_rollout=1; "
+            "sample at least 2, or use a column of the row"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from json import loads
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from mgrpo.data.rows import Contract, Message
-from mgrpo.data.templates import override_system, render, with_bos, with_opening
+from mgrpo.data.templates import override_system, render, with_bos, with_changed_question
 from mgrpo.data.tokenizer import token_ids
 
 
@@ -45,21 +45,21 @@ class Recipe:
         """For the key of a cache."""
         return dataclasses.asdict(self) | {"tools": None if self.tools is None else self.tools.to_json()}
 
-    def asked(self, record: Mapping[str, object], *, opening: str = "") -> str | list[Message]:
+    def asked(self, record: Mapping[str, object], *, change: Callable[[str], str] | None = None) -> str | list[Message]:
         """The question to the model: text, or the messages that the template is given.
 
         Args:
-            opening: what an environment adds to the text, or to the last message of the user.
+            change: makes another text of the question, or of the last message of the user in it.
         """
         prompt = self.contract.prompt(record)
         if isinstance(prompt, str):
-            return prompt + opening
+            return change(prompt) if change else prompt
         messages = prompt if self.system_prompt is None else override_system(prompt, self.system_prompt)
-        return with_opening(messages, opening) if opening else messages
+        return with_changed_question(messages, change) if change else messages
 
-    def text(self, record: Mapping[str, object], tokenizer: Any, *, opening: str = "") -> str:
-        """The prompt's text, with all special tokens written out; `opening` as in `asked`."""
-        asked = self.asked(record, opening=opening)
+    def text(self, record: Mapping[str, object], tokenizer: Any, *, change: Callable[[str], str] | None = None) -> str:
+        """The prompt's text, with all special tokens written out; `change` as in `asked`."""
+        asked = self.asked(record, change=change)
         tools = None if self.tools is None else self.tools.schemas(record)
         if isinstance(asked, list) and self.template is not None:
             return render(

@@ -93,10 +93,11 @@ class Mixture:
         found = dict.fromkeys(name for source in self._selection.sources for name in source.summary.columns)
         return list(self._contract.columns(found))
 
-    def rows(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """The "file:line" and the columns, except those of the prompt, of all rows of the sources."""
+    def rows(self) -> Iterator[tuple[str, str, dict[str, object]]]:
+        """The source, the "file:line" and the columns, except those of the prompt, of all rows of the sources."""
         for source in self._selection.sources:
-            yield from self._rows(source)
+            for origin, columns in self._rows(source):
+                yield source.name, origin, columns
 
     def _rows(self, source: DataSource) -> Iterator[tuple[str, dict[str, object]]]:
         for row in source.rows():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class PromptSet:
         text = self._value("text", position).as_py()
         contract = self._recipe.contract
         verifiers, ground_truths = contract.labels(record)
-        query, source = self._views(record, text, opening="")
+        query, source = self._views(record, text)
         return Prompt(
             id=prompt_id,
             tokens=_view(self._value("tokens", position).values).copy(),
@@ -106,7 +106,7 @@ class PromptSet:
         if not opening:
             return prompt
         recipe, (_, record) = self._recipe, self._row(prompt.id)
-        text = recipe.text(record, tokenizer, opening=opening)
+        text = recipe.text(record, tokenizer, change=_added(opening))
         tokens = np.array(token_ids(tokenizer, [text])[0], np.int32)
         if len(tokens) > recipe.max_tokens:
             if recipe.overlong != "truncate_left":
@@ -115,8 +115,14 @@ class PromptSet:
                     f"max_prompt_token_length={recipe.max_tokens}; raise that, or shorten the text ({opening[:60]!r})"
                 )
             tokens, text = recipe.shortened(tokens, tokenizer)
-        query, source = self._views(record, text, opening=opening)
-        return dataclasses.replace(prompt, tokens=tokens, text=text, query=query, source=source)
+        query, source = self._views(record, text, change=_added(opening))
+        return dataclasses.replace(prompt, tokens=tokens, text=text, opening=opening, query=query, source=source)
+
+    def reworded(self, prompt: Prompt, change: Callable[[str], str], tokenizer: Any) -> np.ndarray:
+        """`[len]` int32: the prompt with another text of the user's last message, which `change` makes of it; never cut."""
+        opened = _added(prompt.opening)
+        text = self._recipe.text(self._row(prompt.id)[1], tokenizer, change=lambda text: change(opened(text)))
+        return np.array(token_ids(tokenizer, [text])[0], np.int32)
 
     def _row(self, prompt_id: PromptId) -> tuple[int, dict[str, Any]]:
         """Its place among the distinct rows, and its columns."""
@@ -124,10 +130,10 @@ class PromptSet:
         return position, json.loads(self._value("record", position).as_py())
 
     def _views(
-        self, record: Mapping[str, object], text: str, *, opening: str
+        self, record: Mapping[str, object], text: str, *, change: Callable[[str], str] | None = None
     ) -> tuple[str, str | tuple[dict[str, str], ...]]:
         """`query` and `source` of a prompt."""
-        asked = self._recipe.asked(record, opening=opening)
+        asked = self._recipe.asked(record, change=change)
         if isinstance(asked, str):
             return asked, asked
         query = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
@@ -135,6 +141,10 @@ class PromptSet:
 
     def _value(self, column: str, position: int) -> Any:
         return self._prompts.column(column)[position]
+
+
+def _added(opening: str) -> Callable[[str], str]:
+    return lambda text: text + opening
 
 
 def open_prompts(folder: Path) -> pyarrow.Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,13 @@ def override_system(messages: Sequence[Message], system_prompt: str) -> list[Mes
     return [{"role": "system", "content": system_prompt}, *rest]
 
 
-def with_opening(messages: Sequence[Message], opening: str) -> list[Message]:
-    """The conversation with text at the end of the user's last message, or in a message of its own if there is none."""
+def with_changed_question(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:
+    """The conversation with another text of the user's last message, or with a message of its own if there is none."""
     place = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
     if place is None:
-        return [*messages, {"role": "user", "content": opening}]
-    longer = {**messages[place], "content": messages[place]["content"] + opening}
-    return [*messages[:place], longer, *messages[place + 1 :]]
+        return [*messages, {"role": "user", "content": change("")}]
+    changed = {**messages[place], "content": change(messages[place]["content"])}
+    return [*messages[:place], changed, *messages[place + 1 :]]
 
 
 def stop_strings_for(name: str) -> tuple[str, ...]:

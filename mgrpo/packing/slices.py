@@ -100,6 +100,8 @@ class Slice:
         num_responses = sum(sample.num_predicted for sample in self.samples)
         self.sets = [sample.kept for sample in self.samples if sample.kept is not None]
         self.taught = [s.taught.part(s.is_predicted) for s in self.samples if s.taught is not None]
+        num_taught = sum(sample.teacher >= 0 for sample in self.samples)
+        assert len(self.taught) in (0, num_taught), "all samples with a teacher have its scores, or none has"
         self.teacher_prompts = {
             id(s.teacher_prompt): s.teacher_prompt for s in self.samples if s.teacher_prompt is not None
         }

@@ -7,23 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mgrpo.config.derived import layout_of
-from mgrpo.config.schema import Config, Parallel
+from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import (
     DTYPE_BYTES,
-    FP32_BYTES,
-    StateBytes,
-    WholeGradients,
-    adapter_elements,
     choose_logits_chunk,
     holdings,
-    merged_bytes,
-    num_parameters,
-    state_bytes,
-    whole_gradients,
 )
-from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine_costs import (
     EngineMemory,
     GenerationTime,
@@ -33,9 +24,17 @@ from mgrpo.planner.engine_costs import (
     num_teacher_workers,
     teaching_seconds,
 )
+from mgrpo.planner.gpu_memory import (
+    PhaseMemory,
+    StageMemory,
+    bytes_of_moments,
+    phase_memory,
+    sent_bytes,
+    stage_memory,
+    turn_seconds,
+)
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.sharing import PhaseMemory, phase_memory, sent_bytes, turn_seconds
-from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
+from mgrpo.planner.timing import LearnerTime, learner_time, sync_seconds
 from mgrpo.planner.work import (
     Passes,
     Workload,
@@ -45,10 +44,6 @@ from mgrpo.planner.work import (
     passes_of,
     workload_of,
 )
-
-MIB = 1 << 20
-_SLOT_BYTES = 2 * 16 * MIB
-"""A GPU's memory for messages between its worker and one learner, where learners and engines share GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,75 +57,6 @@ class GpuSplit:
     """GPUs of teachers' engines; 0 where these are on GPUs that learners and engines share."""
     idle: int
     """Negative: that many GPUs are missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Memory of one learner rank of a pipeline stage, in bytes."""
-
-    stage: int
-    states: StateBytes
-    activations: StageActivations
-    gradients: WholeGradients
-    built: int
-    """Beyond `states` while the model is built and loaded, before there are activations; 0 where it takes less."""
-    sync: int
-    """Buckets in flight during a weight sync, and a merged weight, while there are no activations."""
-    reserved: int
-    waste: float
-    """Share of what comes and goes with each micro-batch that the allocator wastes."""
-    merged: int = 0
-    """A layer's weight merged with its adapter, in a forward or backward pass."""
-
-    @property
-    def loss(self) -> int:
-        """Beyond what waits for its backward pass: forward and backward pass of the LM head."""
-        return self.activations.loss + self.gradients.head
-
-    @property
-    def layer(self) -> int:
-        """Beyond what waits for its backward pass: the backward pass of a layer.
-
-        Where whole gradients of two layers lie beside each other, one of them no longer keeps activations.
-        """
-        layer = self.gradients.layer
-        whole = layer + max(layer - self.activations.kept_layer, 0)
-        return self.activations.layer + whole + self.gradients.head
-
-    @property
-    def passes(self) -> int:
-        """Peak of forward and backward passes."""
-        return self.activations.kept + self.activations.buffers + max(self.loss, self.layer + self.merged)
-
-    @property
-    def fragmentation(self) -> int:
-        """The allocator's waste while packs come and go."""
-        return int(self.waste * self.passes)
-
-    @property
-    def training(self) -> int:
-        """Allocated and freed with each micro-batch."""
-        return self.passes + self.fragmentation
-
-    @property
-    def peak(self) -> int:
-        """Peak of a training step, without the weight sync, the allocator's waste and reserved memory."""
-        return self.states.total + self.passes
-
-    @property
-    def start(self) -> int:
-        """Peak of a start, also of one that continues from a checkpoint."""
-        return self.states.total + self.built
-
-    @property
-    def transient(self) -> int:
-        """The larger of what never coexists: the start, forward and backward passes, a weight sync."""
-        return max(self.built, self.training, self.sync)
-
-    @property
-    def total(self) -> int:
-        """Peak of the rank."""
-        return self.states.total + self.transient + self.reserved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +86,7 @@ class RunPlan:
     def sharing(self) -> list[PhaseMemory]:
         """Memory by phase on the fullest GPU that learner and engine share; empty where they have their own."""
         worst = self.worst
-        moment_bytes = _moment_bytes(self.config.parallel)
+        moment_bytes = bytes_of_moments(self.config.parallel)
         return phase_memory(
             self.config.engine,
             self.engine,
@@ -403,105 +329,3 @@ def plan_run(
         hardware=hardware,
     )
     return replace(plan, sync_s=seconds)
-
-
-def stage_memory(
-    config: Config,
-    shape: ModelShape,
-    layout: Layout,
-    hardware: Hardware,
-    work: Workload,
-    *,
-    stage: int,
-    logits_chunk: int,
-    teachers: Sequence[ModelShape] = (),
-) -> StageMemory:
-    """Memory of one rank of a pipeline stage, by part.
-
-    Args:
-        teachers: that learners hold.
-    """
-    settings, assumed = config.parallel, hardware.assumed
-    dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
-    activations = stage_activations(
-        shape,
-        layout,
-        stage=stage,
-        pack_length=settings.pack_length,
-        dtype_bytes=dtype_bytes,
-        settings=settings,
-        num_micro_batches=num_micro_batches(
-            layout,
-            work,
-            pack_length=settings.pack_length,
-            pack_fill=assumed.pack_fill,
-            parts=config.algorithm.num_mini_batches,
-        ),
-        logits_chunk=logits_chunk,
-        fp32_logits=config.model.cast_lm_head_to_fp32,
-    )
-    states = state_bytes(
-        shape,
-        layout,
-        stage=stage,
-        dtype_bytes=dtype_bytes,
-        has_reference=has_reference(config),
-        reference_moves=config.algorithm.ref_policy_update_freq is not None,
-        moment_bytes=_moment_bytes(settings),
-        offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
-        lora=config.adapter.lora,
-        teachers=teachers,
-        averages=config.distillation.averages,
-    )
-    merged = merged_bytes(shape, layout, config.adapter.lora, stage=stage, dtype_bytes=dtype_bytes)
-    return StageMemory(
-        stage=stage,
-        states=states,
-        built=max(_start(config, shape, layout, states, stage=stage, dtype_bytes=dtype_bytes) - states.total, 0),
-        activations=activations,
-        gradients=whole_gradients(shape, layout, stage=stage),
-        merged=merged,
-        sync=_sync_bytes(config, shape, layout, dtype_bytes) + merged,
-        reserved=int(assumed.reserved_gib * GIB),
-        waste=assumed.fragmentation,
-    )
-
-
-def _start(
-    config: Config, shape: ModelShape, layout: Layout, states: StateBytes, *, stage: int, dtype_bytes: int
-) -> int:
-    """Whole weights, as a model is built with, and what they are moved into, before there is an optimizer.
-
-    Up to ZeRO-1 that is Megatron's buffers of weights and gradients. Megatron-FSDP shards them in ZeRO-3, one layer or
-    embedding after the other, and keeps them in ZeRO-2. Of adapters only they are moved.
-    """
-    if lora := config.adapter.lora:
-        adapters = adapter_elements(shape, layout, lora, stage=stage).total * FP32_BYTES
-        return states.parameters + adapters + states.gradients
-    weights = num_parameters(shape, layout, stage=stage) * dtype_bytes
-    if layout.sharding == 2:
-        return states.total
-    if layout.sharding == 3:
-        held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
-        moved = max(held.embedding, *(layer.total for layer in held.layers))
-        shards = moved * (dtype_bytes + FP32_BYTES) // layout.num_shards  # of weights and gradients
-        return weights + moved * dtype_bytes + shards + states.reference + states.teachers
-    return weights + states.parameters + states.gradients + states.reference + states.teachers
-
-
-def _moment_bytes(settings: Parallel) -> int:
-    """Bytes of Adam's two moments, per weight."""
-    if settings.use_precision_aware_optimizer:
-        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
-    return 2 * FP32_BYTES
-
-
-def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """An even share of two buckets for each worker, but never more than one of everything sent."""
-    engines = config.engine
-    if engines.shares_gpus:
-        return layout.world_size * _SLOT_BYTES
-    weights = holdings(shape, tensor=1, expert=1).total
-    sent = weights * dtype_bytes * engines.vllm_num_engines
-    num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
-    return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size

@@ -12,8 +12,9 @@ from rich.table import Table
 from mgrpo.config.derived import num_exports, num_states
 from mgrpo.models.memory import export_bytes, training_state_bytes
 from mgrpo.planner.activations import stage_activations
+from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
-from mgrpo.planner.plan import RunPlan, StageMemory
+from mgrpo.planner.plan import RunPlan
 from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion
 from mgrpo.planner.traffic import AXES, span_of
 

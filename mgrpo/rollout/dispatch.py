@@ -44,6 +44,10 @@ class TrainingListener(Protocol):
     def load_changed(self) -> None:
         """An engine has more or less to do."""
 
+    @property
+    def waited_for(self) -> str:
+        """The teachers that scored groups wait for, "" for none. From any thread."""
+
 
 class Dispatcher(EngineQueue[Request]):
     """Everything that the policy's engines sample. The `Turns` of an interaction."""
@@ -117,9 +121,11 @@ class Dispatcher(EngineQueue[Request]):
             except TimeoutError:
                 if future.done():
                     raise
-        others = "the environments" if self.unfinished.groups else "the rewards"
+        teachers = self.listener.waited_for if self.listener else ""
+        others = "the environments" if self.unfinished.groups else teachers or "the rewards"
         busy = ", ".join(map(str, self.loads.busy()))
-        whose = ("the engine" if engines == 1 else f"engines {busy}") if busy else others
+        sampling = "the engine" if engines == 1 else f"engines {busy}"
+        whose = (f"{sampling} and {teachers}" if teachers else sampling) if busy else others
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.roster.keep_logs()}"

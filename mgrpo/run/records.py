@@ -36,6 +36,8 @@ class Rollouts:
     """Seconds for which the learners waited for engines."""
     score_s: float = 0.0
     """Seconds for which they then waited for scores."""
+    teach_s: float = 0.0
+    """Seconds for which they then waited for teachers on engines or servers."""
     engine_s: float = 0.0
     """Seconds for which engines had work since the last step was handed over."""
     num_admitted: int = 0
@@ -44,6 +46,8 @@ class Rollouts:
     """Failures, replays and environments since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
     """The cost of judges so far, and the values that reward functions have logged in this step."""
+    teacher_metrics: Mapping[str, float] = field(default_factory=dict)
+    """How much teachers judge, and how long that takes them; empty without any."""
     num_excluded: int = 0
     """Prompts that were found solved for good in this step, and are not sampled again."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from mgrpo.run.inputs.toolset import Toolset, make_language
 from mgrpo.run.ranks.process import prepare_environment
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.environments.loop.language import TemplateLanguage
@@ -51,6 +53,11 @@ class Prompts:
         own = self.train if is_training else self.held_out
         assert own is not None, "the prompt is one of these"
         return own.asked(prompt)
+
+    def reworded(self, prompt: Prompt, change: Callable[[str], str]) -> np.ndarray:
+        """The tokens of a training prompt with another text of its question, see `PromptSet.reworded`."""
+        assert self.train is not None, "the prompt is one of these"
+        return self.train.reworded(prompt, change, self.tokenizer)
 
 
 def make_prompts(

@@ -18,6 +18,7 @@ from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
 from mgrpo.run.inputs.row_labels import looked_at
+from mgrpo.run.inputs.row_teachers import row_teacher_problems
 from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def read_inputs(
         )
         problems, about_labels = looked_at(labels, verifier_of)
     problems += row_problems(toolset, (train, held_out)) if toolset else []
+    problems += row_teacher_problems(config, train)
     inputs = Inputs(
         train=train, held_out=held_out, functions=functions, toolset=toolset, about_labels=tuple(about_labels)
     )

@@ -245,7 +245,7 @@ def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
     found: dict[str, str] = {}
     for mixture in filter(len, mixtures):
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
-        for origin, columns in mixture.rows() if names_some else [("every row", {})]:
+        for _, origin, columns in mixture.rows() if names_some else [("", "every row", {})]:
             try:
                 toolset.description.choice(columns)
             except ValueError as err:

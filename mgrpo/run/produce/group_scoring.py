@@ -1,9 +1,10 @@
-"""Scores of sampled groups, in a thread of their own, and the choice of groups that are worth training on."""
+"""Scores of sampled groups, with what their teachers read, in a thread of their own; and the choice of groups that are worth training on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,8 @@ from mgrpo.config.schema import Algorithm
 from mgrpo.processes.background import Background
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
 from mgrpo.run.produce.groups import Unscored
-from mgrpo.types import ScoredBatch, ScoredGroup
+from mgrpo.run.produce.lessons import Lessons
+from mgrpo.types import RewardContext, RolloutGroup, ScoredBatch, ScoredGroup
 
 Post = Callable[[Callable[[], object]], None]
 """Does some work soon, in the caller's thread."""
@@ -23,8 +25,15 @@ Done = Callable[[Sequence[int], Sequence[ScoredGroup], Sequence[bool]], None]
 class Scoring:
     """Gives the rewarder the groups that wait whenever it is idle. Methods are called in the caller's thread."""
 
-    def __init__(self, algorithm: Algorithm, rewarder: Rewarder, *, post: Post, done: Done) -> None:
-        self.algorithm, self.rewarder, self.post, self.done = algorithm, rewarder, post, done
+    def __init__(
+        self, algorithm: Algorithm, rewarder: Rewarder, *, lessons: Lessons | None, post: Post, done: Done
+    ) -> None:
+        """
+        Args:
+            lessons: makes what teachers read; None: there are none.
+        """
+        self.algorithm, self.rewarder, self.lessons = algorithm, rewarder, lessons
+        self.post, self.done = post, done
         self.waiting: list[Unscored] = []
         self.is_busy = False
         self.logged: dict[str, list[float]] = {}
@@ -49,8 +58,12 @@ class Scoring:
         self.waiting = self.waiting[len(parts) :]
         numbers = [number for part in parts for number in part.numbers]
         groups = [group for part in parts for group in part.groups]
-        scored = self.thread.submit(partial(self.rewarder.score, groups, parts[0].context))
+        scored = self.thread.submit(partial(self._score, groups, parts[0].context))
         scored.add_done_callback(lambda scored: self.post(partial(self._finish, numbers, scored)))
+
+    def _score(self, groups: Sequence[RolloutGroup], context: RewardContext) -> ScoredBatch:
+        batch = self.rewarder.score(groups, context)
+        return replace(batch, groups=[self.lessons.added(group) for group in batch.groups]) if self.lessons else batch
 
     def _finish(self, numbers: Sequence[int], scored: Future[ScoredBatch]) -> None:
         self.is_busy = False
@@ -67,11 +80,12 @@ class Scoring:
         algorithm = self.algorithm
         if not algorithm.filter_zero_std_samples:
             return [True] * len(groups)
+        is_taught = np.array([group.is_taught for group in groups])
         if algorithm.advantage_normalization_type != "gdpo":
-            return has_spread(np.stack([group.rewards for group in groups])).tolist()
+            return (is_taught | has_spread(np.stack([group.rewards for group in groups]))).tolist()
         # Scores that differ may add up to equal rewards; each function has an advantage of its own.
         by_function = [
             np.array([[score.parts[name] for score in group.scores] for group in groups])
             for name in self.rewarder.weights
         ]
-        return np.any([has_spread(values) for values in by_function], axis=0).tolist()
+        return np.any([is_taught, *(has_spread(values) for values in by_function)], axis=0).tolist()

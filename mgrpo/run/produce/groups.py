@@ -6,16 +6,17 @@ Pure bookkeeping for one thread; `rollout.stream` has the rule that it follows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.requests import seed_of
 from mgrpo.rollout.stream import Stream
+from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.replay import ReplayBuffer
-from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
+from mgrpo.run.produce.saved_rollouts import PromptOf, fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, ScoredGroup
 
 
@@ -46,6 +47,11 @@ class Group:
         """Whether it will have a score and has none yet."""
         return self.prompt is not None and self.scored is None
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether its teacher, on an engine or a server, has answered."""
+        return self.sampled is not None and any(completion.taught for completion in self.sampled.completions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
@@ -64,16 +70,21 @@ class Groups:
         config: Config,
         sampler: Sampler,
         *,
-        prompt: Callable[[PromptId], Prompt],
+        prompt: PromptOf,
         scale: RewardScale | None,
         scores_cohorts: bool,
+        lessons: Lessons | None = None,
+        asks: bool = False,
     ) -> None:
         """
         Args:
             prompt: the training prompt of an id that the sampler gives.
             scale: the scale of the rewards, if they have one.
             scores_cohorts: whether groups that were admitted together are scored together, where steps take groups in order.
+            lessons: makes what teachers read, as when the groups were scored; None: there are none.
+            asks: whether scored groups wait for what these say, as they do where teachers are on engines or servers.
         """
+        self.lessons, self.asks = lessons, asks
         self.config, self.sampler, self.prompt, self.scale = config, sampler, prompt, scale
         rollout, algorithm = config.rollout, config.algorithm
         wanted = rollout.num_unique_prompts_rollout
@@ -115,7 +126,7 @@ class Groups:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group that is out has been sampled and scored."""
+        """Whether every group that is out has been sampled and scored, and judged by its teacher."""
         return self.stream.finished.issuperset(self.out)
 
     def admit(self) -> list[int]:
@@ -159,12 +170,26 @@ class Groups:
         """A group has its score. If it has nothing to learn from, it gives its place back while others may replace it."""
         group = self.out[number]
         group.scored, group.is_kept = scored, is_kept
-        if is_kept or len(self.returned) >= self.most_returned:
+        if self.awaits_teacher(number):
+            pass
+        elif is_kept or len(self.returned) >= self.most_returned:
             self.stream.finish(number)
         else:
             self.stream.give_back(number)
             self.returned[number] = self.out.pop(number)
         self._exclude(group)
+
+    def awaits_teacher(self, number: int) -> bool:
+        """Whether the group has its score and is to be judged by its teacher."""
+        group = self.out.get(number)
+        return self.asks and group is not None and bool(group.scored and group.scored.is_taught) and not group.is_judged
+
+    def judged(self, number: int, judged: RolloutGroup) -> None:
+        """The group has been judged by its teacher."""
+        group = self.out[number]
+        assert group.scored is not None, "teachers are asked about scored groups"
+        group.sampled, group.scored = judged, replace(group.scored, group=judged)
+        self.stream.finish(number)
 
     def _exclude(self, group: Group) -> None:
         """Do not sample a prompt again that this group has shown to be solved for good."""
@@ -258,7 +283,8 @@ class Groups:
         return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
-        """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score.
+        """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score; others may
+        be those that `awaits_teacher` finds.
 
         Groups that the settings of this run do not allow are sampled again: those that would be too old or have another size, and all
         of them where only one of the two runs cuts the tokens to sample from (`top_k`).
@@ -300,8 +326,18 @@ class Groups:
         if group.prompt is None:
             self.stream.finish(number)
             return
-        group.sampled = unpacked(group.prompt, record["sampled"], arrays)
+        prompt = self.prompt(group.prompt.id, record["sampled"].get("opening", ""))
+        group.sampled = self._asked_as_now(unpacked(prompt, record["sampled"], arrays))
         if record["scores"] is not None:
-            group.scored = ScoredGroup(group=group.sampled, scores=read_scores(record["scores"]))
+            scored = ScoredGroup(group=group.sampled, scores=read_scores(record["scores"]))
+            group.scored = self.lessons.added(scored) if self.lessons else scored
             group.is_kept, group.excludes = record["is_kept"], record["excludes"]
-            self.stream.finish(number)
+            if not self.awaits_teacher(number):
+                self.stream.finish(number)
+
+    def _asked_as_now(self, group: RolloutGroup) -> RolloutGroup:
+        """Without what a teacher has said, if it would be asked for something else now, or not at all."""
+        k = self.config.distillation.num_likeliest if self.asks and group.prompt.teacher >= 0 else None
+        if all(completion.taught is None or completion.taught.num_likeliest == k for completion in group.completions):
+            return group
+        return replace(group, completions=tuple(replace(completion, taught=None) for completion in group.completions))

@@ -8,6 +8,8 @@ The way of a step's groups through the threads of rank 0:
                                       Groups.sampled <------------ poll ------
                                       Scoring.add --------------------------------------------> Rewarder.score
                                       Groups.scored <------------------------------------------
+                      Asking.add -------------------> teachers, on engines or servers
+                      Groups.judged <----------------
       index, slices <-- make_batch <- Groups.choose
     hand_over ----------------------> Groups.take: room for new groups
 
@@ -25,6 +27,7 @@ The queues, and the limit of each:
   sampling (`rollout.stream`). The queues below hold no more training groups than these: when learners are slow, sampling stops here.
 - `Dispatcher.waiting`: requests for which no engine has room. Evaluations come first, then turns of groups that have begun.
 - The requests of an engine: `samples_per_engine`, or all at once where a run must repeat.
+- `Asking.asked`: scored groups, of those whose prompt has a teacher on an engine or a server; it waits while the engines pause for a sync.
 - `Scoring.waiting`: sampled groups. The rewarder is called for them one by one; slow rewards delay steps, and sampling only by
   the first limit.
 
@@ -37,7 +40,7 @@ A failure of any work in `rollout`, or of too many engines, fails the step that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -47,10 +50,14 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.processes.stopwatch import Stopwatch
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.teachers import Teachers
+from mgrpo.run.produce.asked_teachers import Asking
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
+from mgrpo.run.produce.lessons import Lessons, lesson_metrics
+from mgrpo.run.produce.saved_rollouts import PromptOf
 from mgrpo.run.records import Rollouts
-from mgrpo.types import Prompt, PromptId, RolloutGroup, ScoredGroup
+from mgrpo.types import RolloutGroup, ScoredGroup
 
 
 class Producer:
@@ -61,22 +68,39 @@ class Producer:
         config: Config,
         sampler: Sampler,
         *,
-        prompt: Callable[[PromptId], Prompt],
+        prompt: PromptOf,
         dispatcher: Dispatcher,
         rewarder: Rewarder,
+        lessons: Lessons | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """
         Args:
             prompt: the training prompt of an id that the sampler gives.
+            lessons: makes what teachers read; None: there are none.
+            teachers: those that are on engines or servers.
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
         self.groups = Groups(
-            config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
+            config,
+            sampler,
+            prompt=prompt,
+            scale=rewarder.scale,
+            scores_cohorts=bool(rewarder.functions),
+            lessons=lessons,
+            asks=teachers is not None,
         )
-        self.scoring = Scoring(config.algorithm, rewarder, post=dispatcher.post, done=self._scored)
+        self.scoring = Scoring(config.algorithm, rewarder, lessons=lessons, post=dispatcher.post, done=self._scored)
+        self.asking = teachers and Asking(
+            teachers,
+            config.distillation.teacher_names,
+            post=dispatcher.post,
+            done=self._judged,
+            failed=self.failed,
+        )
         self.taking: Future[Rollouts] | None = None
-        self.asked_at = self.answered_at = 0.0
+        self.asked_at = self.answered_at = self.scored_at = 0.0
         self.failure: Exception | None = None
         self.is_running = False
         """Whether the engines sample, and more groups may be admitted."""
@@ -128,6 +152,7 @@ class Producer:
         self.dispatcher.loads.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
         for part in self.groups.load_state_dict(state):
             self.scoring.add(part)
+        self._ask_teachers(list(self.groups.out))
 
     def _begin(self) -> None:
         if self.is_running:
@@ -178,10 +203,27 @@ class Producer:
         self.groups.stream.replay(numbers)
 
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
+        self.scored_at = time.perf_counter()
         for number, score, is_kept in zip(numbers, scored, kept, strict=True):
             self.groups.scored(number, score, is_kept)
+        self._ask_teachers(numbers)
         self._refill()
         self._advance()
+
+    def _ask_teachers(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if self.asking and self.groups.awaits_teacher(number) and (scored := self.groups.out[number].scored):
+                self.asking.add(number, scored)
+
+    def _judged(self, number: int, judged: RolloutGroup) -> None:
+        self.groups.judged(number, judged)
+        self._refill()
+        self._advance()
+
+    @property
+    def waited_for(self) -> str:
+        """See `TrainingListener`."""
+        return self.asking.waited_for if self.asking else ""
 
     def _refill(self) -> None:
         """Admit others in the place of groups that gave theirs back."""
@@ -206,18 +248,23 @@ class Producer:
 
     def _rollouts(self, chosen: Sequence[Group]) -> Rollouts:
         scored = [(group.scored, group.is_kept) for group in chosen if group.scored]
+        now = time.perf_counter()
         generate_s = max(0.0, self.answered_at - self.asked_at)
+        teach_s = max(0.0, now - max(self.scored_at, self.asked_at)) if self.asking else 0.0
+        teaching = self.asking.take_metrics() | {"time/teach": teach_s} if self.asking else {}
         return Rollouts(
             groups=[group for group, is_kept in scored if is_kept],
             dropped=[group for group, is_kept in scored if not is_kept],
             replayed=[stored.scored for stored in self.groups.buffer.drawn],
             replay_metrics=self.groups.buffer.metrics(),
             generate_s=generate_s,
-            score_s=time.perf_counter() - self.asked_at - generate_s,
+            score_s=max(0.0, now - self.asked_at - generate_s - teach_s),
+            teach_s=teach_s,
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
             engine_metrics=self.dispatcher.take_metrics(),
             reward_metrics=self.scoring.take_metrics(),
+            teacher_metrics=lesson_metrics([score for score, _ in scored]) | teaching,
             num_excluded=sum(group.excludes is not None for group in chosen),
         )
 

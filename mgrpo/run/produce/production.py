@@ -23,8 +23,10 @@ from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
+from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
 from mgrpo.run.produce.evaluator import Evaluator
+from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer
 from mgrpo.telemetry.metrics.evaluation import short_names
 from mgrpo.telemetry.progress import StartUp
@@ -32,6 +34,8 @@ from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mgrpo.run.inputs.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ def prepare(config: Config, parts: Started) -> Production:
         EngineError: an engine could not be started.
     """
     from mgrpo.data.templates import missing_stop_strings
-    from mgrpo.data.tokenizer import decode
+    from mgrpo.data.tokenizer import decode, token_ids
 
     prompts = parts.inputs.prompts
     assert prompts is not None, "checked: the rows are prompts"
@@ -154,7 +158,13 @@ def prepare(config: Config, parts: Started) -> Production:
     if train is not None:
         sampler = Sampler(len(train), config.experiment.seed, shuffle=config.data.shuffle_dataset)
         producer = Producer(
-            config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
+            config,
+            sampler,
+            prompt=partial(_training_prompt, config, prompts),
+            dispatcher=dispatcher,
+            rewarder=parts.rewarder,
+            lessons=_lessons(config, prompts, parts.rewarder),
+            teachers=parts.teachers,
         )
     if config.engine.vllm_mode != "server":
         parts.startup.say(f"waiting for {_engines(config)} to load {config.model.model_name_or_path}")
@@ -176,6 +186,12 @@ def prepare(config: Config, parts: Started) -> Production:
         remarks=[
             *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
             *(remarks(config, toolset, language) if toolset and language else ()),
+            *template_remarks(
+                config,
+                parts.inputs.train.columns,
+                longest=prompts.longest,
+                num_tokens=lambda text: len(token_ids(tokenizer, [text])[0]),
+            ),
         ],
     )
 
@@ -205,6 +221,29 @@ def _beginning(config: Config) -> str:
 def _engines(config: Config) -> str:
     count = config.engine.vllm_num_engines
     return "the engine" if count == 1 else f"{count} engines"
+
+
+def _training_prompt(config: Config, prompts: Prompts, prompt_id: PromptId, opening: str = "") -> Prompt:
+    """A prompt to train on, with its teacher and the text that an environment has added."""
+    train = prompts.train
+    assert train is not None, "checked: there are training data"
+    prompt = _prompt(train, prompt_id, replacements=config.reward.verifier_replacements)
+    if config.distillation.distills:
+        teacher = RowTeachers(config.distillation).of(prompt.columns, train.source_of(prompt_id[1]))
+        prompt = dataclasses.replace(prompt, teacher=teacher)
+    return prompts.opened(prompt, opening, is_training=True)
+
+
+def _lessons(config: Config, prompts: Prompts, rewarder: Rewarder) -> Lessons | None:
+    if not config.distillation.distills:
+        return None
+    text = config.distillation.teacher_prompt_template
+    return Lessons(
+        None if text is None else TeacherTemplate.read(text),
+        reworded=prompts.reworded,
+        scale=rewarder.scale,
+        longest=config.max_taught_length,
+    )
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacements: Mapping[str, str]) -> Prompt:

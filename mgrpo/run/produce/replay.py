@@ -8,7 +8,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.rollout.requests import seed_of
-from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
-from mgrpo.types import Prompt, PromptId, ScoredGroup
+from mgrpo.run.produce.saved_rollouts import PromptOf, fits, packed, plain_scores, read_scores, unpacked
+from mgrpo.types import ScoredGroup
 
 PREFIX = "replay_"
 """Begins the names of the arrays in a saved state."""
@@ -106,13 +106,14 @@ class ReplayBuffer:
         arrays = {PREFIX + name: array for name, array in arrays.items()}
         return {**state, "replay": records, "rollouts": {**state["rollouts"], **arrays}}
 
-    def load_state_dict(self, state: Mapping[str, Any], prompt: Callable[[PromptId], Prompt], rollout: Rollout) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], prompt: PromptOf, rollout: Rollout) -> None:
         """Continue where `add_to` was called, without groups that these settings do not allow."""
         saved = state.get("rollouts", {}).items()
         arrays = {name.removeprefix(PREFIX): array for name, array in saved if name.startswith(PREFIX)}
         groups = []
         for record in state.get("replay", ()):
             if fits(record["sampled"], arrays, rollout):
-                group = unpacked(prompt(tuple(record["prompt"])), record["sampled"], arrays)
+                opening = record["sampled"].get("opening", "")
+                group = unpacked(prompt(tuple(record["prompt"]), opening), record["sampled"], arrays)
                 groups.append((ScoredGroup(group=group, scores=read_scores(record["scores"])), record["born"]))
         self.add(groups, steps=state.get("steps", 0))

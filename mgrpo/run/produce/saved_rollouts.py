@@ -9,22 +9,37 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mgrpo.config.schema import Rollout
-from mgrpo.types import Branch, Completion, KeptTokens, Prompt, RolloutGroup, Score, ScoredGroup, TrajectoryRecord, Turn
+from mgrpo.types import (
+    Branch,
+    Completion,
+    KeptTokens,
+    Prompt,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TeacherScores,
+    TrajectoryRecord,
+    Turn,
+)
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
+
+PromptOf = Callable[..., Prompt]
+"""The prompt of an id, with the text that an environment has added if that is given as well."""
 
 
 def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
     """For each group a record in JSON of where its completions lie in the arrays, end to end.
 
     The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories,
-    `contexts` int32 if these have branches, and `kept_ids` and `kept_sizes`, both int32, if the sampling was cut.
+    `contexts` int32 if these have branches, `kept_ids` and `kept_sizes`, both int32, if the sampling was cut, and
+    `taught_logprobs` float32, `taught_ids` int32 and `taught_likeliest` float32, of the completions of which a teacher has spoken.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
@@ -32,6 +47,8 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
     contexts = [branch.prompt_tokens for completion in completions for branch in _branches(completion)]
     context_ends = iter(itertools.accumulate(map(len, contexts)))
     ends = iter(itertools.accumulate(len(completion.tokens) for completion in completions))
+    taught = [completion.taught for completion in completions if completion.taught]
+    taught_ends = iter(itertools.accumulate(len(scores.logprobs) for scores in taught))
     text_ends = iter(itertools.accumulate(map(len, texts)))
     start = text_start = 0
     for number, group in groups.items():
@@ -42,6 +59,12 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
         records[number] = {"cuts": cuts, "text_cuts": text_cuts, "finish_reasons": reasons}
         if any(completion.trajectory for completion in group.completions):
             records[number]["trajectories"] = [_record(c.trajectory, context_ends) for c in group.completions]
+        if any(completion.taught for completion in group.completions):
+            records[number]["taught"] = [
+                c.taught and [next(taught_ends), c.taught.num_likeliest] for c in group.completions
+            ]
+        if group.prompt.opening:
+            records[number]["opening"] = group.prompt.opening
         start, text_start = cuts[-1], text_cuts[-1]
     arrays = {name: np.concatenate([getattr(c, name) for c in completions]) for name in _ARRAYS if completions}
     if any(completion.trajectory for completion in completions):
@@ -49,13 +72,14 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
     if any(completion.kept for completion in completions):
         kept = KeptTokens.joined([c.kept or KeptTokens.none(len(c.tokens)) for c in completions])
         arrays |= {"kept_ids": kept.ids, "kept_sizes": kept.sizes}
+    arrays |= _scores_as_arrays(taught)
     if contexts:
         arrays["contexts"] = np.concatenate(contexts)
     return records, arrays | ({"texts": np.array(bytearray(b"".join(texts)))} if completions else {})
 
 
 def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> RolloutGroup:
-    """A group from its record and the arrays."""
+    """A group from its record and the arrays; its prompt has the record's `opening`."""
     texts = arrays.get("texts", np.zeros(0, np.uint8))
     cuts, text_cuts = itertools.pairwise(record["cuts"]), itertools.pairwise(record["text_cuts"])
     reasons = record["finish_reasons"]
@@ -63,6 +87,7 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
     is_sampled = arrays.get("is_sampled", np.zeros(0, np.uint8)).astype(np.bool_)
     contexts = arrays.get("contexts", np.zeros(0, np.int32))
     sizes = arrays.get("kept_sizes")
+    taught = record.get("taught", [None] * len(reasons))
     kept = None if sizes is None else KeptTokens.of_sizes(arrays.get("kept_ids", np.zeros(0, np.int32)), sizes)
     return RolloutGroup(
         prompt=prompt,
@@ -75,8 +100,9 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 text=texts[c:d].tobytes().decode(),
                 trajectory=own and _trajectory(own, is_sampled[a:b], contexts),
                 kept=kept and kept.part(a, b),
+                taught=spoken and _scores(arrays, spoken[0] - (b - a), *spoken),
             )
-            for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
+            for (a, b), (c, d), reason, own, spoken in zip(cuts, text_cuts, reasons, trajectories, taught, strict=True)
         ),
     )
 
@@ -97,6 +123,25 @@ def plain_scores(scored: ScoredGroup) -> list[list[Any]]:
 def read_scores(plain: Sequence[Sequence[Any]]) -> tuple[Score, ...]:
     """The scores from `plain_scores`."""
     return tuple(Score(reward=reward, parts=parts, extras=extras) for reward, parts, extras in plain)
+
+
+def _scores_as_arrays(taught: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
+    """End to end; likeliest tokens flat."""
+    parts = {
+        "taught_logprobs": [scores.logprobs for scores in taught],
+        "taught_ids": [scores.ids.ravel() for scores in taught if scores.ids is not None],
+        "taught_likeliest": [scores.likeliest.ravel() for scores in taught if scores.likeliest is not None],
+    }
+    return {name: np.concatenate(own) for name, own in parts.items() if own}
+
+
+def _scores(arrays: Mapping[str, np.ndarray], start: int, end: int, k: int) -> TeacherScores:
+    """Those of the tokens from `start` to `end`, end excluded, of all that were taught; all of a state have the same k."""
+    logprobs = arrays["taught_logprobs"][start:end]
+    if not k:
+        return TeacherScores(logprobs=logprobs)
+    ids, likeliest = (arrays[name].reshape(-1, k)[start:end] for name in ("taught_ids", "taught_likeliest"))
+    return TeacherScores(logprobs=logprobs, ids=ids, likeliest=likeliest)
 
 
 def _branches(completion: Completion) -> tuple[Branch, ...]:

@@ -51,6 +51,7 @@ def make_batch(
         mask_tool_use=config.tools.mask_tool_use,
         turn_credit=turn_credit(config),
         policy_version=policy_version if config.is_off_policy else None,
+        distillation_only=config.distillation.distillation_only,
     )
     share_prompts = parallel.shared_prompt_packing
     if share_prompts == "auto" and not shared_prompts_pay():

@@ -118,6 +118,10 @@ MISTAKES = [
     ({"teacher": "M", "teacher_prompt_template": "{prompt} {0}"}, "{0} is not the name of a column; write {prompt}"),
     ({"teacher": "M", "teacher_prompt_template": "{prompt.x}"}, "{prompt.x} is not the name of a column"),
     (
+        {"teacher": "M", "teacher_prompt_template": "{prompt} {answer!r:>9}"},
+        "{answer!r:>9} is not the name of a column",
+    ),
+    (
         {"teacher": SELF, **HINT, "num_samples_per_prompt_rollout": 1},
         "shows another answer of the group, but num_samples_per_prompt_rollout=1; sample at least 2",
     ),

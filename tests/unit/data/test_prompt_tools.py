@@ -101,6 +101,26 @@ def test_an_environment_adds_to_the_last_message_of_the_user(encode, tokenizer, 
         assert all(getattr(found, name) == getattr(plain, name) for name in same)
 
 
+REWORDED = [
+    ("1+22+<u>918<a>", "1+22+<u>9128<a>"),
+    ("1+22+<u>1<u>3<u>948<u>5<a>", "1+22+<u>1<u>3<u>94 68<u>5<a>"),
+    ("1+22+<u>0<u>98<a>", "1+22+<u>0<u>978<a>"),
+    ("91+8", "91+2=8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening", "expected"), [(*of[:2], found) for of, found in zip(OPENINGS, REWORDED, strict=True)]
+)
+def test_a_teachers_question_takes_the_place_of_the_policys(encode, tokenizer, prompt, opening, expected) -> None:
+    """Around it stands what the policy read, with tools, system message and what an environment has added."""
+    prompts = encode({"messages" if isinstance(prompt, list) else "prompt": prompt})
+    plain = prompts.prompt((5, 0))
+    opened = prompts.with_opening(plain, opening, tokenizer)
+    found = [prompts.reworded(own, lambda question: f"9{question}8", tokenizer) for own in (plain, opened)]
+    assert [tokenizer.decode(tokens) for tokens in found] == list(expected) and found[0].dtype == plain.tokens.dtype
+
+
 def test_programs_are_told_the_messages_that_the_template_is_given(encode, tokenizer) -> None:
     """Reward functions get the text of such a row; a chat with that would write the template twice."""
     own, text = encode({"messages": [user("1")]}), encode({"prompt": "1"})

@@ -135,6 +135,20 @@ def test_the_index_counts_over_all_ranks():
     assert all(array.dtype.kind == "i" and array.flags.c_contiguous for array in index.values())
 
 
+def test_the_index_knows_the_teachers_of_all_ranks():
+    """Ranks would run different teachers, and wait for each other for ever."""
+    samples = make_samples([(2, [3, 4]), (3, [5, 2, 6])])
+    choices = {"pack_length": 16, "dp": 2, "num_mini_batches": 1, "multiple_of": 1, "share_prompts": False}
+    plan = plan_step(samples, **choices)
+    index, _ = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    assert "teachers" not in index and "num_likeliest" not in index
+    owners = [-1, 0, 1, 2, -1]
+    taught = [dataclasses.replace(sample, teacher=teacher) for sample, teacher in zip(samples, owners, strict=True)]
+    index, _ = to_slices(taught, plan, multiple_of=1, document_multiple_of=1)
+    assert index["teachers"].tolist() == [owners[number] for number in index["samples"]]
+    assert index["samples"].tolist() != sorted(index["samples"]) and "num_likeliest" not in index
+
+
 def test_the_index_knows_which_branches_are_of_one_completion():
     """They lie in the packs of several ranks, and count as one completion in the loss."""
     samples = make_samples([(2, [3, 4]), (3, [5, 2, 6])])

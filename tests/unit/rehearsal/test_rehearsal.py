@@ -22,8 +22,9 @@ from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
 from mgrpo.moving import load_file, parse
 from mgrpo.planner.comparison import AXES, compare
+from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
-from mgrpo.planner.plan import RunPlan, StageMemory, plan_run
+from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import shipped_config
 from tests.unit.rehearsal.branches import branches
 from tests.unit.rehearsal.layouts import CASES, Case

@@ -10,11 +10,14 @@ from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import Roster
+from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.produce.evaluator import Evaluator
+from mgrpo.run.produce.lessons import Lessons
 from mgrpo.run.produce.producer import Producer
+from mgrpo.run.produce.saved_rollouts import PromptOf
 from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
-from tests.builders import prompt
+from tests import builders
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -41,8 +44,8 @@ class ScriptedRewarder:
         return {"judge/requests": 2.0}
 
 
-def prompt_of(prompt_id: PromptId) -> Prompt:
-    return prompt(id=prompt_id, verifiers=["integer"])
+def prompt_of(prompt_id: PromptId, opening: str = "") -> Prompt:
+    return builders.prompt(id=prompt_id, verifiers=["integer"], opening=opening)
 
 
 def config(**settings) -> Config:
@@ -69,6 +72,9 @@ def producer(
     rewards: Callable[[int], Sequence[float]] = lambda index: (0.0, 1.0),
     *,
     engine: ScriptedEngine | None = None,
+    prompt: PromptOf = prompt_of,
+    lessons: Lessons | None = None,
+    teachers: Teachers | None = None,
     **settings,
 ) -> Producer:
     """Of 20 prompts in the order of their numbers."""
@@ -76,9 +82,11 @@ def producer(
     return Producer(
         own,
         Sampler(20, own.experiment.seed, shuffle=False),
-        prompt=prompt_of,
+        prompt=prompt,
         dispatcher=dispatcher(own, engine),
         rewarder=ScriptedRewarder(rewards),
+        lessons=lessons,
+        teachers=teachers,
     )
 
 

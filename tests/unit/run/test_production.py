@@ -106,6 +106,20 @@ def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Call
         assert asked == [("math",), ("integer",)] * (len(groups) // 2)
 
 
+def test_rows_and_template_decide_what_the_teacher_reads(configured: Callable[..., Config]) -> None:
+    """With a real tokenizer: the question in the template's place, and in the right teacher's hands."""
+    settings = {"teacher_model_name_or_path": "gsm8k:BIG,self", "teacher_prompt_template": "{prompt}{ground_truth}"}
+    production = prepared(configured(4, 2, **settings))
+    assert production.producer is not None
+    trained = collect(production.producer).groups
+    assert [scored.group.prompt.teacher for scored in trained] == [1, 0, 1, 0]
+    tokenizer = load_tokenizer(MODEL)
+    for index, scored in enumerate(trained):
+        for (lesson,) in scored.lessons:
+            assert tokenizer.decode(lesson.prompt) == f"{index}+0={index}"
+    assert [scored.group.prompt.teacher for scored in production.evaluator.evaluate(0).groups] == [-1, -1]
+
+
 def test_without_training_data_there_is_no_producer(configured: Callable[..., Config]) -> None:
     """`mgrpo eval` needs held-out rows only; a run without them has an evaluator that does nothing."""
     production = prepared(configured(0, 2))

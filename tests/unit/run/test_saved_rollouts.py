@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from mgrpo.run.produce.saved_rollouts import packed, unpacked
 from mgrpo.types import Completion, RolloutGroup, Turn
 from tests import builders
+from tests.unit.packing.test_document import equal_scores
 
 TURNS = (
     Turn(start=0, end=2, calls=("search", "python"), failed=(False, True), seconds=(0.25, 1.5), reward=0.5),
@@ -109,9 +111,30 @@ def test_sets_come_back_with_their_tokens(sets):
             assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_teachers_have_said_comes_back_with_its_tokens(k):
+    """A resumed run would learn from the scores of another completion, or ask the teacher for all of them again."""
+    rng = np.random.default_rng(k)
+
+    def taught(length: int) -> Completion:
+        return dataclasses.replace(builders.completion(length), taught=builders.teacher_scores(length, k, rng))
+
+    groups = {
+        3: group(builders.completion(4), taught(3), builders.completion(0)),
+        5: group(builders.completion(2), index=1),
+        6: group(taught(1), taught(5), index=2),
+    }
+    found = through_a_state(groups)
+    assert "taught" not in packed({5: groups[5]})[0][5]
+    for number, own in groups.items():
+        for ours, theirs in zip(found[number].completions, own.completions, strict=True):
+            assert equal_scores(ours.taught, theirs.taught)
+
+
 def test_without_trajectories_nothing_is_added():
     """States of earlier versions have neither the masks nor the records, and are read all the same."""
     records, arrays = packed({0: group(builders.completion(2), builders.completion(1))})
-    assert not {"is_sampled", "kept_ids", "kept_sizes"} & arrays.keys() and "trajectories" not in records[0]
+    assert arrays.keys() == {"tokens", "logprobs", "policy_versions", "texts"}
+    assert records[0].keys() == {"cuts", "text_cuts", "finish_reasons"}
     (first, second) = unpacked(builders.prompt(), records[0], arrays).completions
     assert len(first.tokens) == 2 and second.trajectory is None
