@@ -11,7 +11,12 @@ from mgrpo.types import KeptTokens
 
 
 def prompt_batch(
-    prompts: Sequence[np.ndarray], sampling: Sampling, *, first: int = 0, seeds: np.ndarray | None = None
+    prompts: Sequence[np.ndarray],
+    sampling: Sampling,
+    *,
+    first: int = 0,
+    seeds: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
 ) -> PromptBatch:
     """Prompts with consecutive numbers."""
     return PromptBatch(
@@ -20,6 +25,7 @@ def prompt_batch(
         cu_seqlens=np.concatenate(([0], np.cumsum([len(prompt) for prompt in prompts]))).astype(np.int64),
         sampling=sampling,
         seeds=seeds,
+        starts=starts,
     )
 
 

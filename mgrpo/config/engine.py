@@ -24,7 +24,9 @@ STARTED = Needs(
     "engines that the run starts (vllm_mode=ray or colocate); a server has its own command line",
     lambda vllm_mode: vllm_mode != "server",
 )
-SERVERS = Needs("vllm_mode=server", lambda vllm_mode: vllm_mode == "server")
+SERVERS = Needs(
+    "vllm_mode=server or teacher_mode=server", lambda vllm_mode, teacher_mode: "server" in (vllm_mode, teacher_mode)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Engine:
     vllm_server_timeout: Annotated[float, POSITIVE, TRL, SERVERS] = 240.0
     """Seconds that a server may take to answer at the start of the run."""
     vllm_server_allow_public: Annotated[bool, SERVERS] = False
-    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them."""
+    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them; also to teachers'."""
     ray_address: Annotated[str | None, STARTED] = None
     """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
     one on this machine, on the loopback interface."""

@@ -484,7 +484,7 @@ class Keywords(TypedDict, total=False):
     vllm_server_timeout: float
     """Seconds that a server may take to answer at the start of the run. (default: 240.0)"""
     vllm_server_allow_public: bool
-    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them. (default: false)"""
+    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them; also to teachers'. (default: false)"""
     ray_address: str | None
     """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start one on this machine, on the loopback interface. (default: none)"""
     engine_start_timeout: int

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.distillation import Distillation, Teacher
@@ -22,6 +24,10 @@ from mgrpo.rollout.vllm.engine_arguments import policy_kind, serving_gpus
 from mgrpo.rollout.vllm.ray_processes.node import RayNode
 from mgrpo.rollout.vllm.server.server_facts import host_elsewhere, meeting_host
 from mgrpo.rollout.vllm.teacher_engine import most_tokens, teacher_kinds, teacher_machine_problems
+
+if TYPE_CHECKING:
+    from mgrpo.rollout.vllm.server.http_engine import HttpEngine
+    from mgrpo.rollout.vllm.server.server_calls import ServerCalls
 
 __all__ = [
     "Engines",
@@ -106,10 +112,12 @@ def started_engines(
         teachers: list[Teaching] = []
         if cluster is not None and config.distillation.num_engines:
             teachers = _started_teachers(config, cluster, num_local_learners)
-            rosters += [teacher.fleet.roster for teacher in teachers]
-        for teacher in teachers:
-            stack.enter_context(_watched(teacher.fleet.roster))
-        fleet.roster.beside = [teacher.fleet.roster for teacher in teachers]
+            for teacher in teachers:
+                rosters.append(teacher.fleet.roster)
+                stack.enter_context(_watched(teacher.fleet.roster))
+        elif config.distillation.teacher_server_base_url:
+            teachers = stack.enter_context(_connected_teachers(config))
+        fleet.roster.beside = list(dict.fromkeys(teacher.fleet.roster for teacher in teachers))
         if cluster is not None:
             _end_with(cluster, rosters, on_failure)
         yield Engines(fleet=fleet, teachers=_teachers(config, teachers) if teachers else None)
@@ -183,36 +191,16 @@ def _watched(roster: Roster) -> Iterator[None]:
 
 @contextmanager
 def _connected_fleet(config: Config) -> Iterator[Fleet]:
-    """Servers that run already, when all of them are ready; they go on after the context.
+    """The policy's servers, which run already; they go on after the context.
 
     Raises:
         ConfigError: with every problem of each.
     """
-    from mgrpo.rollout.vllm.server.http_engine import HttpEngine
-    from mgrpo.rollout.vllm.server.server_calls import ServerError
+    from mgrpo.rollout.vllm.server.policy_server import PolicyServer
 
-    settings = config.engine
-    engines: list[HttpEngine] = []
-
-    def again(number: int) -> HttpEngine:
-        if number >= len(settings.vllm_server_base_url):
-            raise RuntimeError("a run's servers are those of vllm_server_base_url")
-        url = settings.vllm_server_base_url[number]
-        before = next(engine for engine in reversed(engines) if engine.url == url)
-        engines.append(HttpEngine(url, config, before=before))
-        return engines[-1]
-
-    try:
-        engines.extend(HttpEngine(url, config) for url in settings.vllm_server_base_url)
-        with announced("the servers", f"vllm_server_timeout={settings.vllm_server_timeout:g} s"):
-            failures = [failure for engine in engines if (failure := engine.ready.exception()) is not None]
-        problems: list[str] = []
-        for failure in failures:
-            problems += failure.problems if isinstance(failure, ServerError) else [str(failure)]
-        if problems:
-            raise ConfigError(problems)
+    with _connected(config, config.engine.vllm_server_base_url, PolicyServer) as (engines, again):
         # Others start a server again, or do not.
-        roster = Roster(engines, settings, start=again, max_restarts=None)
+        roster = Roster(engines, config.engine, start=again, max_restarts=None)
         with _watched(roster):
             yield Fleet(
                 roster,
@@ -222,6 +210,82 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
                 pauses=_pauses(config),
                 meeting_host=meeting_host(config),
             )
+
+
+@contextmanager
+def _connected_teachers(config: Config) -> Iterator[list[Teaching]]:
+    """The teachers' servers, by the names of their models; teachers of one model share its servers.
+
+    Raises:
+        ConfigError: with every problem of each.
+    """
+    from mgrpo.rollout.vllm.server.teacher_server import TeacherServer
+
+    own, settings = config.distillation, replace(config.engine, min_engines=1)
+    found: dict[str, Teaching] = {}
+    with _connected(config, own.teacher_server_base_url, TeacherServer) as (engines, again), ExitStack() as stack:
+        calls = [engine.calls for engine in engines if isinstance(engine.calls, TeacherServer)]
+        for teacher in own.teachers:
+            numbers = [number for number, server in enumerate(calls) if server.model == teacher.model]
+            if not numbers:
+                have = ", ".join(f"{server.model} at {server.url}" for server in calls)
+                raise ConfigError(
+                    [
+                        f"teacher_model_name_or_path={teacher.model}: no server of teacher_server_base_url has it; they have {have}"
+                    ]
+                )
+            if teacher.model not in found:
+                roster = Roster(
+                    [engines[number] for number in numbers],
+                    settings,
+                    start=partial(_again, again, numbers),
+                    max_restarts=None,
+                    owner=_owner(teacher),
+                )
+                stack.enter_context(_watched(roster))
+                found[teacher.model] = Teaching(
+                    fleet=Fleet(roster, seed=config.experiment.seed),
+                    most_tokens=min(calls[number].most_tokens for number in numbers),
+                )
+        yield [found[teacher.model] for teacher in own.teachers]
+
+
+def _again(again: Callable[[int], HttpEngine], numbers: Sequence[int], number: int) -> HttpEngine:
+    """The engine with this number among those of one teacher, whose numbers among all are `numbers`."""
+    return again(numbers[number])
+
+
+@contextmanager
+def _connected(
+    config: Config, urls: Sequence[str], make: Callable[[str], ServerCalls]
+) -> Iterator[tuple[list[HttpEngine], Callable[[int], HttpEngine]]]:
+    """Servers that run already, when all of them are ready, and what waits for one of them when it has failed.
+
+    Raises:
+        ConfigError: with every problem of each.
+    """
+    from mgrpo.rollout.vllm.server.http_engine import HttpEngine
+    from mgrpo.rollout.vllm.server.server_calls import ServerError
+
+    engines: list[HttpEngine] = []
+
+    def again(number: int) -> HttpEngine:
+        if number >= len(urls):
+            raise RuntimeError("a run's servers are those of vllm_server_base_url")
+        before = next(engine for engine in reversed(engines) if engine.url == urls[number])
+        engines.append(HttpEngine(urls[number], config, before=before, make=make))
+        return engines[-1]
+
+    try:
+        engines.extend(HttpEngine(url, config, make=make) for url in urls)
+        with announced("the servers", f"vllm_server_timeout={config.engine.vllm_server_timeout:g} s"):
+            failures = [failure for engine in engines if (failure := engine.ready.exception()) is not None]
+        problems: list[str] = []
+        for failure in failures:
+            problems += failure.problems if isinstance(failure, ServerError) else [str(failure)]
+        if problems:
+            raise ConfigError(problems)
+        yield list(engines), again
     finally:
         for engine in engines:
             engine.close()

@@ -25,7 +25,7 @@ SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """One teacher: where its engines are, and what can be asked of it."""
+    """One teacher, or several of one model."""
 
     fleet: Fleet
     most_tokens: int
@@ -115,9 +115,11 @@ class Teachers:
         self.thread = Background("teachers")
         self.failure: Exception | None = None
         self._listener: Callable[[Exception], None] = lambda err: None
-        self.queues = [
-            TeacherQueue(teacher.fleet, self.thread, vocab=vocab, failed=self._failed) for teacher in teachers
-        ]
+        queues = {
+            teacher.fleet: TeacherQueue(teacher.fleet, self.thread, vocab=vocab, failed=self._failed)
+            for teacher in dict.fromkeys(teachers)
+        }
+        self.queues = [queues[teacher.fleet] for teacher in teachers]
 
     def listen(self, failed: Callable[[Exception], None]) -> None:
         """Call `failed` in the teachers' thread as soon as questions will not be answered any more."""
@@ -135,7 +137,7 @@ class Teachers:
         Raises:
             EngineError: one could not be started.
         """
-        for queue in self.queues:
+        for queue in dict.fromkeys(self.queues):
             queue.fleet.wait_ready()
             queue.post(queue.resume)
 

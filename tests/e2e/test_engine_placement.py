@@ -91,7 +91,8 @@ subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
 from mgrpo.moving import from_values
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.start import RayNode, started_fleet
-from mgrpo.rollout.vllm import actor, node
+from mgrpo.rollout.vllm import actor
+from mgrpo.rollout.vllm.ray_processes import node
 
 rank, token, end, by_hand = int(os.environ["RANK"]), "5" * 64, Path(os.environ["END"]), "BY_HAND" in os.environ
 

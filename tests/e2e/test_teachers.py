@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,39 +14,55 @@ import numpy as np
 import pytest
 import torch
 
+from mgrpo.config import ConfigError
 from mgrpo.moving import from_values
-from mgrpo.rollout.start import Engines, started_engines
+from mgrpo.rollout.start import Engines, _connected_teachers, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.types import TeacherScores
+from tests.e2e.launching import ROOT
+from tests.e2e.vllm_server import MISSING, REASON, TOKEN, Server
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 K, TEMPERATURE = 5, 1.7
+QUICKSTART = ROOT / "examples/quickstart/model"
 LENGTHS = ((9, 4), (40, 1), (200, 199), (2600, 30), (33, 32), (64, 8))
 """Tokens of each sequence, and where its completion begins. The longest is more than an engine reads in a step."""
 
 
-def sequences() -> list[tuple[np.ndarray, int]]:
+def sequences(lengths: Sequence[tuple[int, int]], vocab: int = VOCAB) -> list[tuple[np.ndarray, int]]:
     rng = np.random.default_rng(0)
-    return [(rng.integers(3, VOCAB, length).astype(np.int32), start) for length, start in LENGTHS]
+    return [(rng.integers(3, vocab, length).astype(np.int32), start) for length, start in lengths]
 
 
-def asked(teachers: Teachers, teacher: int) -> Future[list[TeacherScores]]:
+QUESTIONS = sequences(LENGTHS)
+
+
+def asked(
+    teachers: Teachers, teacher: int, questions: Sequence[tuple[np.ndarray, int]] = QUESTIONS
+) -> Future[list[TeacherScores]]:
     answer: Future[list[TeacherScores]] = Future()
-    teachers.ask(teacher, sequences(), answer.set_result)
+    teachers.ask(teacher, questions, answer.set_result)
     return answer
 
 
-def check(scores: Sequence[TeacherScores], folder: Path, *, temperature: float) -> None:
+def check(
+    scores: Sequence[TeacherScores],
+    folder: Path,
+    *,
+    temperature: float,
+    questions: Sequence[tuple[np.ndarray, int]],
+    vocab: int = VOCAB,
+) -> None:
     """Against transformers' logits, divided by the temperature; a token that the policy does not have is not named."""
     model = load_hf(folder)
-    for (tokens, start), found in zip(sequences(), scores, strict=True):
+    for (tokens, start), found in zip(questions, scores, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor(tokens[None].astype(np.int64))).logits[0].double()
         logprobs = (logits / temperature).log_softmax(-1)[start - 1 : -1]
         own = logprobs.gather(1, torch.tensor(tokens[start:, None].astype(np.int64)))[:, 0]
         np.testing.assert_allclose(found.logprobs, own.numpy(), atol=2e-5)
         likeliest, ids = (each.numpy().copy() for each in logprobs.topk(K))
-        likeliest[ids >= VOCAB], ids[ids >= VOCAB] = np.nan, -1
+        likeliest[ids >= vocab], ids[ids >= vocab] = np.nan, -1
         assert found.ids is not None and found.likeliest is not None
         np.testing.assert_array_equal(found.ids, ids)
         np.testing.assert_allclose(found.likeliest, likeliest, atol=2e-5)
@@ -90,18 +107,70 @@ def process(log: Path) -> int:
     return int(re.findall(r"engine started: process (\d+)", log.read_text())[-1])
 
 
+@pytest.mark.timeout(900)
 def test_engines_say_what_the_models_say_also_after_one_is_killed_and_another_hangs(engines, models) -> None:
     """Their answers become gradients: a wrong shift, a temperature that is not applied, or an answer that is lost shows here."""
     (started, logs), teachers = engines, engines[0].teachers
     for teacher in (0, 1):
-        check(asked(teachers, teacher).result(120), models[1 + teacher], temperature=TEMPERATURE)
+        check(asked(teachers, teacher).result(120), models[1 + teacher], temperature=TEMPERATURE, questions=QUESTIONS)
     killed, stopped = (process(logs / f"teacher_{name}_0.txt") for name in ("math", "code"))
     os.kill(stopped, signal.SIGSTOP)
     answers = [asked(teachers, teacher) for teacher in (0, 1)]
     os.kill(killed, signal.SIGKILL)
     for teacher, answer in enumerate(answers):
-        check(answer.result(240), models[1 + teacher], temperature=TEMPERATURE)
+        check(answer.result(240), models[1 + teacher], temperature=TEMPERATURE, questions=QUESTIONS)
     described = [roster.describe()[0] for roster in started.fleet.roster.beside]
     assert [engine["starts"] for engine in described] == [2, 2] and started.fleet.roster.num_deaths == 0
     assert "has died" in described[0]["last_failure"]
     assert "no answer within engine_heartbeat_timeout=8 s" in described[1]["last_failure"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As anybody starts one."""
+    server = Server(QUICKSTART, tmp_path_factory.mktemp("server"), max_model_len=256, is_stock=True)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(MISSING), reason=REASON)
+def test_a_stock_server_says_what_its_model_says_also_after_it_was_away(server, monkeypatch) -> None:
+    """Nothing of mgrpo is in it, and it gives the log-probabilities of given ids; what it had not answered is asked again."""
+    monkeypatch.setenv("MGRPO_TEACHER_SERVER_TOKEN", TOKEN)
+    vocab = json.loads((QUICKSTART / "config.json").read_text())["vocab_size"]
+    questions = sequences([(9, 4), (40, 1), (255, 200), (33, 32), (64, 8), (256, 255)], vocab)
+    values = {
+        "model_name_or_path": str(QUICKSTART),
+        "max_prompt_token_length": 55,
+        "response_length": 200,
+        "teacher_model_name_or_path": [str(QUICKSTART)],
+        "teacher_mode": "server",
+        "teacher_server_base_url": [server.url],
+        "distillation_loss": "reverse_kl",
+        "distillation_topk": K,
+        "vllm_mode": "server",
+        "engine_heartbeat_timeout": 8,
+    }
+    config = from_values(values)
+    with _connected_teachers(config) as taught:
+        teachers = Teachers(taught, num_likeliest=K, vocab=vocab)
+        teachers.wait_ready()
+        *whole, long = asked(teachers, 0, questions).result(120)
+        check(whole, QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
+        assert np.isnan(long.logprobs).all() and len(long.logprobs) == 1
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        answer = asked(teachers, 0, questions[:-1])
+        with taught[0].fleet.roster.changed:
+            assert taught[0].fleet.roster.changed.wait_for(lambda: taught[0].fleet.roster.num_deaths == 1, 60)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        check(answer.result(120), QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
+    too_many = from_values({**values, "distillation_topk": 21})
+    with (
+        pytest.raises(ConfigError, match="distillation_topk=21 is above what the server gives"),
+        _connected_teachers(too_many),
+    ):
+        pass

@@ -36,7 +36,11 @@ ON_A_CPU = {
 class Server:
     """`vllm serve` as docs/servers.md starts it on a CPU."""
 
-    def __init__(self, model: Path, folder: Path, *, max_model_len: int) -> None:
+    def __init__(self, model: Path, folder: Path, *, max_model_len: int, is_stock: bool = False) -> None:
+        """
+        Args:
+            is_stock: without anything that a policy's server needs.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -44,12 +48,16 @@ class Server:
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", self.url.rpartition(":")[2], "--dtype", "float32", "--max-model-len", str(max_model_len),
-            "--weight-transfer-config", '{"backend": "mgrpo"}', "--logprobs-mode", "processed_logprobs",
-            "--enable-scale-out", "--skip-tokenizer-init", "--api-key", TOKEN, "--enforce-eager", "--block-size", "32",
-            "--max-num-seqs", "256", "--kv-cache-memory-bytes", str(64 << 20), "--no-enable-chunked-prefill",
-            "--max-num-batched-tokens", "4096",
+            "--api-key", TOKEN, "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
         ]  # fmt: skip
-        self.environment = os.environ | ON_A_CPU | {"MGRPO_ENGINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        self.environment = os.environ | ON_A_CPU
+        if not is_stock:
+            self.command += [
+                "--weight-transfer-config", '{"backend": "mgrpo"}', "--logprobs-mode", "processed_logprobs",
+                "--enable-scale-out", "--skip-tokenizer-init", "--block-size", "32", "--max-num-seqs", "256",
+                "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
+            ]  # fmt: skip
+            self.environment |= {"MGRPO_ENGINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         self.start()
 
     def start(self) -> None:

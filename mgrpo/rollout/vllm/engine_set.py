@@ -188,4 +188,5 @@ def engine_bundles(workers: int, *, gpus_a_node: int | None, share: float = 1.0)
         return [{"CPU": 1}]
     if workers <= gpus_a_node:
         return [{"GPU": workers * share, "CPU": 1}]
-    return [{"GPU": 1, "CPU": 1}, *[{"GPU": 1}] * (workers - 1)]
+    others: list[dict[str, float]] = [{"GPU": 1}] * (workers - 1)
+    return [{"GPU": 1, "CPU": 1}, *others]

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, WrongAnswerError
 from mgrpo.rollout.vllm.calls import Caller
+from mgrpo.rollout.vllm.server.policy_server import PolicyServer
 from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
 
 T = TypeVar("T")
@@ -24,11 +25,19 @@ class HttpEngine(Caller):
     When the server has died, every call fails. The server may come back: another HttpEngine waits for it, and then needs weights.
     """
 
-    def __init__(self, url: str, config: Config, *, before: HttpEngine | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: Config,
+        *,
+        before: HttpEngine | None = None,
+        make: Callable[[str], ServerCalls] = PolicyServer,
+    ) -> None:
         """
         Args:
             url: the server's, without a path: `http://HOST:PORT`.
             before: the run's earlier engine on this server, which has failed.
+            make: its calls.
         """
         self.url = url
         self.turns = itertools.count()
@@ -39,7 +48,7 @@ class HttpEngine(Caller):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name=f"server {url}", daemon=True)
         self.thread.start()
-        self.calls: ServerCalls = asyncio.run_coroutine_threadsafe(_made(url), self.loop).result()
+        self.calls: ServerCalls = asyncio.run_coroutine_threadsafe(_made(make, url), self.loop).result()
         self.ready: Future[None] = self._begin(self.calls.start(config, before=before.calls if before else None))
 
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
@@ -96,7 +105,7 @@ class HttpEngine(Caller):
         except asyncio.CancelledError as err:
             raise EngineError(self.refusal or "the call was cancelled") from err
         except EngineError as err:
-            if str(err).startswith(f"vllm_server_base_url={self.url}"):
+            if str(err).startswith(self.calls.place_of_url):
                 raise
             kind = WrongAnswerError if isinstance(err, WrongAnswerError) else EngineError
             raise kind(f"server {self.url}: {err}") from err
@@ -104,5 +113,5 @@ class HttpEngine(Caller):
             raise EngineError(f"server {self.url}: {type(err).__name__}: {err}") from err
 
 
-async def _made(url: str) -> ServerCalls:
-    return ServerCalls(url)
+async def _made(make: Callable[[str], ServerCalls], url: str) -> ServerCalls:
+    return make(url)

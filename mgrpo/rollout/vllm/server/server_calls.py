@@ -1,39 +1,26 @@
-"""The calls of an engine that is a vLLM server, over its HTTP endpoints.
-
-A server answers a prompt once, when all its completions have ended. Only this side knows which prompts it has queued, and when it
-pauses.
-"""
+"""The calls of an engine that is a vLLM server, over its HTTP endpoints: what those of all servers have in common."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from mgrpo.config.schema import Config
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
-from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
-from mgrpo.rollout.vllm.kept_sets import num_logprobs
-from mgrpo.rollout.vllm.server.server_answers import ExpectedAnswer, ServerChoice, read_answer
-from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ANSWER_S, TOKEN, ServerConnection, ServerRefusal
-from mgrpo.rollout.vllm.server.server_facts import config_problems
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.vllm.calls import EngineCalls
+from mgrpo.rollout.vllm.server.server_connection import TOKEN, ServerConnection, ServerRefusal
 
 REQUESTS = 512
 """Prompts that a server is given at once, each over a connection of its own: several times as many as it samples at once."""
 RETRY_S = 1.0
 RETURN_S = 5.0
 """Seconds before a server that has failed is asked again."""
-ABORT_EVERY_S = 0.05
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 LEAVE_S = 10.0
-POSITION_BYTES = 1024
-"""More than an answer has for a position of a completion, and again for each candidate and each 64 tokens of a mask there."""
 
 
 class ServerError(EngineError):
@@ -49,57 +36,59 @@ class ServerError(EngineError):
 
 
 class ServerCalls(EngineCalls):
-    """One server, which goes on when the run ends."""
+    """One server, which goes on when the run ends. What it is asked, and how it is looked at before, differs with what it is for."""
+
+    setting = "vllm_server_base_url"
+    """That names the server."""
+    token = TOKEN
+    """The variable with the token of every request."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self.url = url
-        self.connection = ServerConnection(url)
-        self.name = f"mgrpo-{secrets.token_hex(8)}"
-        """Begins the names of the run's requests and cached prompts; an earlier run has had the same numbers."""
+        self.connection = ServerConnection(url, token=self.token)
         self.room = asyncio.Semaphore(REQUESTS)
-        self.aborted: set[str] = set()
-        self.has_joined = False
-        self.place: dict[str, Any] = {}
-        """Where the run meets its engines, once it has asked the server to join."""
         self.vocab = 0
+        """Tokens that an answer may hold."""
         self.health_timeout_s = HEALTH_TIMEOUT_S
         self.dead: EngineError | None = None
         self.watching: asyncio.Task[None] | None = None
 
+    @property
+    def place_of_url(self) -> str:
+        """The server, at the beginning of a sentence about it."""
+        return f"{self.setting}={self.url}"
+
     async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
-        """Wait for the server, and make sure that it can serve the run; then pause it.
+        """Wait for the server, and make sure that it can serve the run.
 
         Args:
-            before: the calls of this run's earlier engine on the server, which has failed: the server may still be joined to it.
+            before: the calls of this run's earlier engine on the server, which has failed.
 
         Raises:
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
         """
-        shape = shape_of(read_hf_config(config.model_path))
-        self.num_logprobs, self.vocab = num_logprobs(config), shape.vocab
-        self.has_masks = config.rollout.needs_masks
         self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
         if before is not None:
-            self.place = before.place
             await asyncio.sleep(RETURN_S)
         await self._wait(config.engine.vllm_server_timeout)
         try:
-            info = await self._known("/server_info?config_format=json", remedy="start it with VLLM_SERVER_DEV_MODE=1")
-            problems = config_problems(info, config) + await self._generate_problems()
-            if not problems:
-                problems = await self._plugin_problems(shape)
-            # An earlier run has left it paused, because its last update failed or it was killed: see `leave`.
-            self.is_stale = not problems and await self._is_paused()
+            problems = await self._problems(config)
         except ServerError:
             raise
         except EngineError as err:
             problems = [str(err)]
         if problems:
-            raise ServerError([f"vllm_server_base_url={self.url}: {problem}" for problem in problems])
-        self.connection.limit_s = max(ANSWER_S, config.engine.weight_sync_timeout)
+            raise ServerError([f"{self.place_of_url}: {problem}" for problem in problems])
         self.watching = asyncio.create_task(self._watch())
-        await self.pause("recompute")
+
+    @abstractmethod
+    async def _problems(self, config: Config) -> list[str]:
+        """Sentences about why the server cannot serve the run."""
+
+    async def leave(self) -> None:
+        """Give the server back."""
+        await self.connection.close()
 
     async def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -110,14 +99,14 @@ class ServerCalls(EngineCalls):
             except ServerRefusal as err:
                 # 503: its engine has died; a proxy answers with the others while it starts.
                 if err.status not in (502, 503, 504):
-                    raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
-                reason = "its engine has died; restart it" if err.status == 503 else f"{_answer(err)}; start it"
+                    raise ServerError([f"{self.place_of_url}: {self._answer(err)}"]) from err
+                reason = "its engine has died; restart it" if err.status == 503 else f"{self._answer(err)}; start it"
             except EngineError as err:
                 reason = f"{err}; start it, or correct the address"
             if time.monotonic() > deadline:
                 raise ServerError(
                     [
-                        f"vllm_server_base_url={self.url}: no vLLM server is ready there within "
+                        f"{self.place_of_url}: no vLLM server is ready there within "
                         f"vllm_server_timeout={timeout_s:g} s: {reason}"
                     ]
                 )
@@ -128,38 +117,8 @@ class ServerCalls(EngineCalls):
             return await self.connection.get(path)
         except ServerRefusal as err:
             if err.status == 404:
-                raise ServerError([f"vllm_server_base_url={self.url}: the server has no {path}; {remedy}"]) from err
-            raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
-
-    async def _generate_problems(self) -> list[str]:
-        """A sentence unless the server takes and gives tokens; it refuses a request without tokens only for that reason."""
-        try:
-            await self.connection.post("/inference/v1/generate")
-        except ServerRefusal as err:
-            if err.status in (400, 422):
-                return []
-            if "enable-scale-out" in err.message:
-                return ["the server does not take tokens instead of text; start it with --enable-scale-out"]
-            return [_answer(err)]
-        return ["the server answers a prompt without tokens; it is not a vLLM server that this version of mgrpo knows"]
-
-    async def _is_paused(self) -> bool:
-        answer = await self.connection.get("/is_paused")
-        if not isinstance(answer, dict) or not isinstance(answer.get("is_paused"), bool):
-            raise EngineError(f"/is_paused: the answer is {str(answer)[:100]}, expected is_paused")
-        return answer["is_paused"]
-
-    async def _plugin_problems(self, shape: ModelShape) -> list[str]:
-        """A sentence unless the plugin is there, serves no other run, and has the run's model."""
-        try:
-            await self._init({"model": asdict(shape), **self.place}, is_trial=True)
-        except ServerRefusal as err:
-            return [err.message]
-        return []
-
-    async def _init(self, invitation: Mapping[str, Any], *, is_trial: bool) -> None:
-        info = {"invitation": invitation, "is_trial": is_trial}
-        await self.connection.post("/init_weight_transfer_engine", {"init_info": info})
+                raise ServerError([f"{self.place_of_url}: the server has no {path}; {remedy}"]) from err
+            raise ServerError([f"{self.place_of_url}: {self._answer(err)}"]) from err
 
     async def ping(self) -> None:
         """Return when the server has answered that its engine is healthy."""
@@ -176,106 +135,11 @@ class ServerCalls(EngineCalls):
             except EngineError as err:
                 self.dead = EngineError(f"the server does not answer any more: {err}")
 
-    async def join(self, invitation: Mapping[str, Any]) -> None:
-        """Join the weight-transfer group that the learners are joining at the same time."""
-        self.place = {name: invitation[name] for name in ("host", "port") if name in invitation}
-        await self._while_alive(self._init(invitation, is_trial=False))
-        self.has_joined = True
-
-    async def leave(self) -> None:
-        """Give the server back: it samples with the weights that it has, and the next run may join it.
-
-        After an update that has failed it stays paused, because its weights are of no version.
-        """
-        # Do not wait for an answer that is missing: the next run finds that this one has gone.
-        with contextlib.suppress(EngineError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._give_back(), LEAVE_S)
-        await self.connection.close()
-
-    async def _give_back(self) -> None:
-        if self.has_joined:
-            if self.is_stale:
-                with contextlib.suppress(ServerRefusal):
-                    await self.connection.post("/finish_weight_update")
-            await self.connection.post("/shutdown_weight_transfer_engine")
-        if self.pausing is not None and not self.is_stale:
-            await self.connection.post("/resume")
-
-    async def _stop(self, *, clear_cache: bool) -> None:
-        await self.connection.post(f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
-
-    async def _go_on(self) -> None:
-        await self.connection.post("/resume")
-
-    async def _update(self, info: dict[str, Any]) -> None:
-        # Requests over several connections would overtake each other.
-        try:
-            await self.connection.post("/start_weight_update")
-        except ServerRefusal as err:
-            if "already active" not in err.message:
-                raise
-            # An earlier run has ended without a word, in the middle of one.
-            await self.connection.post("/finish_weight_update")
-            await self.connection.post("/start_weight_update")
-        await self.connection.post("/update_weights", {"update_info": info})
-        label = {} if self.version == UNSYNCED else {"weight_version": str(self.version)}
-        await self.connection.post("/finish_weight_update", label)
-
-    async def _abort(self, requests: Sequence[str]) -> None:
-        self.aborted.update(requests)
-        # Repeated, because the server does not know requests that are still on their way to it.
-        while left := self.aborted.intersection(self.requests.values()):
-            # The server puts its own prefix before the names that it is given.
-            names = [f"generate-tokens-{request}" for request in left]
-            await self.connection.post("/abort_requests", {"request_ids": names})
-            await asyncio.sleep(ABORT_EVERY_S)
-
     def _death(self) -> BaseException | None:
         return self.dead
 
-    async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
-        # The server may have a tokenizer although no stop strings are looked for, and would end at its eos as well.
-        settings = sampling_settings(batch.sampling, num_logprobs=self.num_logprobs)
-        settings["ignore_eos"] = batch.sampling.regex is None
-        prompts_of = zip(batch.numbers.tolist(), prompts, salts(batch), own_settings(batch), strict=True)
-        for number, prompt, salt, own in prompts_of:
-            request = f"{self.name}-{number}"
-            body = {
-                "request_id": request,
-                "token_ids": prompt,
-                "sampling_params": (sampling := settings | own),
-                "cache_salt": f"{self.name}-{salt}",
-            }
-            expected = ExpectedAnswer(
-                num_samples=batch.sampling.num_samples,
-                max_tokens=sampling["max_tokens"],
-                vocab=self.vocab,
-                oldest_version=self.version,
-            )
-            self._expect(number, request, self._group(number, body, expected, has_sets=batch.sampling.has_sets))
-
-    async def _group(
-        self, number: int, body: Mapping[str, Any], expected: ExpectedAnswer, *, has_sets: bool
-    ) -> Completions:
-        request = body["request_id"]
-        async with self.room:
-            if request in self.aborted:
-                nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(expected.num_samples)]  # fmt: skip
-                return flattened(number, nothing, [[]] * len(nothing))
-            answer = await self.connection.sample(body, most_bytes=self._most_bytes(expected))
-        is_aborted = request in self.aborted
-        choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)
-        kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
-        return flattened(number, choices, [choice.sampled() for choice in choices], kept)
-
-    def _most_bytes(self, expected: ExpectedAnswer) -> int:
-        """Of an answer, which has no end where the server is none."""
-        entries = 1 + self.num_logprobs + (expected.vocab // 64 if self.has_masks else 0)
-        return max(ANSWER_BYTES, POSITION_BYTES * entries * expected.num_samples * expected.max_tokens)
-
-
-def _answer(err: ServerRefusal) -> str:
-    """A clause about an answer that a vLLM server would not give, with the remedy."""
-    if err.status in (401, 403):
-        return f"the server refuses the request ({err}); set {TOKEN} in the environment to its token"
-    return f"what answers there is not a vLLM server, or a proxy lets too little through ({err})"
+    def _answer(self, err: ServerRefusal) -> str:
+        """A clause about an answer that a vLLM server would not give, with the remedy."""
+        if err.status in (401, 403):
+            return f"the server refuses the request ({err}); set {self.token} in the environment to its token"
+        return f"what answers there is not a vLLM server, or a proxy lets too little through ({err})"

@@ -37,13 +37,17 @@ class ServerRefusal(EngineError):
 class ServerConnection:
     """A server's endpoints. Make it in the event loop that uses it; always `close` it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, token: str = TOKEN) -> None:
+        """
+        Args:
+            token: the name of the variable that holds it.
+        """
         self.url = url.rstrip("/")
         self.limit_s = ANSWER_S
         """Seconds for an answer, from the connection to the last byte; samples have no limit of their own."""
-        token = os.environ.get(TOKEN)
+        secret = os.environ.get(token)
         self._session = aiohttp.ClientSession(
-            headers=PLAIN | ({"Authorization": f"Bearer {token}"} if token else {}),
+            headers=PLAIN | ({"Authorization": f"Bearer {secret}"} if secret else {}),
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket),
         )
@@ -65,9 +69,9 @@ class ServerConnection:
         """
         return await self._ask("POST", path, timeout_s=self.limit_s, json=body or {})
 
-    async def sample(self, body: Mapping[str, Any], *, most_bytes: int) -> bytes:
+    async def sample(self, path: str, body: Mapping[str, Any], *, most_bytes: int) -> bytes:
         """The server's answer to a prompt, which comes when all completions have ended. Raises the errors of `post`."""
-        return await self._ask("POST", "/inference/v1/generate", timeout_s=None, most_bytes=most_bytes, json=body)
+        return await self._ask("POST", path, timeout_s=None, most_bytes=most_bytes, json=body)
 
     async def _ask(
         self, method: str, path: str, *, timeout_s: float | None, most_bytes: int = ANSWER_BYTES, **more: Any

@@ -142,14 +142,39 @@ def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 def address_problems(config: Config) -> list[str]:
     """Sentences about mistakes in the servers' addresses; nothing is sent to them."""
+    allow_public = config.engine.vllm_server_allow_public
+    policy, teachers = config.engine.vllm_server_base_url, config.distillation.teacher_server_base_url
     return [
-        f"vllm_server_base_url={url}: {problem}"
-        for url in config.engine.vllm_server_base_url
-        for problem in _address_problems(url, allow_public=config.engine.vllm_server_allow_public)
+        *(
+            f"vllm_server_base_url={url}: {problem}"
+            for url in policy
+            for problem in _address_problems(url, "MGRPO_VLLM_SERVER_TOKEN", None if allow_public else _IN_PUBLIC)
+        ),
+        *(
+            f"teacher_server_base_url={url}: {problem}"
+            for url in teachers
+            for problem in _address_problems(
+                url, "MGRPO_TEACHER_SERVER_TOKEN", None if allow_public else _READ_IN_PUBLIC
+            )
+        ),
     ]
 
 
-def _address_problems(url: str, *, allow_public: bool) -> Iterator[str]:
+_IN_PUBLIC = (
+    "is a public address, and who reaches it can replace the model and run code on the server, which asks nobody for a password there; put "
+    "the server into a private network, or, behind a proxy that asks for one (docs/servers.md), set vllm_server_allow_public true"
+)
+_READ_IN_PUBLIC = (
+    "is a public address, and whoever answers there decides what is learned, and reads all prompts and completions; put the server into a "
+    "private network, or, if it is meant, set vllm_server_allow_public true"
+)
+
+
+def _address_problems(url: str, token: str, in_public: str | None) -> Iterator[str]:
+    """
+    Args:
+        in_public: what is wrong with a public address; None: nothing.
+    """
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
@@ -159,19 +184,15 @@ def _address_problems(url: str, *, allow_public: bool) -> Iterator[str]:
     if not is_whole:
         yield "expected http://HOST:PORT or https://HOST:PORT"
     elif parts.username is not None:
-        yield "an address must not hold a password, which would be printed; set MGRPO_VLLM_SERVER_TOKEN instead"
+        yield f"an address must not hold a password, which would be printed; set {token} instead"
     else:
         try:
             public = [address for address in _addresses(_host(url)) if address.is_global]
         except OSError as err:
             yield f"the name {parts.hostname} is not known here ({err}); correct it"
             return
-        if public and not allow_public:
-            yield (
-                f"{public[0]} is a public address, and who reaches it can replace the model and run code on the server, which "
-                "asks nobody for a password there; put the server into a private network, or, behind a proxy that asks for "
-                "one (docs/servers.md), set vllm_server_allow_public true"
-            )
+        if public and in_public:
+            yield f"{public[0]} {in_public}"
 
 
 def _addresses(host: str) -> list[Address]:

@@ -1,0 +1,236 @@
+"""The calls of a vLLM server that is a teacher: any server that was started with the teacher's model.
+
+It is asked through the completions of OpenAI's API for the log-probabilities of a prompt, and for one token, which no one reads. Its
+answers are compared with the questions: another program made them, on another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mgrpo.config.schema import Config
+from mgrpo.models.family import read_hf_config
+from mgrpo.rollout.engine import Completions, EngineError, PromptBatch, WrongAnswerError
+from mgrpo.rollout.vllm.calls import flattened, of_prompt
+from mgrpo.rollout.vllm.server.server_answers import LEAST_LOGPROB, MOST_LOGPROB
+from mgrpo.rollout.vllm.server.server_calls import ServerCalls
+from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ServerRefusal
+
+COMPLETIONS = "/v1/completions"
+CANDIDATE_BYTES = 512
+"""More than an answer has for a candidate: its id, numbers, and text."""
+MOST_MASS = 1 + 1e-3
+"""The likeliest tokens' probabilities add up to at most 1, and rounding errors."""
+NOT_A_NUMBER = "JSON compliant"
+"""In the words of an answer that would hold one, and that the server therefore cannot write."""
+TEMPORARY = (408, 429, 500, 502, 503, 504)
+"""Statuses of a server, or a proxy before it, that will answer later."""
+
+
+class Candidate(msgspec.Struct):
+    """A token at a place of the prompt; other fields are skipped."""
+
+    logprob: float
+
+
+Candidates = dict[int, Candidate]
+
+
+class PromptChoice(msgspec.Struct):
+    """What an answer says of the prompt."""
+
+    prompt_logprobs: list[Candidates | None] | None = None
+
+
+class Judgement(msgspec.Struct):
+    """The answer to one prompt."""
+
+    choices: list[PromptChoice]
+
+
+_DECODER = msgspec.json.Decoder(Judgement)
+
+
+class TeacherServer(ServerCalls):
+    """One server of a teacher, which goes on when the run ends."""
+
+    setting = "teacher_server_base_url"
+    token = "MGRPO_TEACHER_SERVER_TOKEN"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.model = ""
+        """The teacher's, by the name that both sides use."""
+        self.most_tokens = 0
+        """Of a sequence that it reads."""
+
+    async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
+        """See `ServerCalls.start`. It must still be of the model that `before` was, and read what that has read."""
+        if isinstance(before, TeacherServer):
+            self.model, self.most_tokens = before.model, before.most_tokens
+        await super().start(config, before=before)
+
+    async def _problems(self, config: Config) -> list[str]:
+        self.vocab = read_hf_config(config.model_path)["vocab_size"]
+        lengths = _lengths(await self._known("/v1/models", remedy="it is not a vLLM server"))
+        wanted = [self.model] if self.model else [teacher.model for teacher in config.distillation.teachers]
+        self.model = next((model for model in wanted if model in lengths), "")
+        if not self.model:
+            return [
+                f"the server's model is {_listed(lengths)}, and teacher_model_name_or_path names {_listed(wanted)}; start it with "
+                "--served-model-name, or correct the name"
+            ]
+        # vLLM wants to sample a token after the sequence.
+        least, own = max(self.most_tokens, config.max_model_length) + 1, lengths[self.model]
+        if own < least:
+            return [
+                f"the server's max_model_len is {own}, expected at least {least}, max_prompt_token_length + response_length + 1; start it "
+                f"with --max-model-len {least}, or lower them"
+            ]
+        self.most_tokens = own - 1
+        return await self._trial_problems(config.distillation.num_likeliest)
+
+    async def _trial_problems(self, num_likeliest: int) -> list[str]:
+        """Sentences about the answer to a question with the last token of the policy's vocabulary."""
+        tokens = [0, self.vocab - 1]
+        try:
+            answer = await self.connection.post(COMPLETIONS, self._question(tokens, num_likeliest))
+        except ServerRefusal as err:
+            if "max allowed" in err.message:
+                return [
+                    f"distillation_topk={num_likeliest} is above what the server gives ({err.message}); start it with --max-logprobs "
+                    f"{num_likeliest}, or lower distillation_topk"
+                ]
+            if "vocabulary" in err.message:
+                return [
+                    f"the server's model cannot read token {self.vocab - 1}, the policy's last ({err.message}); take a teacher with the "
+                    "policy's vocabulary"
+                ]
+            if NOT_A_NUMBER in err.message:
+                return [
+                    f"the server's model gives log-probabilities that are no numbers ({err.message}); look at its weights"
+                ]
+            return [self._answer(err)]
+        read_judgement(answer, tokens, 1, num_likeliest)
+        return []
+
+    def _question(self, tokens: list[int], num_likeliest: int) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": num_likeliest,
+        }
+
+    async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
+        assert batch.starts is not None and batch.sampling.prompt_logprobs is not None, "a teacher samples nothing"
+        for number, tokens, start in zip(batch.numbers.tolist(), prompts, batch.starts.tolist(), strict=True):
+            self._expect(number, str(number), self._judged(number, tokens, start, batch.sampling.prompt_logprobs))
+
+    async def _judged(self, number: int, tokens: list[int], start: int, num_likeliest: int) -> Completions:
+        most_bytes = ANSWER_BYTES + CANDIDATE_BYTES * len(tokens) * (1 + num_likeliest)
+        async with self.room:
+            try:
+                answer = await self.connection.sample(
+                    COMPLETIONS, self._question(tokens, num_likeliest), most_bytes=most_bytes
+                )
+            except ServerRefusal as err:
+                if NOT_A_NUMBER in err.message:
+                    return _group(number, _nothing(len(tokens) - start, num_likeliest))
+                if err.status in TEMPORARY:
+                    raise
+                raise WrongAnswerError(f"it refuses a question ({err})") from err
+        return _group(number, read_judgement(answer, tokens, start, num_likeliest))
+
+    async def join(self, invitation: Mapping[str, Any]) -> None:
+        """Not for a teacher: its weights stay as they are."""
+        raise NotImplementedError("a teacher's weights stay as they are")
+
+    async def _update(self, info: dict[str, Any]) -> None:
+        raise NotImplementedError("a teacher's weights stay as they are")
+
+    async def _abort(self, requests: Sequence[str]) -> None:
+        raise NotImplementedError("questions to a teacher are short")
+
+    async def _stop(self, *, clear_cache: bool) -> None:
+        """It serves others as well."""
+
+    async def _go_on(self) -> None:
+        """It was never stopped."""
+
+
+def read_judgement(
+    answer: bytes, tokens: Sequence[int], start: int, num_likeliest: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the tokens from `start` on their own log-probabilities, and the likeliest tokens with theirs; see `of_prompt`.
+
+    Raises:
+        EngineError: it cannot be read.
+        WrongAnswerError: it is not about these tokens, or no log-probabilities are in it.
+    """
+    try:
+        choices = _DECODER.decode(answer).choices
+    except (ValueError, RecursionError) as err:
+        raise EngineError(f"the answer to a question cannot be read: {str(err)[:200]}") from err
+    found = (choices[0].prompt_logprobs if len(choices) == 1 else None) or []
+    own, ids, likeliest = _nothing(len(tokens) - start, num_likeliest)
+    problem = next(_problems(found, tokens, num_likeliest), None)
+    if problem is not None:
+        raise WrongAnswerError(f"the answer to a question has {problem}, which a vLLM server cannot have given")
+    for row, (token, candidates) in enumerate(zip(tokens[start:], found[start:], strict=True)):
+        if candidates is None:
+            continue
+        own[row] = candidates[token].logprob
+        best = sorted(candidates, key=lambda token: -candidates[token].logprob)[:num_likeliest]
+        ids[row, : len(best)] = best
+        likeliest[row, : len(best)] = [candidates[token].logprob for token in best]
+    return np.where(own > LEAST_LOGPROB, own, np.nan), ids, np.where(likeliest > LEAST_LOGPROB, likeliest, np.nan)
+
+
+def _problems(found: Sequence[Candidates | None], tokens: Sequence[int], num_likeliest: int) -> Iterator[str]:
+    """What does not fit, in words that follow "has"."""
+    if len(found) != len(tokens):
+        yield f"log-probabilities of {len(found)} tokens instead of {len(tokens)}"
+        return
+    for place, (token, candidates) in enumerate(zip(tokens, found, strict=True)):
+        if candidates is None:
+            continue
+        if token not in candidates:
+            yield f"no log-probability of token {token} at place {place}"
+        if len(candidates) > num_likeliest + 1:
+            yield f"{len(candidates)} candidates at place {place}, asked for {num_likeliest} and the token's own"
+        if (least := min(candidates, default=0)) < 0:
+            yield f"the token {least}"
+        values = [candidate.logprob for candidate in candidates.values()]
+        if not all(value <= MOST_LOGPROB for value in values):
+            yield f"a log-probability of {max(values):g}"
+        elif np.exp(values).sum() > MOST_MASS:
+            yield f"probabilities at place {place} that add up to {np.exp(values).sum():.3g}"
+
+
+def _group(number: int, judgement: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Completions:
+    """A group without completions."""
+    return flattened(number, (), ()) | of_prompt(*judgement)
+
+
+def _nothing(count: int, num_likeliest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The result of `read_judgement` where a teacher says nothing."""
+    shape = count, num_likeliest
+    return np.full(count, np.nan), np.full(shape, -1), np.full(shape, np.nan)
+
+
+def _lengths(answer: Any) -> dict[str, int]:
+    """The server's models by name, with the most tokens of a sequence."""
+    try:
+        return {str(card["id"]): int(card["max_model_len"]) for card in answer["data"]}
+    except (KeyError, TypeError, ValueError) as err:
+        raise EngineError(f"/v1/models: the answer is {str(answer)[:100]}, expected vLLM's list of models") from err
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(str(name)[:100] for name in list(names)[:10]) or "nothing"
