@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Metrics = Mapping[str, float]
 
-PHASES = ("generate", "score", "train", "drain", "sync")
+PHASES = ("generate", "score", "teach", "train", "drain", "sync")
 """The phases of a step in their order; a run has those that are in its metrics."""
 EVALUATE = "evaluate"
 LINES_PER_RUN = 12

@@ -107,6 +107,7 @@ def process(log: Path) -> int:
     return int(re.findall(r"engine started: process (\d+)", log.read_text())[-1])
 
 
+@pytest.mark.timeout(900)
 def test_engines_say_what_the_models_say_also_after_one_is_killed_and_another_hangs(engines, models) -> None:
     """Their answers become gradients: a wrong shift, a temperature that is not applied, or an answer that is lost shows here."""
     (started, logs), teachers = engines, engines[0].teachers
@@ -135,6 +136,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.end()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(MISSING), reason=REASON)
 def test_a_stock_server_says_what_its_model_says_also_after_it_was_away(server, monkeypatch) -> None:
     """Nothing of mgrpo is in it, and it gives the log-probabilities of given ids; what it had not answered is asked again."""
@@ -160,10 +162,12 @@ def test_a_stock_server_says_what_its_model_says_also_after_it_was_away(server, 
         *whole, long = asked(teachers, 0, questions).result(120)
         check(whole, QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
         assert np.isnan(long.logprobs).all() and len(long.logprobs) == 1
-        server.end()
+        os.killpg(server.process.pid, signal.SIGSTOP)
         answer = asked(teachers, 0, questions[:-1])
-        server.start()
-        check(answer.result(240), QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
+        with taught[0].fleet.roster.changed:
+            assert taught[0].fleet.roster.changed.wait_for(lambda: taught[0].fleet.roster.num_deaths == 1, 60)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        check(answer.result(120), QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
     too_many = from_values({**values, "distillation_topk": 21})
     with (
         pytest.raises(ConfigError, match="distillation_topk=21 is above what the server gives"),

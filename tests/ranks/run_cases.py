@@ -344,12 +344,14 @@ def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
     return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Of its bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def hidden_state(learner: Any) -> dict[str, Any]:
     """Random states, Adam's step counts, the loss scale, and weights and float32 copies of the models that follow, on this rank, as digests."""
     from mgrpo.parallel import backend
-
-    def digest(tensor: torch.Tensor) -> str:
-        return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
     following = learner.models.following
     return {

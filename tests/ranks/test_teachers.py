@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.ranks import cases, teacher_cases
-from tests.ranks.test_learning import SETTINGS
+from tests.ranks import cases, run_cases, teacher_cases
+from tests.ranks.test_learning import SETTINGS, measured
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 TEMPERATURE = 1.3
 TOPK = 3
 BIG, SMALL, ITSELF, NONE = 0, 1, 2, -1
+TENSOR = {"tensor_model_parallel_size": 2}
 LAYOUTS = {
-    "one": (1, {}),
-    "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "tp2+chunked": (2, {"tensor_model_parallel_size": 2, "logits_chunk": 24}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "dp2+zero3": (2, {"zero_stage": 3}),
+    "tp2+sp": TENSOR | {"sequence_parallel": True},
+    "tp2+chunked": TENSOR | {"logits_chunk": 24},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "dp2+zero3": {"zero_stage": 3},
 }
 
 
@@ -49,6 +49,11 @@ def with_teachers(samples):
 SAMPLES = with_teachers(cases.random_samples(seed=0, groups_of_turns=2))
 
 
+OWN = [replace(sample, teacher=min(sample.teacher, 0)) for sample in SAMPLES]
+"""The same for a single teacher."""
+AVERAGE = {"teacher_model_name_or_path": ["self"], "teacher_update_rate": 0.3, "distillation_loss": "sampled"}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models"), "qwen2")
@@ -68,7 +73,6 @@ def teachers(tmp_path_factory):
 def settings(teachers):
     names = [f"math:{teachers[BIG]}", f"code:{teachers[SMALL]}", "self"]
     return SETTINGS | {
-        "num_epochs": 1,
         "beta": 0.0,
         "teacher_model_name_or_path": names,
         "teacher_temperature": TEMPERATURE,
@@ -113,42 +117,96 @@ def check(ranks, samples, folders):
         np.testing.assert_array_equal(ids[is_there], best[is_there])
 
 
+@pytest.fixture(scope="module")
+def truth(run_ranks, model, settings, tmp_path_factory):
+    """A step of one rank."""
+    folder = tmp_path_factory.mktemp("truth")
+    arguments = {"settings": settings, "samples": SAMPLES, "folder": str(folder)}
+    return run_ranks(1, teacher_cases.taught, model_dir=str(model), **arguments), folder / "after"
+
+
+def test_each_token_is_taught_by_its_own_teacher(model, teachers, truth):
+    """A prompt of a neighbour, another's probabilities or weights after the first update would be other numbers."""
+    (rank,), after = truth
+    check([rank], SAMPLES, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: model})
+    assert rank["beats"] == 6  # 2 mini-batches: while teachers score, the others must not think that this rank hangs
+    start = dict(load_hf(model).named_parameters())
+    assert all((own - start[name]).abs().max() > 1e-4 for name, own in load_hf(after).named_parameters())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_token_is_taught_by_its_own_teacher(run_ranks, model, teachers, settings, tmp_path, layout):
-    """A model cut by another's shape, a prompt of a neighbour or weights after the first update would be other numbers."""
-    world_size, own = LAYOUTS[layout]
-    ranks = run_ranks(world_size, teacher_cases.taught, model_dir=str(model), settings=settings | own, samples=SAMPLES)
+def test_what_is_taught_and_learned_does_not_depend_on_the_layout(
+    run_ranks, model, teachers, settings, truth, tmp_path, layout
+):
+    """A model cut by another's shape, or log-probabilities that reach some of the ranks only, would show here."""
+    arguments = {"settings": settings | LAYOUTS[layout], "samples": SAMPLES, "folder": str(tmp_path)}
+    ranks = run_ranks(2, teacher_cases.taught, model_dir=str(model), **arguments)
     check(ranks, SAMPLES, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: model})
-    assert ranks[0]["beats"] >= 3  # while teachers score, the others must not think that this rank hangs
+    (expected,), after = truth
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=2e-3, abs=2e-5)
+    for (name, a), b in zip(load_hf(tmp_path / "after").named_parameters(), load_hf(after).parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-4, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2+sp"])
-def test_a_teacher_is_asked_about_the_tokens_that_were_left_to_sample(run_ranks, model, teachers, settings, layout):
+def test_a_teacher_is_asked_about_the_tokens_that_were_left_to_sample(run_ranks, model, teachers, settings, tmp_path):
     """Over its whole vocabulary it would blame the policy for what it was not allowed to sample."""
-    world_size, own = LAYOUTS[layout]
     samples = cases.with_sets(SAMPLES)
-    ranks = run_ranks(world_size, teacher_cases.taught, model_dir=str(model), settings=settings | own, samples=samples)
+    arguments = {"settings": settings | TENSOR, "samples": samples, "folder": str(tmp_path)}
+    ranks = run_ranks(2, teacher_cases.taught, model_dir=str(model), **arguments)
     check(ranks, samples, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: model})
 
 
 def test_a_policy_with_adapters_teaches_with_them(run_ranks, model, teachers, settings, tmp_path):
     """Without them it would teach what it was at the start; a model beside it has none."""
     adapters = {"use_peft": True, "lora_r": 3, "lora_alpha": 6}
-    arguments = {"settings": settings | adapters, "samples": SAMPLES, "folder": str(tmp_path / "hf"), "steps_before": 2}
+    arguments = {"settings": settings | adapters, "samples": SAMPLES, "folder": str(tmp_path), "steps_before": 2}
     ranks = run_ranks(1, teacher_cases.taught, model_dir=str(model), **arguments)
-    check(ranks, SAMPLES, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: tmp_path / "hf"})
+    check(ranks, SAMPLES, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: tmp_path / "before"})
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2+zero3"])
-def test_the_average_follows_the_policy_after_every_step(run_ranks, model, settings, layout):
+def test_the_average_follows_the_policy_after_every_step(run_ranks, model, settings):
     """One that moved at the start of a step, or with every mini-batch, is another average."""
-    world_size, own = LAYOUTS[layout]
-    itself = {"teacher_model_name_or_path": ["self"], "teacher_update_rate": 0.3}
-    samples = [replace(sample, teacher=min(sample.teacher, 0)) for sample in SAMPLES]
-    arguments = {"settings": settings | itself | own, "samples": samples, "steps": 3}
-    for rank in run_ranks(world_size, teacher_cases.averaged, model_dir=str(model), **arguments):
+    arguments = {"settings": settings | AVERAGE | LAYOUTS["dp2+zero3"], "samples": OWN, "steps": 3}
+    for rank in run_ranks(2, teacher_cases.averaged, model_dir=str(model), **arguments):
         assert rank["error"] < 1e-6
         assert rank["distance"] > 1e-4
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks, model, settings, tmp_path_factory):
+    """Three steps, saved after the second: results, the state and the model."""
+    out = tmp_path_factory.mktemp("saved")
+    own = settings | AVERAGE | TENSOR | {"output_dir": str(out)}
+    arguments = {"model_dir": str(model), "groups": OWN, "steps": 3, "save_after": 2, "folder": str(out / "hf")}
+    results = run_ranks(2, run_cases.learn, settings=own, **arguments)
+    return results, str(out / "checkpoints" / "step_2"), load_hf(out / "hf")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_run_that_is_taught_by_an_average_goes_on(run_ranks, model, settings, saved, tmp_path, layout):
+    """To the bit in the same layout; an average that began again with the model, or went through bfloat16, would teach otherwise."""
+    whole, checkpoint, trained = saved
+    own = settings | AVERAGE | {"output_dir": str(tmp_path), "resume": checkpoint}
+    own |= TENSOR if layout == "tp2" else {"pipeline_model_parallel_size": 2}
+    arguments = {"model_dir": str(model), "groups": OWN, "steps": 3, "folder": str(tmp_path / "hf")}
+    rest = run_ranks(2, run_cases.learn, settings=own, resume_from=checkpoint, **arguments)
+    assert whole[0]["state"]["masters"]
+    if layout == "tp2":
+        assert rest == whole
+    else:
+        assert measured(rest[0]) == pytest.approx(measured(whole[0]), rel=1e-4, abs=1e-6)
+    for (name, a), b in zip(load_hf(tmp_path / "hf").named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=0 if layout == "tp2" else 1e-5, rtol=0, msg=name)
+
+
+def test_teachers_give_up_their_memory_while_engines_have_the_device(run_ranks, model, teachers, settings):
+    """A teacher that stays takes the memory that engines were promised."""
+    models = {"teacher_model_name_or_path": [str(teachers[SMALL]), "self:self"], "teacher_update_rate": 0.3}
+    arguments = {"settings": settings | LAYOUTS["dp2+zero3"] | models, "samples": OWN}
+    for rank in run_ranks(2, teacher_cases.asleep, model_dir=str(model), **arguments):
+        assert rank["left"] == 0
+        assert rank["before"] == rank["after"] and len(set(rank["before"])) > 20
 
 
 def test_a_teacher_whose_weights_are_not_finite_is_refused(run_ranks, model, teachers, settings, tmp_path):

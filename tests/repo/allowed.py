@@ -57,6 +57,7 @@ ROOMS = {
         "processes",
         "rollout",
         "sync",
+        "types",
     },
     "run.start": {
         "algo",
@@ -174,6 +175,7 @@ SMALL = {
     "rewards/overlong.py": "shared by the rewarder and by the built-in functions",
     "rewards/snapshot.py": "the record that reward functions and their callers share",
     "rewards/verifiers/cpu_limit.py": "a signal and its handler, of which verifiers know nothing",
+    "run/train/finite.py": "one rule for the policy and for the models beside it, which health and loading share",
     "sandbox/clipped.py": "also the tool python's, which needs nothing else of an interpreter",
     "sandbox/outputs.py": "one rule, which two benchmarks fix",
 }

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     for name, meaning in (
-        ("list", "the state of each engine"),
+        ("list", "the state of each engine, also of teachers'"),
         ("add", "start one more, which samples after a weight sync"),
         ("remove", "have an engine finish what it samples, and end it at the next weight sync"),
     ):

@@ -27,7 +27,7 @@ from mgrpo.policy.policy import Microbatch, MicrobatchLoss, StepResult
 from mgrpo.policy.weights import Read
 from mgrpo.run.records import Learned, is_due
 from mgrpo.run.train.finite import not_finite
-from mgrpo.run.train.models import Models
+from mgrpo.run.train.held_models import HeldModels
 from mgrpo.types import PackedBatch
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -81,7 +81,7 @@ class Learner:
         self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
         self.shape = shape
-        self.models = Models(
+        self.models = HeldModels(
             config,
             shape=shape,
             layout=layout,

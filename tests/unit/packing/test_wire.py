@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.packing import assemble, from_slice, plan_step, teacher_packs, to_slices
@@ -68,7 +68,7 @@ def as_others(pack, samples):
     return pack
 
 
-@property_test
+@settings(property_test, max_examples=30)
 @given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.booleans(), st.sampled_from(["scored0", "prompt"]))
 def test_a_teacher_reads_the_same_tokens_after_its_own_prompts(groups, share_prompts, multiples, dp, has_turns, taught):
     """Its log-probabilities are laid beside the policy's one by one: another order, or another token, teaches nonsense."""

@@ -43,6 +43,16 @@ def test_engines_are_listed_added_and_removed(fleet, tmp_path, capsys) -> None:
     ]
 
 
+def test_the_engines_of_teachers_are_listed_with_the_others(fleet, tmp_path, capsys) -> None:
+    """A run waits for them as well."""
+    teacher = Roster(
+        [ScriptedEngine()], EngineSettings(), start=lambda number: ScriptedEngine(), owner="the teacher math"
+    )
+    fleet.roster.beside = [teacher]
+    assert main(["engines", "list", "--run", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == "the teacher math's engine 0 serving   starts: 1"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -27,12 +27,12 @@ from mgrpo.policy.untrained_policy import UntrainedPolicy
 from mgrpo.policy.weights import Read
 from mgrpo.run.inputs.continuing import adapter_record
 from mgrpo.run.train.finite import check_loaded
-from mgrpo.run.train.teachers import Teachers
+from mgrpo.run.train.held_teachers import HeldTeachers
 
 Kind = TypeVar("Kind", bound=Policy)
 
 
-class Models:
+class HeldModels:
     """Those of one rank. Every method is collective over all learner ranks unless it says otherwise."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Models:
         )
         # Without its adapters the policy is the reference.
         self.reference = self._untrained(shape) if self.has_reference and not self.policy.lora else None
-        self.teachers = Teachers(
+        self.teachers = HeldTeachers(
             config, self.policy, make=self._untrained, shapes=shape_of_teacher, on_progress=on_progress
         )
         self.adapter_record: dict[str, Any] | None = None

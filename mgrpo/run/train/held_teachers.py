@@ -35,7 +35,7 @@ SAME_PACK = ("tokens", "branches", "cu_seqlens", "rows")
 """The fields that say what a model reads in a pack, and what of it is asked."""
 
 
-class Teachers:
+class HeldTeachers:
     """The teachers of a run whose learners hold them; none in any other."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Teachers:
         """Lines for the user about them. Not collective."""
         for name, model in self.models.items():
             num_bytes = sum(parameter.nbytes for parameter in model.parameters.live.values())
-            yield f"teacher {name}: {num_bytes / 1e9:.2f} GB of weights on this learner, whole on every data-parallel rank"
+            yield f"teacher {name}: {num_bytes / 1e9:.2f} GB of weights on this learner, which no zero_stage shards"
 
     def _reading(self, microbatch: Microbatch, pack: PackedBatch) -> Microbatch:
         """A teacher's pack on the device, where the policy's is already if they are the same. Not collective."""
