@@ -181,6 +181,14 @@ class Keywords(TypedDict, total=False):
     """Seconds that one judgement may take. (default: 60)"""
     rubric_judge_model: str | None
     """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model. (default: none)"""
+    apply_evolving_rubric_reward: bool
+    """Have a judge read each group of rows with the verifier rubric and propose criteria that tell its answers apart; rewards count them as well, see docs/judges.md. (default: false)"""
+    rubric_generation_model: str | None
+    """Model that proposes criteria; none: the environment variable RUBRIC_GENERATION_MODEL, else the model that judges rubrics. (default: none)"""
+    max_active_rubrics: int
+    """Proposed criteria of a question that stay in use: those whose verdicts on a group have differed most. (default: 5)"""
+    cache_evolving_rubric_data_dir: str | None
+    """Folder for evolving_rubrics.jsonl: each group's answers, criteria and verdicts, and which criteria stay. none: not written. (default: none)"""
     remote_verifier_concurrency: int
     """Most concurrent calls of judges and code services. (default: 64)"""
     verifier_memory_mb: int

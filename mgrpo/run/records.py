@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,9 @@ class Rollouts:
     engine_metrics: Mapping[str, float] = field(default_factory=dict)
     """Failures, replays and environments since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The cost of judges so far, and the values that reward functions have logged in this step."""
+    """The cost of judges so far, the values that reward functions have logged in this step, and how rubrics evolve."""
+    rubrics: Sequence[Mapping[str, Any]] = ()
+    """For each group whose rubric evolves its answers, criteria and verdicts, in JSON."""
     teacher_metrics: Mapping[str, float] = field(default_factory=dict)
     """How much teachers judge, and how long that takes them; empty without any."""
     num_excluded: int = 0

@@ -263,7 +263,8 @@ class Producer:
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
             engine_metrics=self.dispatcher.take_metrics(),
-            reward_metrics=self.scoring.take_metrics(),
+            reward_metrics=self.scoring.take_metrics() | self.groups.rubrics.metrics(),
+            rubrics=self.groups.rubrics.records,
             teacher_metrics=lesson_metrics([score for score, _ in scored]) | teaching,
             num_excluded=sum(group.excludes is not None for group in chosen),
         )
