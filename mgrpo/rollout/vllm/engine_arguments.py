@@ -171,7 +171,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
 
 def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
     """Reasons why engines of this machine cannot have adapters beside the model."""
-    found = []
+    found: list[str] = []
     if not are_apart(config.adapter.lora):
         return found
     if _is_megatron_folder(config.model_path):
