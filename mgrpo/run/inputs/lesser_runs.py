@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from mgrpo.config import Config
+from mgrpo.config.distillation import Distillation
 from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
@@ -37,6 +38,7 @@ def for_evaluation(config: Config) -> Config:
             overlong_cache_length=config.algorithm.overlong_cache_length,
             reward_weights=config.algorithm.reward_weights,
         ),
+        distillation=Distillation(),
         optimizer=Optimizer(),
         parallel=Parallel(pack_length=longest),
         checkpoint=Checkpoint(resume="never"),

@@ -17,7 +17,7 @@ from mgrpo.rollout.engine import Completions, Sampling, WrongAnswerError
 from mgrpo.rollout.vllm.server import server_calls
 from mgrpo.rollout.vllm.server.http_engine import HttpEngine
 from mgrpo.rollout.vllm.server.server_calls import ServerError
-from mgrpo.rollout.vllm.server.teacher_server import TeacherServer, read_judgement
+from mgrpo.rollout.vllm.server.teacher_server import TeacherServer, read_teacher_answer
 from tests.sampling import prompt_batch
 from tests.unit.rollout.test_http_engine import MODEL, Scripted
 
@@ -183,13 +183,13 @@ def changed(change: Callable[[list[Any]], object]) -> bytes:
 def test_an_answer_that_is_not_about_the_question_gives_the_server_up(said, sentence) -> None:
     """A proxy that mixes answers up, a server with raw logits: nothing is learned from it, and it is not asked again."""
     with pytest.raises(WrongAnswerError) as refused:
-        read_judgement(said, TOKENS, 1, K)
+        read_teacher_answer(said, TOKENS, 1, K)
     assert str(refused.value) == f"the answer to a question {sentence}{str(refused.value).partition(sentence)[2]}"
 
 
 def test_a_place_without_an_answer_is_missing() -> None:
     """Not every place needs one: the others are learned from."""
-    own, ids, likeliest = read_judgement(changed(lambda found: found.__setitem__(2, None)), TOKENS, 1, K)
+    own, ids, likeliest = read_teacher_answer(changed(lambda found: found.__setitem__(2, None)), TOKENS, 1, K)
     np.testing.assert_array_equal(own, [-3, np.nan, np.nan])
     assert ids[1].tolist() == [-1, -1] and np.isnan(likeliest[1]).all()
 

@@ -52,10 +52,10 @@ KEPT_FOR_ONE_STEP = (
 )
 WHOLE = {"model", "adapter", "reward", "tools", "hub"}
 """Sections that both keep as they are."""
-AFRESH_FOR_EVALUATION = {"loss", "algorithm", "optimizer", "parallel", "checkpoint", "tracking"}
+AFRESH_FOR_EVALUATION = {"loss", "algorithm", "distillation", "optimizer", "parallel", "checkpoint", "tracking"}
 """Sections that begin with their defaults."""
 AFRESH_FOR_ONE_STEP = {"checkpoint", "tracking"}
-ALSO_WHOLE_FOR_ONE_STEP = {"loss", "optimizer", "parallel", "engine", "data"}
+ALSO_WHOLE_FOR_ONE_STEP = {"loss", "distillation", "optimizer", "parallel", "engine", "data"}
 
 
 def decided(kept: set[str], changed: set[str], sections: set[str]) -> set[str]:

@@ -31,13 +31,13 @@ TEMPORARY = (408, 429, 500, 502, 503, 504)
 """Statuses of a server, or a proxy before it, that will answer later."""
 
 
-class Candidate(msgspec.Struct):
+class PromptCandidate(msgspec.Struct):
     """A token at a place of the prompt; other fields are skipped."""
 
     logprob: float
 
 
-Candidates = dict[int, Candidate]
+Candidates = dict[int, PromptCandidate]
 
 
 class PromptChoice(msgspec.Struct):
@@ -46,13 +46,13 @@ class PromptChoice(msgspec.Struct):
     prompt_logprobs: list[Candidates | None] | None = None
 
 
-class Judgement(msgspec.Struct):
+class TeacherAnswer(msgspec.Struct):
     """The answer to one prompt."""
 
     choices: list[PromptChoice]
 
 
-_DECODER = msgspec.json.Decoder(Judgement)
+_DECODER = msgspec.json.Decoder(TeacherAnswer)
 
 
 class TeacherServer(ServerCalls):
@@ -115,7 +115,7 @@ class TeacherServer(ServerCalls):
                     f"the server's model gives log-probabilities that are no numbers ({err.message}); look at its weights"
                 ]
             return [self._answer(err)]
-        read_judgement(answer, tokens, 1, num_likeliest)
+        read_teacher_answer(answer, tokens, 1, num_likeliest)
         return []
 
     def _question(self, tokens: list[int], num_likeliest: int) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class TeacherServer(ServerCalls):
                 if err.status in TEMPORARY:
                     raise
                 raise WrongAnswerError(f"it refuses a question ({err})") from err
-        return _group(number, read_judgement(answer, tokens, start, num_likeliest))
+        return _group(number, read_teacher_answer(answer, tokens, start, num_likeliest))
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Not for a teacher: its weights stay as they are."""
@@ -164,7 +164,7 @@ class TeacherServer(ServerCalls):
         """It was never stopped."""
 
 
-def read_judgement(
+def read_teacher_answer(
     answer: bytes, tokens: Sequence[int], start: int, num_likeliest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the tokens from `start` on their own log-probabilities, and the likeliest tokens with theirs; see `of_prompt`.
@@ -213,13 +213,13 @@ def _problems(found: Sequence[Candidates | None], tokens: Sequence[int], num_lik
             yield f"probabilities at place {place} that add up to {np.exp(values).sum():.3g}"
 
 
-def _group(number: int, judgement: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Completions:
+def _group(number: int, answer: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Completions:
     """A group without completions."""
-    return flattened(number, (), ()) | of_prompt(*judgement)
+    return flattened(number, (), ()) | of_prompt(*answer)
 
 
 def _nothing(count: int, num_likeliest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The result of `read_judgement` where a teacher says nothing."""
+    """The result of `read_teacher_answer` where a teacher says nothing."""
     shape = count, num_likeliest
     return np.full(count, np.nan), np.full(shape, -1), np.full(shape, np.nan)
 
