@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.config import Config
+from mgrpo.config.distillation import SELF
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
@@ -22,6 +23,7 @@ from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_engines
 from mgrpo.rollout.teachers import Teachers
+from mgrpo.rollout.vllm.teacher_engine import most_tokens
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
@@ -190,6 +192,7 @@ def prepare(config: Config, parts: Started) -> Production:
                 config,
                 parts.inputs.train.columns,
                 longest=prompts.longest,
+                limit=min(_most_tokens(config), default=0),
                 num_tokens=lambda text: len(token_ids(tokenizer, [text])[0]),
             ),
         ],
@@ -242,8 +245,19 @@ def _lessons(config: Config, prompts: Prompts, rewarder: Rewarder) -> Lessons | 
         None if text is None else TeacherTemplate.read(text),
         reworded=prompts.reworded,
         scale=rewarder.scale,
-        longest=config.max_taught_length,
+        longest=_most_tokens(config),
     )
+
+
+def _most_tokens(config: Config) -> list[int]:
+    """For each teacher the tokens of the longest sequence that it is asked about."""
+    own = config.distillation
+    return [
+        most_tokens(config, config.model_path if teacher.model == SELF else config.teacher_path(teacher))
+        if teacher.model == SELF or teacher in own.loaded_teachers
+        else config.max_taught_length
+        for teacher in own.teachers
+    ]
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacements: Mapping[str, str]) -> Prompt:
