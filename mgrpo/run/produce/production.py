@@ -21,7 +21,7 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import started_engines
+from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.rollout.vllm.teacher_engine import most_tokens
 from mgrpo.run.inputs.reading import Inputs
@@ -97,7 +97,12 @@ def started(
         rewarder.start()
         startup.say(_beginning(config))
         with (
-            started_engines(config, num_local_learners=num_local_learners, on_failure=on_failure) as engines,
+            started_engines(
+                config,
+                num_local_learners=num_local_learners,
+                on_failure=on_failure,
+                sample=_sample(config, inputs.prompts.tokenizer),
+            ) as engines,
             _interacting(config, inputs) as interaction,
         ):
             yield Started(
@@ -197,6 +202,13 @@ def prepare(config: Config, parts: Started) -> Production:
             ),
         ],
     )
+
+
+def _sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> TextSample | None:
+    """What teachers on servers must read as the policy does."""
+    from mgrpo.data.tokenizer import text_of_all_tokens
+
+    return TextSample(*text_of_all_tokens(tokenizer)) if config.distillation.teacher_server_base_url else None
 
 
 def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
