@@ -48,7 +48,7 @@ class Keywords(TypedDict, total=False):
     use_rslora: bool
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA). (default: false)"""
     lora_sync: Literal["merged", "adapter"]
-    """What engines are sent: the model with the adapters merged into it, or A and B alone, which vLLM adds to the model that it has loaded itself; that sends a hundredth of the bytes, and generates more slowly. Trainer and engine compute the same way. (default: merged)"""
+    """What engines are sent. merged: the model with the adapters added to its weights; adapter: A and B alone, which vLLM adds in each product to the model that it has loaded itself: about a hundredth of the bytes, and slower generation. Learners compute as engines do. (default: merged)"""
     lora_adapter_path: str | None
     """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given. (default: none)"""
     dataset_mixer_list: Sequence[str] | str
