@@ -141,6 +141,7 @@ class RunPlan:
     generation: GenerationTime | None
     """None where an engine cannot hold one sequence of maximum length."""
     sync_s: float
+    """A step's share of a weight sync."""
 
     @cached_property
     def sharing(self) -> list[PhaseMemory]:
@@ -349,7 +350,7 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         learners=num_learners,
         hardware=hardware,
     )
-    return replace(plan, sync_s=seconds)
+    return replace(plan, sync_s=seconds / engines.weight_sync_steps)
 
 
 def stage_memory(
