@@ -220,9 +220,7 @@ def _samples_per_engine(config: Config) -> int | None:
 
     None where a run must repeat: then engines are given whole batches.
     """
-    rollout, algorithm = config.rollout, config.algorithm
-    is_ordered = config.max_age == rollout.async_steps and not algorithm.active_sampling_oversample
-    if is_ordered and not rollout.inflight_updates:
+    if config.repeats:
         return None
     return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
 
