@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import most_tokens
 from mgrpo.config.distillation import Distillation, Teacher
 from mgrpo.models.family import read_hf_config
 from mgrpo.processes.background import announced
