@@ -21,9 +21,8 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import TextSample, started_engines
+from mgrpo.rollout.start import TextSample, most_tokens, started_engines
 from mgrpo.rollout.teachers import Teachers
-from mgrpo.rollout.vllm.teacher_engine import most_tokens
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
