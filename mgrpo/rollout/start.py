@@ -36,6 +36,7 @@ __all__ = [
     "TextSample",
     "engines_are_local",
     "machine_problems",
+    "most_tokens",
     "serving_gpus",
     "started_engines",
     "started_fleet",
