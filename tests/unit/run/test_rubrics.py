@@ -106,7 +106,9 @@ def test_the_order_in_which_groups_come_back_makes_no_difference(settings) -> No
     runs = []
     for order in (list, lambda numbers: numbers[::-1], lambda numbers: sorted(numbers, key=lambda n: (n * 7) % 5)):
         own = evolving(engine := ScriptedEngine(answers=False), **settings)
-        runs.append((train(own, engine, 7, order=order), sorted(own.rewarder.criteria.items()), own.groups.rubrics.questions))
+        runs.append(
+            (train(own, engine, 7, order=order), sorted(own.rewarder.criteria.items()), own.groups.rubrics.questions)
+        )
     assert repr(runs[0]) == repr(runs[1]) == repr(runs[2])
 
 
