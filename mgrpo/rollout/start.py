@@ -24,7 +24,7 @@ from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import policy_kind, serving_gpus
 from mgrpo.rollout.vllm.ray_processes.node import RayNode
 from mgrpo.rollout.vllm.server.server_facts import TextSample, host_elsewhere, meeting_host
-from mgrpo.rollout.vllm.teacher_engine import most_tokens, teacher_kinds, teacher_machine_problems
+from mgrpo.rollout.vllm.teacher_engine import teacher_kinds, teacher_machine_problems
 
 if TYPE_CHECKING:
     from mgrpo.rollout.vllm.server.http_engine import HttpEngine
