@@ -22,7 +22,7 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import TextSample, most_tokens, started_engines
+from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
