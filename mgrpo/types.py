@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 PromptId = tuple[int, int]
 """(epoch, index of the row in the dataset): unique within a run and stable across restarts."""
+
+
+class Criterion(NamedTuple):
+    """One criterion of a rubric."""
+
+    description: str
+    weight: float
+    """Its share; below 0 for a fault."""
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,8 @@ class Prompt:
     """The row's other columns, for reward functions."""
     teacher: int = -1
     """The place of its teacher among `Distillation.teachers`; -1: it has none."""
+    criteria: tuple[Criterion, ...] | None = None
+    """The criteria that have evolved so far, beside those of its rubric; None: it has no rubric that evolves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +292,20 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRubric:
+    """The rubric that a group was scored by, with the verdict on each completion by each criterion."""
+
+    question: str
+    criteria: tuple[Criterion, ...]
+    """The persistent ones, which are the row's, then the active ones, then the new ones."""
+    num_persistent: int
+    num_new: int | None
+    """New ones, which a judge has proposed after reading the group; None: its reply could not be had or read."""
+    verdicts: tuple[tuple[float, ...], ...] = ()
+    """For each completion and criterion from 0 to 1, NaN where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     """A rollout group with one score per completion: what filters, advantages and metrics take."""
 
@@ -287,6 +313,8 @@ class ScoredGroup:
     scores: tuple[Score, ...]
     lessons: tuple[tuple[Lesson, ...], ...] = ()
     """Of each completion, one for each branch of it, or one. Empty: the prompt has no teacher."""
+    rubric: JudgedRubric | None = None
+    """The rubric behind the scores, where it evolves."""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -15,7 +15,15 @@ from torch import Tensor
 # standard deviation of exactly 0 is not enough: std([0.1, 0.1, 0.1]) is 1.4e-17.
 _RELATIVE_TOLERANCE = 1e-8
 
-NORMALIZATIONS = ("standard", "centered", "batch_std", "gdpo")
+NORMALIZATIONS = (
+    "standard",
+    "centered",
+    "batch_std",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+)
 
 
 def advantages(
@@ -25,51 +33,72 @@ def advantages(
     ddof: int = 0,
     eps: float = 1e-8,
     weights: Sequence[float] | None = None,
+    num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Advantage of each completion over its group; computed in float64.
 
         standard    (reward - mean) / (std + eps), both of the group
         centered    reward - mean of the group (Dr. GRPO, arXiv 2503.20783)
         batch_std   (reward - mean of the group) / (std of all rewards + eps) (Lite PPO, arXiv 2508.08221)
+        rloo        reward - mean of the other completions of the group (Kool et al. 2019; RLOO, arXiv 2402.14740)
+        reinforce_plus_plus
+                    (reward - mean) / (std + eps), both over all tokens of the batch, where each has the reward of its
+                    completion (REINFORCE++, arXiv 2501.03262)
+        reinforce_plus_plus_baseline
+                    the same of "centered" in place of the reward (REINFORCE++-baseline, ibid.)
         gdpo        s = sum over functions of weight x standard(rewards of that function), then
                     (s - mean of all s) / (std of all s + eps) (arXiv 2601.05242)
 
     A NaN reward (no score) leaves every mean and deviation and gets advantage 0; in "gdpo" a function's NaN leaves out
-    that function only, and a completion that no function scores gets 0. Rewards of a group that are all equal are 0
-    after centering. With one completion per prompt the whole batch is the group: REINFORCE with a batch baseline.
+    that function only, and a completion that no function scores gets 0. Values that are all equal are 0 after centering, and
+    so is a completion without another to compare it with. With one completion per prompt the whole batch is the group:
+    REINFORCE with a batch baseline.
 
     Args:
-        rewards: `[prompts, group]`; for "gdpo" `[prompts, group, functions]`.
-        normalization: "standard", "centered", "batch_std" or "gdpo", as above.
-        ddof: a deviation divides by the number of its rewards minus this, 0 or 1.
+        rewards: `[prompts, group]`, or `[prompts, group, turns]` with NaN where there is no turn, which are compared with all
+            turns of the group, or under "rloo" with those of the other completions; for "gdpo" `[prompts, group, functions]`.
+        normalization: as above.
+        ddof: a deviation divides by the number of its rewards, or tokens, minus this, 0 or 1.
         eps: added to a deviation before it divides.
         weights: one per function, for "gdpo" only; None: 1 each.
+        num_tokens: the tokens of each completion or turn, in the shape of `rewards`, for the means over tokens; None: 1 each.
     Returns:
-        `[prompts, group]` in the type of `rewards`, float32 if that is an integer type.
+        The shape of `rewards`, without functions, in their type, float32 if that is an integer type.
     Raises:
         ValueError: an unknown normalization, a shape that it does not take, or an infinite reward.
     """
-    _check(rewards, normalization, ddof, weights)
+    _check(rewards, normalization, ddof, weights, num_tokens)
     if rewards.shape[1] == 1 and rewards.shape[0] > 1:
-        by_batch = rewards.transpose(0, 1)
-        return advantages(by_batch, normalization=normalization, ddof=ddof, eps=eps, weights=weights).transpose(0, 1)
+        by_batch, tokens = rewards.transpose(0, 1), None if num_tokens is None else num_tokens.transpose(0, 1)
+        return advantages(
+            by_batch, normalization=normalization, ddof=ddof, eps=eps, weights=weights, num_tokens=tokens
+        ).transpose(0, 1)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
-        return rewards.new_zeros(rewards.shape[:2], dtype=dtype)
+        return rewards.new_zeros(rewards.shape[:2] if normalization == "gdpo" else rewards.shape, dtype=dtype)
 
     tolerance = max(_RELATIVE_TOLERANCE, 4 * torch.finfo(dtype).eps)
-    rewards = rewards.double()
     if normalization == "gdpo":
+        rewards = rewards.double()
         by_function = _centered(rewards, 1, tolerance) / (_std(rewards, 1, ddof) + eps)
         weighted = by_function * torch.tensor(weights or [1.0] * rewards.shape[2], dtype=torch.float64)
         total = weighted.sum(2).masked_fill(rewards.isnan().all(2), torch.nan)
         return (_centered(total, (0, 1), tolerance) / (_std(total, (0, 1), ddof) + eps)).to(dtype)
-    centered = _centered(rewards, 1, tolerance)
-    if normalization == "standard":
-        centered = centered / (_std(rewards, 1, ddof) + eps)
-    elif normalization == "batch_std":
-        centered = centered / (_std(rewards, (0, 1), ddof) + eps)
-    return centered.to(dtype)
+    # A completion has one turn unless it has several.
+    values = rewards.double().reshape(*rewards.shape[:2], -1)
+    if normalization == "rloo":
+        found = _less_others(values, tolerance)
+    elif normalization == "reinforce_plus_plus":
+        found = _whitened(values, num_tokens, tolerance, ddof, eps)
+    else:
+        found = _centered(values, (1, 2), tolerance)
+        if normalization == "standard":
+            found = found / (_std(values, (1, 2), ddof) + eps)
+        elif normalization == "batch_std":
+            found = found / (_std(values, (0, 1, 2), ddof) + eps)
+        elif normalization == "reinforce_plus_plus_baseline":
+            found = _whitened(found.masked_fill(values.isnan(), torch.nan), num_tokens, tolerance, ddof, eps)
+    return found.reshape(rewards.shape).to(dtype)
 
 
 def has_zero_spread(rewards: Tensor) -> Tensor:
@@ -104,6 +133,27 @@ def _centered(values: Tensor, dim: int | tuple[int, ...], tolerance: float) -> T
     return centered.masked_fill(values.isnan() | _is_flat(values, dim, tolerance), 0.0)
 
 
+def _less_others(values: Tensor, tolerance: float) -> Tensor:
+    """`[prompts, group, turns]`: values minus the mean of the other completions' values, 0 as in `_centered` and without others."""
+    is_known = ~values.isnan()
+    num_others = is_known.sum((1, 2), keepdim=True) - is_known.sum(2, keepdim=True)
+    others = values.nansum((1, 2), keepdim=True) - values.nansum(2, keepdim=True)
+    is_zero = ~is_known | (num_others == 0) | _is_flat(values, (1, 2), tolerance)
+    return (values - others / num_others.clamp(min=1)).masked_fill(is_zero, 0.0)
+
+
+def _whitened(values: Tensor, num_tokens: Tensor | None, tolerance: float, ddof: int, eps: float) -> Tensor:
+    """(values - mean) / (std + eps) where each value stands as often as it has tokens; 0 as in `_centered`."""
+    tokens = torch.ones_like(values) if num_tokens is None else num_tokens.double().reshape(values.shape)
+    counted = values.masked_fill(tokens == 0, torch.nan)
+    tokens = tokens.masked_fill(counted.isnan(), 0.0)
+    total = tokens.sum().clamp(min=1)
+    centered = values - (counted * tokens).nansum() / total
+    std = ((centered.square() * tokens).nansum() / (total - ddof).clamp(min=1)).sqrt()
+    is_zero = values.isnan() | _is_flat(counted, (0, 1, 2), tolerance)
+    return (centered / (std + eps)).masked_fill(is_zero, 0.0)
+
+
 def _std(values: Tensor, dim: int | tuple[int, ...], ddof: int) -> Tensor:
     """Standard deviation of the values that are not NaN; 0 where there are too few."""
     count = (~values.isnan()).sum(dim, keepdim=True)
@@ -111,16 +161,23 @@ def _std(values: Tensor, dim: int | tuple[int, ...], ddof: int) -> Tensor:
     return (square / (count - ddof).clamp(min=1)).sqrt()
 
 
-def _check(rewards: Tensor, normalization: str, ddof: int, weights: Sequence[float] | None) -> None:
+def _check(
+    rewards: Tensor, normalization: str, ddof: int, weights: Sequence[float] | None, num_tokens: Tensor | None
+) -> None:
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof} is not supported; choose 0 (population) or 1 (sample)")
-    shape = "[prompts, group, functions]" if normalization == "gdpo" else "[prompts, group]"
-    if rewards.ndim != shape.count(",") + 1:
+    is_by_function = normalization == "gdpo"
+    shape = "[prompts, group, functions]" if is_by_function else "[prompts, group] or [prompts, group, turns]"
+    if rewards.ndim not in ((3,) if is_by_function else (2, 3)):
         raise ValueError(f"rewards must be {shape} for {normalization!r}, got shape {list(rewards.shape)}")
-    if weights is not None and (normalization != "gdpo" or len(weights) != rewards.shape[2]):
-        expected = f"{rewards.shape[2]}" if normalization == "gdpo" else f"none for {normalization!r}"
+    if num_tokens is not None and num_tokens.shape != rewards.shape[: 2 if is_by_function else None]:
+        raise ValueError(
+            f"num_tokens must be one per reward, {list(rewards.shape)}, got shape {list(num_tokens.shape)}"
+        )
+    if weights is not None and (not is_by_function or len(weights) != rewards.shape[2]):
+        expected = f"{rewards.shape[2]}" if is_by_function else f"none for {normalization!r}"
         raise ValueError(f"weights must be one per reward function, expected {expected}, got {len(weights)}")
     if torch.isinf(rewards).any():
         raise ValueError("a reward is infinite, which makes its whole group useless; use NaN for 'no score'")

@@ -52,6 +52,7 @@ def train_samples(
         return []
     batch = [*groups, *dropped]
     rewards = np.stack([group.rewards for group in batch])
+    masks = [[_trainable(completion, mask_tool_use) for completion in own.group.completions] for own in batch]
     if normalization == "gdpo":
         if not reward_weights:
             raise ValueError(
@@ -66,7 +67,13 @@ def train_samples(
             weights=tuple(reward_weights.values()),
         )
     else:
-        by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
+        by_group = advantages(
+            torch.from_numpy(rewards),
+            normalization=normalization,
+            ddof=ddof,
+            eps=eps,
+            num_tokens=torch.tensor([[mask.sum() for mask in own] for own in masks]),
+        )
     if distillation_only:
         by_group, turn_credit = torch.zeros(rewards.shape, dtype=torch.float64), None
     is_cut = any(c.kept is not None for scored in groups for c in scored.group.completions)
@@ -86,7 +93,7 @@ def train_samples(
     ]
     if turn_credit is None:
         return _taught(samples, groups, is_rewarded=not distillation_only)
-    by_turn = turn_credit.advantages(batch, normalization=normalization, ddof=ddof, eps=eps)
+    by_turn = turn_credit.advantages(batch, masks, normalization=normalization, ddof=ddof, eps=eps)
     credited = [
         token_advantages(completion, turns)
         for scored, completions in zip(groups, by_turn, strict=False)
@@ -178,15 +185,14 @@ def _sample(
 ) -> TrainSample:
     if not len(completion.tokens):
         completion, is_trained = _stand_in(prompt, completion), False
-    is_sampled, logprobs = completion.loss_mask, completion.logprobs
+    is_sampled, logprobs = _trainable(completion, mask_tool_use), completion.logprobs
     kept = completion.kept
     if is_cut and kept is None:
         # Nothing of it was sampled.
         kept = KeptTokens.none(len(completion.tokens))
     has_set = True if kept is None else kept.sizes > 0
     if not mask_tool_use:
-        logprobs = np.where(is_sampled, logprobs, np.float32(np.nan))
-        is_sampled = np.ones_like(is_sampled)
+        logprobs = np.where(completion.loss_mask, logprobs, np.float32(np.nan))
     return TrainSample(
         prompt_tokens=prompt.tokens,
         tokens=completion.tokens,
@@ -216,3 +222,8 @@ def _stand_in(prompt: Prompt, completion: Completion) -> Completion:
 def _ages(completion: Completion, policy_version: int) -> np.ndarray:
     ages = np.where(completion.loss_mask, policy_version - completion.policy_versions, 0)
     return np.minimum(ages, OLDEST).astype(np.uint8)
+
+
+def _trainable(completion: Completion, mask_tool_use: bool) -> np.ndarray:
+    """`[len]` bool: what was sampled, or also what tools have written; the tokens over which a batch is normalised."""
+    return completion.loss_mask if mask_tool_use else np.ones_like(completion.loss_mask)

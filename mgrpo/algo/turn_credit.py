@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,11 +27,19 @@ class TurnCredit:
     """`reward_aggregator`, by which the trajectory's reward was made."""
 
     def advantages(
-        self, groups: Sequence[ScoredGroup], *, normalization: str, ddof: int, eps: float
+        self,
+        groups: Sequence[ScoredGroup],
+        masks: Sequence[Sequence[np.ndarray]],
+        *,
+        normalization: str,
+        ddof: int,
+        eps: float,
     ) -> list[list[list[float]]]:
         """The advantage of each turn, as [group][completion][turn]; 0 without a score.
 
-        With one completion per prompt all turns of the batch are one group, as in `advantage.advantages`.
+        Args:
+            masks: by group and completion, `[len]` bool: the tokens that may be trained.
+            normalization, ddof, eps: as in `advantage.advantages`.
         """
         if normalization == "gdpo":
             raise ValueError(
@@ -43,16 +50,26 @@ class TurnCredit:
             [self._returns(*pair) for pair in zip(group.group.completions, group.rewards.tolist(), strict=True)]
             for group in groups
         ]
-        rows = [list(itertools.chain.from_iterable(group)) for group in returns]
-        if all(len(group) == 1 for group in returns):
-            rows = [list(itertools.chain.from_iterable(rows))]
         # A missing turn is like a missing score: it is in no mean and no deviation.
-        table = np.full((len(rows), max(map(len, rows))), np.nan)
-        for row, own in zip(table, rows, strict=True):
-            row[: len(own)] = own
-        found = advantages(torch.from_numpy(table), normalization=normalization, ddof=ddof, eps=eps).tolist()
-        flat = iter([value for values, own in zip(found, rows, strict=True) for value in values[: len(own)]])
-        return [[[next(flat) for _ in turns] for turns in group] for group in returns]
+        width = max(len(own) for group in returns for own in group)
+        table = np.full((len(returns), len(returns[0]), width), np.nan)
+        num_tokens = np.zeros_like(table)
+        for place in np.ndindex(table.shape[:2]):
+            group, number = place
+            own = returns[group][number]
+            table[place][: len(own)] = own
+            num_tokens[place][: len(own)] = _turn_lengths(groups[group].group.completions[number], masks[group][number])
+        found = advantages(
+            torch.from_numpy(table),
+            normalization=normalization,
+            ddof=ddof,
+            eps=eps,
+            num_tokens=torch.from_numpy(num_tokens),
+        ).tolist()
+        return [
+            [values[: len(own)] for values, own in zip(rows, group, strict=True)]
+            for rows, group in zip(found, returns, strict=True)
+        ]
 
     def _returns(self, completion: Completion, reward: float) -> list[float]:
         earlier = [turn.reward for turn in completion.trajectory.turns[:-1]] if completion.trajectory else []
@@ -66,7 +83,17 @@ class TurnCredit:
 def token_advantages(completion: Completion, by_turn: Sequence[float]) -> np.ndarray:
     """`[len]` float32: that of each token's turn; what stands behind a turn has its advantage."""
     values = np.zeros(len(completion.tokens), np.float32)
-    turns = completion.trajectory.turns if completion.trajectory else ()
-    for start, value in zip([turn.start for turn in turns] or [0], by_turn, strict=True):
+    for start, value in zip(_starts(completion), by_turn, strict=True):
         values[start:] = value
     return values
+
+
+def _starts(completion: Completion) -> list[int]:
+    turns = completion.trajectory.turns if completion.trajectory else ()
+    return [turn.start for turn in turns] or [0]
+
+
+def _turn_lengths(completion: Completion, mask: np.ndarray) -> np.ndarray:
+    """`[turns]`: the tokens of the mask that have the advantage of each turn."""
+    before = np.concatenate(([0], mask.cumsum()))
+    return np.diff(before[[*_starts(completion), len(mask)]])

@@ -1,13 +1,13 @@
 """A learner rank's part of a checkpoint, written and read in slices of HF tensors, independent of the layout.
 
 Every layout, ZeRO stage and number of ranks writes the same tensors, so each can continue from any other: masters and
-Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank. Of a
-policy with adapters these are the adapters' tensors: the model's own stay as they are in its folder.
+Adam's moments in float32, the models that follow the policy once they have moved, and one step count. Random states are
+kept by rank. Of a policy with adapters these are the adapters' tensors: the model's own stay as they are in its folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,23 @@ from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
-from mgrpo.policy.reference_policy import Reference
 from mgrpo.policy.shards import MOMENTS, Shard
+from mgrpo.policy.untrained_policy import UntrainedPolicy
 
-MASTER, REFERENCE, RANDOM = "master", "reference", "random"
-KINDS = (MASTER, *MOMENTS, REFERENCE)
+MASTER, REFERENCE, AVERAGE, RANDOM = "master", "reference", "average", "random"
+KINDS = (MASTER, *MOMENTS, REFERENCE, AVERAGE)
 
 
 class TrainState:
-    """The tensors of a run's state on this rank: those of the policy and of a reference that is updated."""
+    """The tensors of a run's state on this rank: those of the policy and of the models that follow it."""
 
-    def __init__(self, policy: Policy, reference: Reference | None, *, group: dist.ProcessGroup) -> None:
-        self.policy, self.reference, self.group = policy, reference, group
+    def __init__(self, policy: Policy, following: Mapping[str, UntrainedPolicy], *, group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            following: by kind, all of the policy's shape; saved once they have moved.
+        """
+        self.policy, self.group = policy, group
+        self._following = following
         self.rank = dist.get_rank()
 
     def parts(self) -> list[Part]:
@@ -54,7 +59,7 @@ class TrainState:
         """Shape of every tensor of the checkpoint, by kind and name. Not collective."""
         shape, lora = self.policy.shape, self.policy.lora
         tensors = adapter_tensors(shape, lora) if lora else hf_tensors(shape)
-        kinds = (MASTER, *MOMENTS, *((REFERENCE,) if self._reference_moves else ()))
+        kinds = (MASTER, *MOMENTS, *self._moved)
         random = {
             _random_name(rank, name): tuple(state.shape)
             for rank in range(dist.get_world_size())
@@ -90,8 +95,8 @@ class TrainState:
             backend.set_random_states(states)
 
     @property
-    def _reference_moves(self) -> bool:
-        return self.reference is not None and self.reference.has_moved
+    def _moved(self) -> dict[str, UntrainedPolicy]:
+        return {kind: model for kind, model in self._following.items() if model.has_moved}
 
     def _held(self) -> Iterator[Part]:
         for shard in self.policy.shards:
@@ -99,9 +104,9 @@ class TrainState:
             for kind, values in self._kinds(shard) if not place.is_copy else ():
                 for box, view in shard.boxes(place, values):
                     yield Part(kind, box, view)
-        if self.reference is not None and self.reference.has_moved:
-            for box, view in self.reference.master_boxes():
-                yield Part(REFERENCE, box, view)
+        for kind, model in self._moved.items():
+            for box, view in model.master_boxes():
+                yield Part(kind, box, view)
 
     def _kinds(self, shard: Shard) -> list[tuple[str, torch.Tensor]]:
         return [(MASTER, shard.main), *((kind, shard.moment(kind)) for kind in MOMENTS)]

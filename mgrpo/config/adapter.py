@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mgrpo.config.annotations import ONE_OR_MORE, OPEN_INSTRUCT, TRL, Rule, shown
 from mgrpo.config.optimizer import LARGE
 from mgrpo.config.provenance import Provenance
-from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape
+from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, is_hub_name, shape_of
 from mgrpo.models.peft import peft_problems, target_names
+from mgrpo.models.table import EXPERT_MATRICES
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of attention, MLP and experts, as peft calls them."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM has room; a lower one takes as much as the next of these."""
+EXPERT_LAYERS = frozenset(name for names in EXPERT_MATRICES.values() for name in names)
 LARGE_RATE = 1e-6
 """Usual learning rate of a large model, all of whose weights are trained."""
 
@@ -35,6 +39,9 @@ class Adapter:
     MLP and experts, without embeddings, head and routers."""
     use_rslora: Annotated[bool, TRL] = False
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA)."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """What engines are sent. merged: the model with the adapters added to its weights; adapter: A and B alone, which vLLM adds in each
+    product to the model that it has loaded itself: about a hundredth of the bytes, and slower generation. Learners compute as engines do."""
     lora_adapter_path: str | None = None
     """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given."""
 
@@ -44,7 +51,13 @@ class Adapter:
         if not self.use_peft:
             return None
         targets = () if ALL_LINEAR in self.lora_target_modules else self.lora_target_modules
-        return LoraShape(rank=self.lora_r, alpha=self.lora_alpha, use_rslora=self.use_rslora, targets=targets)
+        return LoraShape(
+            rank=self.lora_r,
+            alpha=self.lora_alpha,
+            use_rslora=self.use_rslora,
+            targets=targets,
+            is_merged=self.lora_sync == "merged",
+        )
 
 
 def _without_use(
@@ -53,6 +66,7 @@ def _without_use(
     lora_alpha: int,
     lora_target_modules: tuple[str, ...],
     use_rslora: bool,
+    lora_sync: str,
     lora_adapter_path: str | None,
 ) -> Iterator[str]:
     values = {
@@ -60,6 +74,7 @@ def _without_use(
         "lora_alpha": lora_alpha,
         "lora_target_modules": lora_target_modules,
         "use_rslora": use_rslora,
+        "lora_sync": lora_sync,
         "lora_adapter_path": lora_adapter_path,
     }
     given = {name: value for name, value in values.items() if value != getattr(Adapter(), name)}
@@ -99,6 +114,21 @@ def _optimizer(use_peft: bool, optimizer_cpu_offload: bool, use_precision_aware_
             yield f"{name}=true cannot be combined with use_peft=true, whose optimizer states are small; leave {name} out"
 
 
+def _engines(lora: LoraShape | None, vllm_mode: str, takes_turns: bool) -> Iterator[str]:
+    """Engines that can have adapters beside the model."""
+    if not are_apart(lora):
+        return
+    if vllm_mode == "server":
+        yield "lora_sync=adapter needs engines that the run starts, got vllm_mode=server; use ray or colocate, or lora_sync=merged"
+    if takes_turns:
+        yield (
+            "lora_sync=adapter cannot be combined with vllm_enable_sleep_mode=true: an engine that gives up its memory gets back what "
+            "is sent, and that is not the model; leave one of them out"
+        )
+    if lora.rank > ADAPTER_RANKS[-1]:
+        yield f"lora_r={lora.rank} is more than {ADAPTER_RANKS[-1]}, the highest rank that vLLM serves; lower it, or use lora_sync=merged"
+
+
 def _targets(lora_target_modules: tuple[str, ...]) -> Iterator[str]:
     names = lora_target_modules
     if not names:
@@ -130,13 +160,21 @@ def _matrices(
             f"lora_r={lora.rank} is more than the model's hidden_size={shape.hidden}, the highest rank that a matrix can have; "
             "8 to 64 is usual"
         )
+    adapted = lora.targets or names
+    experts = [name for name in adapted if name in EXPERT_LAYERS and shape.experts]
+    if are_apart(lora) and experts:
+        others = [name for name in adapted if name not in experts]
+        yield (
+            f"lora_sync=adapter does not serve adapters of experts ({', '.join(experts)}); name others in lora_target_modules, such as "
+            f"{' '.join(others) or 'q_proj'}, or use lora_sync=merged"
+        )
     path = provenance.folder("lora_adapter_path", lora_adapter_path)
     if path is not None and (os.path.isdir(path) or not is_hub_name(path)):
         for problem in peft_problems(path, shape, lora):
             yield f"lora_adapter_path={problem}"
 
 
-RULES: tuple[Rule, ...] = (_without_use, _sharding, _reference, _layers, _optimizer, _targets)
+RULES: tuple[Rule, ...] = (_without_use, _sharding, _reference, _layers, _optimizer, _engines, _targets)
 MODEL: tuple[Rule, ...] = (_matrices,)
 
 

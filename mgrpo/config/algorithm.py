@@ -25,13 +25,18 @@ class Algorithm:
     """Training steps between these updates; none: the reference never changes."""
     use_vllm_logprobs: Annotated[bool, OPEN_INSTRUCT] = False
     """Use the engine's logprobs as the old logprobs instead of computing these again."""
-    advantage_normalization_type: Annotated[Literal["standard", "centered", "batch_std", "gdpo"], OPEN_INSTRUCT] = (
-        "standard"
-    )
+    advantage_normalization_type: Annotated[
+        Literal[
+            "standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
+        ],
+        OPEN_INSTRUCT,
+    ] = "standard"
     """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch;
-    gdpo: standard for each reward function, then their weighted sum over the batch."""
+    rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of
+    the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted
+    sum over the batch."""
     advantage_ddof: Literal[0, 1] = 0
-    """The standard deviation divides by the number of rewards minus this."""
+    """The standard deviation divides by the number of rewards, or of tokens, minus this."""
     advantage_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     """Added to the standard deviation."""
     reward_weights: Annotated[tuple[float, ...], TRL] = ()
@@ -122,6 +127,21 @@ def _groups(
         )
 
 
+def _equal_rewards(
+    advantage_normalization_type: str,
+    active_sampling: bool,
+    filter_zero_std_samples: bool,
+    num_samples_per_prompt_rollout: int,
+) -> Iterator[str]:
+    is_left_out = filter_zero_std_samples and not active_sampling and num_samples_per_prompt_rollout > 1
+    if advantage_normalization_type == "reinforce_plus_plus" and is_left_out:
+        yield (
+            "advantage_normalization_type=reinforce_plus_plus compares all completions of the batch, so that groups whose rewards "
+            "are all equal teach something as well, but filter_zero_std_samples=true leaves them out; set it to false, or "
+            "active_sampling to true, which puts others in their place"
+        )
+
+
 def _entropy(
     use_adaptive_entropy: bool, entropy_coef: float, entropy_coef_min: float, entropy_coef_max: float
 ) -> Iterator[str]:
@@ -144,7 +164,7 @@ def _weighed_advantages(advantage_normalization_type: str, num_reward_funcs: int
     if advantage_normalization_type == "gdpo" and not num_reward_funcs:
         yield (
             "advantage_normalization_type=gdpo weighs reward functions (reward_funcs), but there are none; choose "
-            "standard, centered or batch_std"
+            "another"
         )
 
 
@@ -167,5 +187,5 @@ def _weights(reward_weights: tuple[float, ...], num_reward_funcs: int) -> Iterat
 
 
 RULES: tuple[Rule, ...] = (_mini_batches,)
-GROUPS: tuple[Rule, ...] = (_groups, _entropy, _overlong)
+GROUPS: tuple[Rule, ...] = (_groups, _equal_rewards, _entropy, _overlong)
 REWARD_FUNCTIONS: tuple[Rule, ...] = (_weighed_advantages, _pass_rate, _weights)

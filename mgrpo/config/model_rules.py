@@ -1,4 +1,4 @@
-"""Whether a model can be trained as configured: whether it splits over the ranks, and reads as far as the run needs.
+"""Whether learners and engines can hold a model as configured: whether it splits over the ranks, and reads as far as the run needs.
 
 A model whose config.json lacks a size is not judged by it.
 """
@@ -17,8 +17,11 @@ from mgrpo.models.family import HfConfig
 from mgrpo.models.memory import DTYPE_BYTES
 
 
+def _engine_splits(hf_config: HfConfig, vllm_tensor_parallel_size: int) -> Iterator[str]:
+    yield from engine_problems(hf_config, vllm_tensor_parallel_size)
+
+
 def _splits(config: Config, hf_config: HfConfig) -> Iterator[str]:
-    yield from engine_problems(hf_config, config.engine.vllm_tensor_parallel_size)
     # The number of ranks plays no part in how the model splits.
     yield from layout_problems(hf_config, layout_of(config, world_size=1))
 
@@ -58,18 +61,17 @@ def _expert_matrices(config: Config, hf_config: HfConfig) -> Iterator[str]:
             yield f"{name}={size}{share} must be a multiple of {multiple} with experts in model_dtype={dtype}{remedy}"
 
 
-def _expert_ranks(
-    hf_config: HfConfig, tensor_model_parallel_size: int, sequence_parallel: bool | str, provenance: Provenance
-) -> Iterator[str]:
-    if not num_experts(hf_config):
-        return
-    if tensor_model_parallel_size > 1 and sequence_parallel is False:
+def _expert_ranks(hf_config: HfConfig, tensor_model_parallel_size: int, sequence_parallel: bool | str) -> Iterator[str]:
+    if num_experts(hf_config) and tensor_model_parallel_size > 1 and sequence_parallel is False:
         yield (
             f"sequence_parallel=false with tensor_model_parallel_size={tensor_model_parallel_size} cannot "
             "train a mixture of experts; use true or auto"
         )
+
+
+def _engine_copies(hf_config: HfConfig, provenance: Provenance) -> Iterator[str]:
     copies = provenance.expected.get("vllm_data_parallel_size", 1)
-    if copies > 1:
+    if num_experts(hf_config) and copies > 1:
         yield (
             f"vllm_data_parallel_size={copies} with a mixture of experts would share the experts among copies of the engine, "
             "which must then pause in the same step for every weight sync: not supported; use vllm_num_engines or "
@@ -116,12 +118,7 @@ def _lengths(config: Config) -> dict[str, object]:
     return {**prompts, "response_length": rollout.response_length}
 
 
-MODEL_RULES: tuple[Rule, ...] = (
-    _splits,
-    _exchange,
-    _expert_matrices,
-    _expert_ranks,
-    _capped_logits,
-    _float16,
-    _positions,
-)
+LEARNER_RULES: tuple[Rule, ...] = (_splits, _exchange, _expert_matrices, _expert_ranks, _capped_logits, _float16)
+"""Of every model that learners hold: the policy, and a teacher beside it."""
+MODEL_RULES: tuple[Rule, ...] = (_engine_splits, *LEARNER_RULES, _engine_copies, _positions)
+"""Of the policy, which engines hold as well."""

@@ -9,7 +9,17 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range, Rule
+from mgrpo.config.annotations import (
+    FINITE,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    OPEN_INSTRUCT,
+    POSITIVE,
+    TRL,
+    Needs,
+    Range,
+    Rule,
+)
 
 USED_BY_FUNCTIONS = (
     "reward_funcs_timeout",
@@ -19,6 +29,8 @@ USED_BY_FUNCTIONS = (
     "verifier_workers",
 )
 """Settings of the section that apply to reward functions as well: limits of the workers, and turning verifiers off."""
+
+EVOLVING = Needs("apply_evolving_rubric_reward", lambda apply_evolving_rubric_reward: apply_evolving_rubric_reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +93,15 @@ class Reward:
     """Seconds that one judgement may take."""
     rubric_judge_model: str | None = None
     """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model."""
+    apply_evolving_rubric_reward: Annotated[bool, OPEN_INSTRUCT] = False
+    """Have a judge read each group of rows with the verifier rubric and propose criteria that tell its answers apart; rewards count
+    them as well, see docs/judges.md."""
+    rubric_generation_model: Annotated[str | None, EVOLVING] = None
+    """Model that proposes criteria; none: the environment variable RUBRIC_GENERATION_MODEL, else the model that judges rubrics."""
+    max_active_rubrics: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, EVOLVING] = 5
+    """Proposed criteria of a question that stay in use: those whose verdicts on a group have differed most."""
+    cache_evolving_rubric_data_dir: Annotated[str | None, OPEN_INSTRUCT, EVOLVING] = None
+    """Folder for evolving_rubrics.jsonl: each group's answers, criteria and verdicts, and which criteria stay. none: not written."""
     remote_verifier_concurrency: Annotated[int, ONE_OR_MORE] = 64
     """Most concurrent calls of judges and code services."""
     verifier_memory_mb: Annotated[int, Range(low=256)] = 2048
@@ -166,5 +187,25 @@ def _something_is_rewarded(
         yield f"no reward is on, so nothing can be learned; turn on one of {', '.join(switches)}"
 
 
+def _evolving_rubrics(
+    apply_evolving_rubric_reward: bool,
+    apply_verifiable_reward: bool,
+    num_samples_per_prompt_rollout: int,
+    num_reward_funcs: int,
+) -> Iterator[str]:
+    if not apply_evolving_rubric_reward or num_reward_funcs:
+        return
+    if not apply_verifiable_reward:
+        yield (
+            "apply_evolving_rubric_reward=true needs the verifier rubric, which judges by the criteria, but "
+            "apply_verifiable_reward is false; turn it on"
+        )
+    if num_samples_per_prompt_rollout == 1:
+        yield (
+            "apply_evolving_rubric_reward=true needs num_samples_per_prompt_rollout of at least 2: criteria are proposed to "
+            "tell the answers of a group apart"
+        )
+
+
 RULES: tuple[Rule, ...] = (_verifiers,)
-SOURCES: tuple[Rule, ...] = (_something_is_rewarded,)
+SOURCES: tuple[Rule, ...] = (_something_is_rewarded, _evolving_rubrics)

@@ -29,7 +29,7 @@ from mgrpo.config import (
 )
 from mgrpo.config.annotations import Needs, Rule
 from mgrpo.config.fields import flat, in_python, problem_of, settings, shown
-from mgrpo.config.model_rules import MODEL_RULES, longest_sequence
+from mgrpo.config.model_rules import LEARNER_RULES, MODEL_RULES, longest_sequence
 from mgrpo.config.rules import Reading
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
@@ -104,7 +104,7 @@ def problems(
         num_reward_funcs: reward functions that the caller passes in place of reward_funcs.
     """
     by_field = {name: problem_of(settings()[name], value) for name, value in flat(config).items()}
-    unsound = {name for name, problem in by_field.items() if problem} | config.provenance.unsound
+    unsound = _unsound(config)
     if "reward_funcs" not in unsound:
         num_reward_funcs = num_reward_funcs or len(config.reward.reward_funcs)
     facts = {
@@ -124,6 +124,18 @@ def problems(
         found += reading.find(*adapter.MODEL)
     sentences = [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
     return [*map(in_python, sentences)] if config.provenance.is_python else sentences
+
+
+def held_problems(config: Config, *, world_size: int, hf_config: Mapping[str, Any]) -> list[str]:
+    """Why learners cannot hold a teacher of this config.json beside the policy, one sentence each."""
+    reading = Reading(config, _unsound(config), {"world_size": world_size, "hf_config": hf_config})
+    return reading.find(*LEARNER_RULES) if reading.has("layout") and not reading.find(*parallel.LAYOUT) else []
+
+
+def _unsound(config: Config) -> frozenset[str]:
+    """Settings whose value cannot be judged further, or not read at all."""
+    by_field = (name for name, value in flat(config).items() if problem_of(settings()[name], value))
+    return config.provenance.unsound | frozenset(by_field)
 
 
 def _derived(config: Config, layout: Layout) -> Iterator[str]:

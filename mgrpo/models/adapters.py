@@ -12,13 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import EXPERT_MATRICES, Box, LocalParameter, Piece, Shape, hf_tensors
+from mgrpo.models.table import (
+    EXPERT_MATRICES,
+    Box,
+    LocalParameter,
+    Piece,
+    Shape,
+    engine_boxes,
+    hf_tensors,
+    local_parameters,
+)
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 LINEAR_LAYERS = tuple(dict.fromkeys((*_QKV, "o_proj", *(name for names in EXPERT_MATRICES.values() for name in names))))
 """Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
+ENGINE_ADAPTER = 1
+"""vLLM's number of the policy's adapter, in engines that have it beside the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +44,9 @@ class LoraShape:
     """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ()
     """Those of `LINEAR_LAYERS` that have an adapter; empty: all."""
+    is_merged: bool = True
+    """Layers compute with round(W + scale B A), and engines are sent that. Otherwise both compute with W and, beside it, with A and
+    scale B, which are all that engines are sent."""
 
     @property
     def scale(self) -> float:
@@ -61,6 +77,41 @@ def adapter_tensors(model: ModelShape, lora: LoraShape) -> dict[str, Shape]:
             tensors[lora_a(name)] = (lora.rank, shape[1])
             tensors[lora_b(name)] = (shape[0], lora.rank)
     return tensors
+
+
+def are_apart(lora: LoraShape | None) -> TypeGuard[LoraShape]:
+    """Whether engines have adapters beside the model's own weights, and are sent nothing else."""
+    return lora is not None and not lora.is_merged
+
+
+def sent_tensors(model: ModelShape, lora: LoraShape | None) -> dict[str, Shape]:
+    """Name and shape of every tensor that engines are sent."""
+    return adapter_tensors(model, lora) if are_apart(lora) else hf_tensors(model)
+
+
+def engine_adapter_boxes(model: ModelShape, layout: InferLayout, lora: LoraShape) -> list[list[Box]]:
+    """For each worker of one vLLM engine, the boxes of adapters beside the weights that it holds.
+
+    A has the columns of the worker's weight, and B its rows.
+    """
+    boxes: list[list[Box]] = []
+    for held in engine_boxes(model, layout):
+        pairs: dict[Box, None] = {}
+        for box in held:
+            if lora.adapts(box.name):
+                pairs[Box(lora_a(box.name), (0, box.start[1]), (lora.rank, box.shape[1]))] = None
+                pairs[Box(lora_b(box.name), (box.start[0], 0), (box.shape[0], lora.rank))] = None
+        boxes.append([*pairs])
+    return boxes
+
+
+def training_adapter_boxes(model: ModelShape, layout: Layout, lora: LoraShape) -> list[list[Box]]:
+    """For each training rank, the boxes of adapters that it holds."""
+    ranks = []
+    for rank in range(layout.world_size):
+        places = (adapter_places(place, lora) for place in local_parameters(model, layout, rank).values())
+        ranks.append([piece.box for pair in places if pair for place in pair for piece in place.pieces])
+    return ranks
 
 
 def adapter_places(place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:

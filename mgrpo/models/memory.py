@@ -153,7 +153,7 @@ def adapter_elements(shape: ModelShape, layout: Layout, lora: LoraShape, *, stag
 
 def merged_bytes(shape: ModelShape, layout: Layout, lora: LoraShape | None, *, stage: int, dtype_bytes: int) -> int:
     """The largest weight merged with its adapter: made in float32, then rounded; one at a time is there."""
-    if lora is None:
+    if lora is None or not lora.is_merged:
         return 0
     held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert)
     largest = max(held.largest[layer] for layer in stage_layers(layout, shape.num_layers, stage))

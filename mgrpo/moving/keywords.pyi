@@ -47,6 +47,8 @@ class Keywords(TypedDict, total=False):
     """Matrices with an adapter, by their last names in the checkpoint, such as q_proj gate_proj; all-linear: all of attention, MLP and experts, without embeddings, head and routers. (default: all-linear)"""
     use_rslora: bool
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA). (default: false)"""
+    lora_sync: Literal["merged", "adapter"]
+    """What engines are sent. merged: the model with the adapters added to its weights; adapter: A and B alone, which vLLM adds in each product to the model that it has loaded itself: about a hundredth of the bytes, and slower generation. Learners compute as engines do. (default: merged)"""
     lora_adapter_path: str | None
     """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given. (default: none)"""
     dataset_mixer_list: Sequence[str] | str
@@ -179,6 +181,14 @@ class Keywords(TypedDict, total=False):
     """Seconds that one judgement may take. (default: 60)"""
     rubric_judge_model: str | None
     """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model. (default: none)"""
+    apply_evolving_rubric_reward: bool
+    """Have a judge read each group of rows with the verifier rubric and propose criteria that tell its answers apart; rewards count them as well, see docs/judges.md. (default: false)"""
+    rubric_generation_model: str | None
+    """Model that proposes criteria; none: the environment variable RUBRIC_GENERATION_MODEL, else the model that judges rubrics. (default: none)"""
+    max_active_rubrics: int
+    """Proposed criteria of a question that stay in use: those whose verdicts on a group have differed most. (default: 5)"""
+    cache_evolving_rubric_data_dir: str | None
+    """Folder for evolving_rubrics.jsonl: each group's answers, criteria and verdicts, and which criteria stay. none: not written. (default: none)"""
     remote_verifier_concurrency: int
     """Most concurrent calls of judges and code services. (default: 64)"""
     verifier_memory_mb: int
@@ -307,10 +317,10 @@ class Keywords(TypedDict, total=False):
     """Training steps between these updates; none: the reference never changes. (default: none)"""
     use_vllm_logprobs: bool
     """Use the engine's logprobs as the old logprobs instead of computing these again. (default: false)"""
-    advantage_normalization_type: Literal["standard", "centered", "batch_std", "gdpo"]
-    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; gdpo: standard for each reward function, then their weighted sum over the batch. (default: standard)"""
+    advantage_normalization_type: Literal["standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
+    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted sum over the batch. (default: standard)"""
     advantage_ddof: Literal[0, 1]
-    """The standard deviation divides by the number of rewards minus this. (default: 0)"""
+    """The standard deviation divides by the number of rewards, or of tokens, minus this. (default: 0)"""
     advantage_eps: float
     """Added to the standard deviation. (default: 1e-08)"""
     reward_weights: Sequence[float]
@@ -497,10 +507,12 @@ class Keywords(TypedDict, total=False):
     """A run with fewer engines waits for those that are starting; without any that could start it ends. (default: 1)"""
     weight_sync_bucket_mb: int
     """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it. (default: 256)"""
+    weight_sync_steps: int
+    """Training steps between weight syncs; engines also receive the weights before each evaluation. Above 1 steps train on tokens of weights that are up to this many steps less one older, which adds to async_steps and needs the same correction. (default: 1)"""
     weight_sync_timeout: int
     """Seconds that one weight sync may take; an engine that has not answered by then counts as dead. (default: 120)"""
     weight_sync_check_every: int
-    """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step. (default: 50)"""
+    """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first step. (default: 50)"""
     save_freq: int
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end. (default: 200)"""
     save_final: bool

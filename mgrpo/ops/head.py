@@ -21,7 +21,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 def gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Stats `[4, n]` of every rank, in rank order: `[tp, 4, n]`."""
+    """Stats `[4, n]`, or other rows, of every rank, in rank order: `[tp, 4, n]`."""
     if group is None:
         return stats[None]
     # gloo and NCCL both take the ranks' tensors concatenated, not stacked.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.candidates import joined, picked_logprobs
 from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.head import describe, gather, op_cotangents
 
@@ -35,18 +36,36 @@ class KeptSets(NamedTuple):
         each = torch.arange(self.offsets.shape[0] - 1, device=self.offsets.device)
         return each.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
 
+    def twice(self) -> KeptSets:
+        """All sets, and after them all once more."""
+        ids, offsets = self
+        return KeptSets(torch.cat((ids, ids)), torch.cat((offsets, offsets[1:] + ids.shape[0])))
+
+    def entries(self, tokens: Tensor) -> Tensor:
+        """The entry of each of the tokens `[n, j]` in its target's set, `[n, j]` int64; -1 where it is not in it."""
+        keys, order = ((self.entry_targets() << 32) + self.ids).sort()
+        wanted = (torch.arange(len(tokens), device=tokens.device)[:, None] << 32) + tokens
+        place = torch.searchsorted(keys, wanted).clamp(max=max(len(keys) - 1, 0))
+        return order[place].where(keys[place] == wanted, -1)
+
 
 def kept_logprobs(
     values: Tensor,
     kept: KeptSets,
     targets: Tensor,
+    candidates: Tensor | None,
     inv_temp: Tensor,
     group: ProcessGroup | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each target over its set, and entropy, from the entries' values `[m]`. Collective as `token_logprobs`."""
-    ids, offsets = (part.contiguous() for part in kept)
-    return _KeptLogprobs.apply(values, ids, offsets, targets.contiguous(), inv_temp, group, with_entropy)
+    """Logprob of each target `[n]`, and of its candidates `[n, k]`, over its set, and entropy, from the entries' values `[m]`.
+
+    Collective as `token_logprobs`.
+    """
+    kept = KeptSets(*(part.contiguous() for part in kept))
+    entries = None if candidates is None else kept.entries(joined(targets, candidates))
+    logprobs, entropy, others = _KeptLogprobs.apply(values, *kept, targets, entries, inv_temp, group, with_entropy)
+    return joined(logprobs, others), entropy
 
 
 class _KeptLogprobs(torch.autograd.Function):
@@ -57,26 +76,40 @@ class _KeptLogprobs(torch.autograd.Function):
         ids: Tensor,
         offsets: Tensor,
         targets: Tensor,
+        entries: Tensor | None,
         inv_temp: Tensor,
         group: ProcessGroup | None,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        ops = ops_for(values)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ops, others = ops_for(values), None
         stats = ops.kept_stats(values, ids, offsets, targets, inv_temp, with_entropy)
         logprobs, entropy, merged = ops.logprob_merge(gather(stats, group), inv_temp)
-        ctx.save_for_backward(values, ids, offsets, targets, inv_temp, merged)
+        if entries is not None:
+            found = values[entries[:, 1:]].where(entries[:, 1:] >= 0, -torch.inf)
+            others = picked_logprobs(found, merged, inv_temp, group)
+        ctx.save_for_backward(values, ids, offsets, targets, inv_temp, merged, entries)
         # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
-        return logprobs, entropy if with_entropy else None
+        return logprobs, entropy if with_entropy else None, others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if g_logprobs is None and g_entropy is None:
-            return (None,) * 7
-        *sets, merged = ctx.saved_tensors
-        grad = ops_for(merged).kept_grad(*sets, merged, *op_cotangents(g_logprobs, g_entropy, merged))
-        return (grad,) + (None,) * 6
+    def backward(
+        ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if g_logprobs is None and g_entropy is None and g_others is None:
+            return (None,) * 8
+        values, ids, offsets, targets, inv_temp, merged, entries = ctx.saved_tensors
+        ops = ops_for(merged)
+        g_logprobs, g_entropy = op_cotangents(g_logprobs, g_entropy, merged)
+        if g_others is None:
+            grad = ops.kept_grad(values, ids, offsets, targets, inv_temp, merged, g_logprobs, g_entropy)
+            return (grad,) + (None,) * 7
+        g = joined(g_logprobs, g_others).where(entries >= 0, 0.0)
+        none = torch.full_like(targets, -1)
+        grad = ops.kept_grad(values, ids, offsets, none, inv_temp, merged, g.sum(1), g_entropy)
+        grad.index_put_((entries,), inv_temp.expand(len(g))[:, None] * g, accumulate=True)
+        return (grad,) + (None,) * 7
 
 
 def picked_logits(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.candidates import Columns, check_candidates, joined, picked, picked_logprobs, split_targets
 from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
 from mgrpo.ops.kept_tokens import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
@@ -61,8 +62,8 @@ def linear_logprobs(
         kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
             computed, each a dot product, and nothing in chunks: memory is that of the sets.
     Returns:
-        Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
-        one all-gather of 16 bytes per token, and in backward one all-reduce of hidden's gradient in fp32, which is then
+        Logprobs in the shape of targets and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over
+        `group`: as `token_logprobs`, and in backward one all-reduce of hidden's gradient in fp32, which is then
         that of the whole vocabulary, given that every rank computes the same loss.
     """
     if valid_cols is None:
@@ -72,6 +73,7 @@ def linear_logprobs(
         raise ValueError(
             f"logits_chunk={logits_chunk}, expected at least 1 column; for all columns at once use token_logprobs"
         )
+    targets, candidates = split_targets(targets)
     check_index("targets", targets, hidden.shape[0], hidden)
     if kept is not None:
         check_kept(kept, targets)
@@ -79,20 +81,23 @@ def linear_logprobs(
     if holds_vocabulary and not torch.compiler.is_compiling() and hidden.device.type == "cpu":
         vocab_range = (vocab_start, vocab_start + valid_cols)
         check_index_values(hidden, targets, None, vocab_range)
+        if candidates is not None:
+            check_candidates(candidates, hidden, vocab_range)
         if kept is not None:
             check_kept_values(kept, targets, vocab_range)
     inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
     group = None if holds_vocabulary else group
-    dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+    dtype = dtype_of_logits(hidden, fp32_logits)
     if kept is not None:
         values = picked_dots(
             hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group, dtype=dtype
         )
-        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
-    return _LinearLogprobs.apply(
+        return kept_logprobs(values, kept, targets, candidates, inv_temp, group, with_entropy)
+    logprobs, entropy, others = _LinearLogprobs.apply(
         hidden,
         weight,
-        targets.contiguous(),
+        targets,
+        candidates,
         inv_temp,
         vocab_start,
         valid_cols,
@@ -101,6 +106,7 @@ def linear_logprobs(
         logits_chunk,
         dtype,
     )
+    return joined(logprobs, others), entropy
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -110,6 +116,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        candidates: Tensor | None,
         inv_temp: Tensor,
         vocab_start: int,
         valid_cols: int,
@@ -117,42 +124,51 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy: bool,
         logits_chunk: int,
         logits_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
-        ops = ops_for(hidden)
-        parts = [
-            ops.logprob_stats(
-                logits, targets, None, vocab_start + columns.start, logits.shape[1], inv_temp, with_entropy
-            )
-            for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype)
-        ]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ops, parts, values, others = ops_for(hidden), [], [], None
+        for columns, logits in head_chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype):
+            start, cols = vocab_start + columns.start, logits.shape[1]
+            parts.append(ops.logprob_stats(logits, targets, None, start, cols, inv_temp, with_entropy))
+            if candidates is not None:
+                values.append(picked(logits, None, candidates, vocab_start=start, valid_cols=cols))
         _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
         logprobs, entropy, merged = ops.logprob_merge(gather(own, group), inv_temp)
-        ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
+        if candidates is not None:
+            others = picked_logprobs(torch.stack(values).amax(0), merged, inv_temp, group)
+        ctx.save_for_backward(hidden, weight, targets, candidates, inv_temp, merged, logprobs, others)
         ctx.vocab_start, ctx.valid_cols, ctx.group = vocab_start, valid_cols, group
         ctx.logits_chunk, ctx.logits_dtype = logits_chunk, logits_dtype
         # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
-        return logprobs, entropy if with_entropy else None
+        return logprobs, entropy if with_entropy else None, others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if g_logprobs is None and g_entropy is None:
-            return (None,) * 10
-        hidden, weight, targets, inv_temp, merged = ctx.saved_tensors
-        ops = ops_for(hidden)
-        cotangents = op_cotangents(g_logprobs, g_entropy, merged)
+    def backward(
+        ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if g_logprobs is None and g_entropy is None and g_others is None:
+            return (None,) * 11
+        hidden, weight, targets, candidates, inv_temp, merged, logprobs, others = ctx.saved_tensors
+        ops, of_tokens = ops_for(hidden), None
+        g_logprobs, g_entropy = op_cotangents(g_logprobs, g_entropy, merged)
+        if g_others is not None:
+            of_tokens = Columns.of(targets, candidates, logprobs, others, g_logprobs, g_others)
+            g_logprobs = of_tokens.g.sum(1)
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
-            for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
+            for columns, logits in head_chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
                 start, cols = ctx.vocab_start + columns.start, logits.shape[1]
-                ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, *cotangents)
+                ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, g_logprobs, g_entropy)
+                if of_tokens is not None:
+                    place = {"vocab_start": start, "valid_cols": cols}
+                    of_tokens.write_(logits, None, g_entropy=g_entropy, merged=merged, inv_temp=inv_temp, **place)
                 yield columns, logits
 
         wanted = head_gradients(
             gradients(), hidden, weight, needs=ctx.needs_input_grad[:2], sum_dtype=merged.dtype, group=ctx.group
         )
-        return (*wanted,) + (None,) * 8
+        return (*wanted,) + (None,) * 9
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, *, dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
@@ -195,7 +211,12 @@ class _LinearLogits(torch.autograd.Function):
         return *wanted, None, None
 
 
-def _chunks(
+def dtype_of_logits(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
+    """The type of the logits of chunks."""
+    return torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+
+
+def head_chunks(
     hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor]]:
     """Columns and logits `[n, columns]` of each chunk, padding left out. The next chunk overwrites the logits.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.candidates import Columns, check_candidates, joined, picked, picked_logprobs, split_targets
 from mgrpo.ops.compiled import ops_for
 from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
 from mgrpo.ops.kept_tokens import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_logits
@@ -35,7 +36,8 @@ def token_logprobs(
     Args:
         logits: `[tokens, vocab/tp]`, fp32, bf16 or fp16, unit column stride.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`. A target that no rank holds is a
-            ValueError on one CPU rank, and logprob -inf elsewhere.
+            ValueError on one CPU rank, and logprob -inf elsewhere. `[n, 1 + k]`: each row's target and k candidates, no
+            candidate twice and -1 for none, whose logprob is -inf; outside its set with `kept` it is as well.
         rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
         temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
         vocab_start: global id of this shard's first column.
@@ -50,15 +52,16 @@ def token_logprobs(
             are then over that set. A target outside its set is a ValueError on one CPU rank, and logprob -inf elsewhere.
             None: over the whole vocabulary.
     Returns:
-        Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
-        one all-gather of 16 bytes per token, none in backward: a rank's gradient is that of its own shard, given that
-        every rank computes the same loss.
+        Logprobs in the shape of targets and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`.
+        Collective over `group`: one all-gather of 16 bytes per token, with candidates also one all-reduce of 4 k bytes, none
+        in backward: a rank's gradient is that of its own shard, given that every rank computes the same loss.
     Raises:
         ValueError: a shape, type, device or index that does not fit; `inplace` where the logits must survive.
     """
     if valid_cols is None:
         valid_cols = logits.shape[-1]
     _check_logits(logits, valid_cols, inplace)
+    targets, candidates = split_targets(targets)
     n = _check_indices(logits, targets, rows)
     if kept is not None:
         check_kept(kept, targets)
@@ -66,16 +69,19 @@ def token_logprobs(
     if not torch.compiler.is_compiling() and logits.device.type == "cpu":
         vocab_range = (vocab_start, vocab_start + valid_cols)
         check_index_values(logits, targets, rows, vocab_range if holds_vocabulary else None)
+        if candidates is not None:
+            check_candidates(candidates, logits, vocab_range if holds_vocabulary else None)
         if kept is not None and holds_vocabulary:
             check_kept_values(kept, targets, vocab_range)
     inv_temp = inverse_temperature(temperature, n, logits)
     group = None if holds_vocabulary else group
     if kept is not None:
         values = picked_logits(logits, rows, kept, vocab_start=vocab_start, valid_cols=valid_cols, inplace=inplace)
-        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
-    return _TokenLogprobs.apply(
+        return kept_logprobs(values, kept, targets, candidates, inv_temp, group, with_entropy)
+    logprobs, entropy, others = _TokenLogprobs.apply(
         logits,
-        targets.contiguous(),
+        targets,
+        candidates,
         None if rows is None else rows.contiguous(),
         inv_temp,
         vocab_start,
@@ -84,6 +90,7 @@ def token_logprobs(
         with_entropy,
         inplace,
     )
+    return joined(logprobs, others), entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -92,6 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
+        candidates: Tensor | None,
         rows: Tensor | None,
         inv_temp: Tensor,
         vocab_start: int,
@@ -99,30 +107,39 @@ class _TokenLogprobs(torch.autograd.Function):
         group: ProcessGroup | None,
         with_entropy: bool,
         inplace: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ops = ops_for(logits)
         stats = ops.logprob_stats(logits, targets, rows, vocab_start, valid_cols, inv_temp, with_entropy)
         logprobs, entropy, merged = ops.logprob_merge(gather(stats, group), inv_temp)
-        ctx.save_for_backward(logits, targets, rows, inv_temp, merged)
+        others = None
+        if candidates is not None:
+            values = picked(logits, rows, candidates, vocab_start=vocab_start, valid_cols=valid_cols)
+            others = picked_logprobs(values, merged, inv_temp, group)
+        ctx.save_for_backward(logits, targets, candidates, rows, inv_temp, merged, logprobs, others)
         ctx.vocab_start, ctx.valid_cols, ctx.inplace = vocab_start, valid_cols, inplace
         ctx.is_consumed = False
         # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
-        return logprobs, entropy if with_entropy else None
+        return logprobs, entropy if with_entropy else None, others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if g_logprobs is None and g_entropy is None:
-            return (None,) * 9
+    def backward(
+        ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if g_logprobs is None and g_entropy is None and g_others is None:
+            return (None,) * 10
         if ctx.is_consumed:
             raise RuntimeError(
                 "second backward through token_logprobs(inplace=True): the first one overwrote the logits with their "
                 "gradient; use inplace=False"
             )
-        logits, targets, rows, inv_temp, merged = ctx.saved_tensors
-        ops = ops_for(logits)
+        logits, targets, candidates, rows, inv_temp, merged, logprobs, others = ctx.saved_tensors
+        ops, columns = ops_for(logits), None
         g_logprobs, g_entropy = op_cotangents(g_logprobs, g_entropy, merged)
+        if g_others is not None:
+            columns = Columns.of(targets, candidates, logprobs, others, g_logprobs, g_others)
+            g_logprobs = columns.g.sum(1)
         inv_rows = None if rows is None else _inverse_rows(rows, logits.shape[0])
         rest = (targets, inv_rows, ctx.vocab_start, ctx.valid_cols, inv_temp, merged, g_logprobs, g_entropy)
         if ctx.inplace:
@@ -134,7 +151,10 @@ class _TokenLogprobs(torch.autograd.Function):
         else:
             grad = torch.empty_like(logits)
             ops.logprob_grad_out(logits, grad, *rest)
-        return (grad,) + (None,) * 8
+        if columns is not None:
+            place = {"vocab_start": ctx.vocab_start, "valid_cols": ctx.valid_cols}
+            columns.write_(grad, rows, g_entropy=g_entropy, merged=merged, inv_temp=inv_temp, **place)
+        return (grad,) + (None,) * 9
 
 
 def _inverse_rows(rows: Tensor, tokens: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in Megatron's linear layers and in grouped experts, on every layout.
 
-An adapted layer computes with W' = round(W + scale B A) in W's own dtype: with exactly the weights that engines are sent.
+A merged layer computes with W' = round(W + scale B A) in W's own dtype: with exactly the weights that engines are sent.
 Rounded only there, an update of less than half a step of bfloat16 would exist in the trainer and not in the engines. W' is
-made anew in the forward and in the backward pass, so at most one layer's exists at a time. With h = x A^T and u = dy B,
-    dB = scale dy^T h     dA = scale u^T x     dx = dy W'
+made anew in the forward and in the backward pass, so at most one layer's exists at a time. Beside engines that have W and
+are sent A and scale B, a layer computes with these three, rounded to W's dtype as they are. With h = x A^T and u = dy scale B,
+    dB = scale dy^T h     dA = u^T x     dx = dy W'  or  dy W + u A
 where the rounding counts as the identity. What tensor ranks exchange for A and B is rank wide, never hidden wide.
 """
 
@@ -28,7 +29,7 @@ _ALIGNMENT = 8
 
 
 class LoraAdapter(torch.nn.Module):
-    """A and B of one linear layer; its `forward` is the product with W'.
+    """A and B of one linear layer; its `forward` is the product with W + scale B A.
 
     a: `[experts * parts * rank, inputs]` float32, b: `[experts * outputs, rank]` float32, of a layer of
     `[experts * outputs, inputs]`; see `mgrpo.models.adapters`. Megatron's own layers are one expert.
@@ -36,16 +37,19 @@ class LoraAdapter(torch.nn.Module):
     Args:
         parts: number of matrices of an expert that have an A.
         part_of_row: `[outputs]` int64: to which of them a row of an expert belongs; -1: to none.
+        is_merged: see `mgrpo.models.adapters.LoraShape`.
     """
 
     of_part: torch.Tensor
     """`[outputs, parts, 1]` float32: 1 where a row belongs to a part."""
 
-    def __init__(self, layer: Any, *, rank: int, scale: float, parts: int, part_of_row: torch.Tensor) -> None:
+    def __init__(
+        self, layer: Any, *, rank: int, scale: float, parts: int, part_of_row: torch.Tensor, is_merged: bool
+    ) -> None:
         super().__init__()
         weight, is_grouped = layer.weight, isinstance(layer, GroupedLinear)
-        self.experts = layer.experts if is_grouped else 1
-        self.rank, self.scale = rank, scale
+        self.is_grouped, self.experts = is_grouped, layer.experts if is_grouped else 1
+        self.rank, self.scale, self.is_merged = rank, scale, is_merged
         self.group: dist.ProcessGroup = layer.group if is_grouped else layer.tp_group
         """Ranks that hold shares of the same matrices."""
         self.splits_inputs = layer.split_dim == 1 if is_grouped else isinstance(layer, RowParallelLinear)
@@ -83,6 +87,17 @@ class LoraAdapter(torch.nn.Module):
         return delta.mul_(self.scale).add_(weight).to(weight.dtype)
 
     @torch.no_grad()
+    def scaled_b(self) -> torch.Tensor:
+        """scale B, of the shape of b. Not collective."""
+        return self.b * self.scale
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`matrices_a` and scale times `matrices_b`, rounded to `dtype`; of grouped experts with a width that CUDA can multiply."""
+        a, b = self.matrices_a().to(dtype), (self.matrices_b() * self.scale).to(dtype)
+        missing = -a.shape[1] % _ALIGNMENT if self.is_grouped else 0
+        return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+
+    @torch.no_grad()
     def squares(self, weight: torch.Tensor) -> torch.Tensor:
         """`[2]` float64: the squared norms of scale B A and of `weight`, in the rows of adapted matrices. Not collective."""
         a, b = self.matrices_a().double(), self.matrices_b().double()
@@ -100,11 +115,11 @@ class LoraAdapter(torch.nn.Module):
         reduces_dgrad: bool = False,
         sequence_parallel: bool = False,
     ) -> torch.Tensor:
-        """x W'^T: `[..., inputs]` -> `[..., outputs]`; see `GroupedLinear` and Megatron's layers for the arguments."""
+        """The product of the layer: `[..., inputs]` -> `[..., outputs]`; see `GroupedLinear` and Megatron's layers for the arguments."""
         return _Product.apply(x, weight, self.a, self.b, self, ends, reduces_dgrad, sequence_parallel)
 
     def adapt(self, layer: Any) -> None:
-        """Become a part of the layer, which from now on computes with W' as long as this is enabled."""
+        """Become a part of the layer, which from now on computes with A and B as long as this is enabled."""
         layer.adapter = self
         layer._forward_impl = _grouped(layer) if isinstance(layer, GroupedLinear) else _parallel(layer)
 
@@ -155,8 +170,11 @@ class _Product(torch.autograd.Function):
         ctx.adapter, ctx.reduces_dgrad, ctx.sequence_parallel = adapter, reduces_dgrad, sequence_parallel
         if sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=adapter.group)
-        matrices = adapter.merged(weight).view(adapter.experts, -1, weight.shape[1])
-        rows = _times(x.flatten(0, -2), matrices.mT, ends)
+        inputs = x.flatten(0, -2)
+        rows = _times(inputs, _matrices(adapter, weight).mT, ends)
+        if not adapter.is_merged:
+            a, b = adapter.factors(x.dtype)
+            rows += _times(_times(inputs, a.mT, ends), b.mT, ends)
         return rows.view(*x.shape[:-1], rows.shape[-1])
 
     @staticmethod
@@ -165,26 +183,31 @@ class _Product(torch.autograd.Function):
         adapter: LoraAdapter = ctx.adapter
         group, is_shared = adapter.group, adapter.group.size() > 1
         rows, dy = x.flatten(0, -2), gradients[0].flatten(0, -2)
-        dx = _times(dy, adapter.merged(weight).view(adapter.experts, -1, weight.shape[1]), ends)
+        a, b = adapter.factors(x.dtype)
+        dx, u = _times(dy, _matrices(adapter, weight), ends), _times(dy, b, ends)
+        if not adapter.is_merged:
+            dx += _times(u, a, ends)
         summed = dist.all_reduce(dx, group=group, async_op=True) if ctx.reduces_dgrad else None
         if ctx.sequence_parallel:
             dx = reduce_scatter_to_sequence_parallel_region(dx, group=group)
-        a, b = adapter.matrices_a().to(x.dtype), adapter.matrices_b().to(x.dtype)
-        width = a.shape[1]
-        if ends is not None:
-            a, b = F.pad(a, (0, 0, 0, -width % _ALIGNMENT)), F.pad(b, (0, -width % _ALIGNMENT))
-        h, u = _times(rows, a.mT, ends), _times(dy, b, ends)
+        h = _times(rows, a.mT, ends)
         if ctx.sequence_parallel:
             h = gather_from_sequence_parallel_region(h, group=group)
             u = reduce_scatter_to_sequence_parallel_region(u, group=group)
         elif is_shared:
             dist.all_reduce(h if adapter.splits_inputs else u, group=group)
-        da = _outer(u, rows, ends, adapter.experts)[:, :width].float() * adapter.scale
+        width = adapter.matrices_a().shape[1]
+        da = _outer(u, rows, ends, adapter.experts)[:, :width].float()
         db = _outer(dy, h, ends, adapter.experts)[..., :width].float() * adapter.scale
         db = (db.unflatten(2, (-1, adapter.rank)) * adapter.of_part).sum(2)
         if summed is not None:
             summed.wait()
         return dx.view_as(x), None, da.flatten(0, 1), db.flatten(0, 1), None, None, None, None
+
+
+def _matrices(adapter: LoraAdapter, weight: torch.Tensor) -> torch.Tensor:
+    """`[experts, outputs, inputs]`: W' where adapters are merged, else W."""
+    return (adapter.merged(weight) if adapter.is_merged else weight).view(adapter.experts, -1, weight.shape[1])
 
 
 def _times(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:

@@ -62,6 +62,7 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         ("gradients", states.gradients),
         ("optimizer", states.optimizer),
         ("reference", states.reference),
+        ("teachers", states.teachers),
     ):
         if planned or at_peak[kind]:
             yield Line(
@@ -70,7 +71,8 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     yield Line(
         section="memory",
         name="whole weights, passes",
-        rehearsed=found["peak"] - sum(at_peak[kind] for kind in ("parameters", "gradients", "optimizer", "reference")),
+        rehearsed=found["peak"]
+        - sum(at_peak[kind] for kind in ("parameters", "gradients", "optimizer", "reference", "teachers")),
         planned=states.unsharded + stage.passes,
         why="the plan has a pack of responses only",
     )
@@ -154,8 +156,10 @@ def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
 
 def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     counted = Counter[str]()
-    for _, kind, flops in found["flops"]:
-        counted[kind] += flops
+    for phase, kind, flops in found["flops"]:
+        # Teachers, which have shapes of their own, are planned apart.
+        if phase != "teach":
+            counted[kind] += flops
     products, attention = _planned_flops(plan, found)
     yield Line(
         section="operations",

@@ -76,11 +76,15 @@ def worker_weights(shape: ModelShape, workers: int) -> int:
 
 
 def engine_memory(
-    shape: ModelShape, settings: Engine, hardware: Hardware, *, longest: int, dtype_bytes: int
+    shape: ModelShape, settings: Engine, hardware: Hardware, *, longest: int, dtype_bytes: int, adapters: int = 0
 ) -> EngineMemory:
-    """Memory of one GPU of an engine; keys and values of windowed layers are counted in full."""
+    """Memory of one GPU of an engine; keys and values of windowed layers are counted in full.
+
+    Args:
+        adapters: elements that it holds of them beside the model's weights.
+    """
     workers = settings.vllm_tensor_parallel_size
-    weights = worker_weights(shape, workers) * dtype_bytes
+    weights = (worker_weights(shape, workers) + adapters) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
     # With fewer key-value heads than workers, neighbours hold copies of one head.

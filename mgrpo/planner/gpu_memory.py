@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.config.schema import Config, Engine, Parallel
-from mgrpo.layout import Layout
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import LoraShape, are_apart, engine_adapter_boxes
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import (
     DTYPE_BYTES,
@@ -196,10 +198,31 @@ def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: 
     engines = config.engine
     if engines.shares_gpus:
         return layout.world_size * _SLOT_BYTES
-    weights = holdings(shape, tensor=1, expert=1).total
-    sent = weights * dtype_bytes * engines.vllm_num_engines
+    sent = synced_bytes(config, shape, dtype_bytes) * engines.vllm_num_engines
     num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
     return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size
+
+
+def synced_bytes(config: Config, shape: ModelShape, dtype_bytes: int) -> int:
+    """Bytes of a weight sync to the workers of one engine; each A or B that is the same on several of them goes to each."""
+    lora, engines = config.adapter.lora, config.engine
+    if not are_apart(lora):
+        return holdings(shape, tensor=1, expert=1).total * dtype_bytes
+    return _engine_adapters(shape, lora, engines.vllm_tensor_parallel_size) * dtype_bytes
+
+
+def engine_room(config: Config, shape: ModelShape) -> int:
+    """Elements of adapters for which a worker of an engine has room; it has that for some ranks only."""
+    lora, workers = config.adapter.lora, config.engine.vllm_tensor_parallel_size
+    if not are_apart(lora):
+        return 0
+    room = min(rank for rank in ADAPTER_RANKS if rank >= lora.rank)
+    return _engine_adapters(shape, replace(lora, rank=room), workers) // workers
+
+
+def _engine_adapters(shape: ModelShape, lora: LoraShape, workers: int) -> int:
+    """Elements of adapters that the workers of an engine hold together."""
+    return sum(box.size for boxes in engine_adapter_boxes(shape, InferLayout(tensor=workers), lora) for box in boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

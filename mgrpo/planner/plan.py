@@ -28,9 +28,11 @@ from mgrpo.planner.gpu_memory import (
     PhaseMemory,
     StageMemory,
     bytes_of_moments,
+    engine_room,
     phase_memory,
     sent_bytes,
     stage_memory,
+    synced_bytes,
     turn_seconds,
 )
 from mgrpo.planner.hardware import GIB, Hardware
@@ -77,6 +79,7 @@ class RunPlan:
     generation: GenerationTime | None
     """None where an engine cannot hold one sequence of maximum length."""
     sync_s: float
+    """A step's share of a weight sync."""
     teach_s: float
     """The teachers' forward pass."""
     teachers: tuple[ModelShape, ...] = ()
@@ -236,6 +239,11 @@ class RunPlan:
         """Bytes of all weights in the run's dtype."""
         return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
 
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes that a weight sync sends to one engine."""
+        return synced_bytes(self.config, self.shape, self.dtype_bytes)
+
 
 def _teachers(phase: PhaseMemory) -> str:
     return f" + teachers {phase.teachers / GIB:.1f}" if phase.teachers else ""
@@ -285,7 +293,14 @@ def plan_run(
         for stage in range(layout.pipeline)
     )
     worst = max(stages, key=lambda stage: stage.total)
-    engine = engine_memory(shape, engines, hardware, longest=config.max_model_length, dtype_bytes=dtype_bytes)
+    engine = engine_memory(
+        shape,
+        engines,
+        hardware,
+        longest=config.max_model_length,
+        dtype_bytes=dtype_bytes,
+        adapters=engine_room(config, shape),
+    )
     num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
     num_free = hardware.num_gpus - num_learners - (0 if engines.shares_gpus else num_engine_gpus)
     num_teacher = num_teacher_gpus(config, num_free=num_free)
@@ -322,10 +337,10 @@ def plan_run(
         teachers=tuple(teachers),
     )
     seconds = sync_seconds(
-        plan.model_bytes,
+        plan.sync_bytes,
         engines=engines.vllm_num_engines,
         workers=engines.vllm_tensor_parallel_size,
         learners=num_learners,
         hardware=hardware,
     )
-    return replace(plan, sync_s=seconds)
+    return replace(plan, sync_s=seconds / engines.weight_sync_steps)

@@ -318,7 +318,7 @@ def _traffic(plan: RunPlan) -> Table:
     link = "in the node" if hardware.num_gpus <= hardware.gpus_per_node else "network"
     table.add_row(
         "weight sync",
-        f"{plan.model_bytes * engines / 1e9:.1f}",
+        f"{plan.sync_bytes * engines / 1e9:.1f}",
         "all learners together",
         link,
         f"{hardware.link_bytes_s(hardware.num_gpus) / 1e9:.0f}",
@@ -430,7 +430,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
         "engine": dataclasses.asdict(plan.engine) | {"longest_sequences": plan.engine.longest_sequences},
         "flops": {"training": plan.training_flops, "generation": plan.generation_flops},
         "sent_bytes": dataclasses.asdict(plan.learners.traffic)
-        | {"sync": plan.model_bytes * plan.config.engine.vllm_num_engines},
+        | {"sync": plan.sync_bytes * plan.config.engine.vllm_num_engines},
         "seconds": {
             "step": plan.step_s,
             "phases": plan.phases,

@@ -118,8 +118,11 @@ def learner_time(
 def _merge_seconds(
     shape: ModelShape, layout: Layout, lora: LoraShape | None, hardware: Hardware, *, stage: int, dtype_bytes: int
 ) -> float:
-    """Seconds in which a rank merges all its adapters once: 2 x rank operations a weight, which is read and written."""
-    if lora is None:
+    """Seconds in which a rank merges all its adapters once: 2 x rank operations a weight, which is read and written.
+
+    Adapters that are not merged are rank wide beside the product with the weight, and count as no time.
+    """
+    if lora is None or not lora.is_merged:
         return 0.0
     held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert).adapted
     weights = sum(held[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
@@ -154,12 +157,12 @@ def _optimizer_seconds(states: StateBytes, hardware: Hardware) -> float:
     return touched / hardware.hbm_bytes_s + over_pcie + arithmetic
 
 
-def sync_seconds(model_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:
+def sync_seconds(sent_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:
     """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
 
     Args:
-        model_bytes: all weights, in the engines' dtype.
+        sent_bytes: to the workers of one engine together.
     """
-    received = model_bytes / workers
-    sent = model_bytes * engines / learners
+    received = sent_bytes / workers
+    sent = sent_bytes * engines / learners
     return max(received, sent) / hardware.link_bytes_s(hardware.num_gpus)

@@ -26,10 +26,10 @@ _LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True, slots=True)
 class MergedSlice:
-    """A slice of a weight with its adapter merged into it, which exists only while it is used."""
+    """A slice of what is made of an adapter when it is read, and exists only while it is used: W with it merged, or scale B."""
 
     weight: Callable[[], torch.Tensor]
-    """Makes the whole local weight as it is now; slices of one weight have the same."""
+    """Makes the whole local tensor as it is now; slices of one tensor have the same."""
     region: tuple[slice, ...]
 
     def __getitem__(self, region: tuple[slice, ...]) -> MergedSlice:
@@ -85,6 +85,7 @@ class Adapters:
             parts=len(places[0].pieces) // experts,
             # Of the first expert; those of all are alike.
             part_of_row=part_of_row[: len(part_of_row) // experts],
+            is_merged=self.lora.is_merged,
         )
         adapter.adapt(layer)
         own = name.removesuffix("weight") + "adapter."
@@ -102,6 +103,15 @@ class Adapters:
                     yield piece.box, MergedSlice(weight, piece.region)
             else:
                 yield from self.parameters.boxes([name])
+
+    def sent_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
+        """Every box of A and of scale B that this rank holds, each with its live view."""
+        for name, adapter in self.by_weight.items():
+            own = name.removesuffix("weight") + "adapter."
+            yield from self.parameters.boxes([own + "a"])
+            scaled = adapter.scaled_b
+            for piece in self.parameters.places[own + "b"].pieces:
+                yield piece.box, MergedSlice(scaled, piece.region)
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,19 +15,42 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.packs import PackedDocuments, describe
 from mgrpo.policy.model import ResponseRows
 from mgrpo.policy.routing import Routing
-from mgrpo.types import KeptTokens, PackedBatch
+from mgrpo.types import KeptTokens, PackedBatch, TeacherScores
 
 
 @dataclass(frozen=True, slots=True)
 class PackTensors:
     """The arrays of a pack that a loss needs, on the device; fields as in `PackedBatch`."""
 
+    targets: torch.Tensor
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     response_cu_seqlens: torch.Tensor
     rollout_logprobs: torch.Tensor
     ages: torch.Tensor | None
     """None: all 0."""
+    teachers: torch.Tensor | None
+    """`[responses]` int8, the teacher of each token's sequence, -1: none. None: no sequence has any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a teacher says of a micro-batch's response tokens; NaN and -1 where it says nothing."""
+
+    logprobs: torch.Tensor
+    """`[responses]` float32, of the tokens themselves."""
+    ids: torch.Tensor | None = None
+    """`[responses, k]` int32, its likeliest tokens. None: they were not asked for."""
+    likeliest: torch.Tensor | None = None
+    """`[responses, k]` float32, the log-probabilities of `ids`."""
+
+    @classmethod
+    def of(cls, output: torch.Tensor, num_likeliest: int) -> Taught:
+        """From the output of a model that was asked for so many."""
+        if not num_likeliest:
+            return cls(output[0])
+        logprobs, likeliest, ids = output.split((1, num_likeliest, num_likeliest))
+        return cls(logprobs[0], ids.t().to(torch.int32), likeliest.t())
 
 
 @dataclass(slots=True)
@@ -46,15 +69,28 @@ class Microbatch:
     """From the score of the policy that `scores_entropy`, `[responses]`."""
     keep: torch.Tensor | None = None
     """`[responses]`, a factor of the loss's policy term."""
+    taught: Taught | None = None
+    """From the pack, or by a teacher beside the policy, then on the last stage only. None: nothing is learned from any."""
     routing: Routing = field(default_factory=dict)
     """The experts chosen in the score that recorded them; replayed in training."""
+
+    def with_candidates(self, temperature: float) -> Microbatch:
+        """The same, whose teacher's likeliest tokens are scored as well, at this temperature."""
+        if self.taught is None or self.taught.ids is None:
+            return self
+        indices, ids = self.response.indices, self.taught.ids
+        candidates = (ids if indices is None else ids[indices]).long()
+        return replace(self, response=replace(self.response, candidates=candidates, candidate_temperature=temperature))
 
 
 Reported = TypeVar("Reported")
 """The report of a loss function about one micro-batch, besides the loss."""
 
-MicrobatchLoss = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
-"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""
+MicrobatchLoss = Callable[..., tuple[torch.Tensor, Reported]]
+"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report).
+
+Where the micro-batch's teacher names its likeliest tokens, also the log-probabilities of targets and of these `[responses, 1 + k]`.
+"""
 
 
 def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature: float) -> Microbatch:
@@ -67,12 +103,28 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
         documents=documents,
         response=_response_rows(pack, documents, temperature),
         loss_inputs=PackTensors(
+            targets=backend.to_device(pack.targets, np.int32),
             advantages=backend.to_device(pack.advantages, np.float32),
             loss_mask=backend.to_device(pack.loss_mask, np.bool_),
             response_cu_seqlens=backend.to_device(pack.response_cu_seqlens, np.int32),
             rollout_logprobs=backend.to_device(pack.rollout_logprobs, np.float32),
             ages=backend.to_device(pack.ages, np.uint8) if pack.ages.any() else None,
+            teachers=None if pack.teachers is None else backend.to_device(_by_response(pack, pack.teachers), np.int8),
         ),
+        taught=None if pack.taught is None else _taught(pack.taught),
+    )
+
+
+def _by_response(pack: PackedBatch, values: np.ndarray) -> np.ndarray:
+    """Each sequence's value at its responses."""
+    return np.repeat(values, np.diff(pack.response_cu_seqlens))
+
+
+def _taught(scores: TeacherScores) -> Taught:
+    return Taught(
+        logprobs=backend.to_device(scores.logprobs, np.float32),
+        ids=None if scores.ids is None else backend.to_device(scores.ids, np.int32),
+        likeliest=None if scores.likeliest is None else backend.to_device(scores.likeliest, np.float32),
     )
 
 

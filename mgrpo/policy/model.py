@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -45,6 +47,12 @@ class ResponseRows:
     """Number of responses of the whole pack; only with `indices`."""
     kept: ops.KeptSets | None = None
     """The tokens that each of the targets was sampled from; None: from the whole vocabulary."""
+    num_likeliest: int = 0
+    """The model's likeliest tokens that are wanted, in place of the entropy; only without gradients."""
+    candidates: torch.Tensor | None = None
+    """`[local responses, k]` int64, tokens that are scored beside each of the targets; -1: none."""
+    candidate_temperature: float = 0.0
+    """At which candidates are scored, and each target among them; only with `candidates`."""
 
 
 class HeadOptions(TypedDict):
@@ -58,6 +66,10 @@ class HeadOptions(TypedDict):
 
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
+
+    With k candidates: also the log-probabilities of target and candidates at their temperature: `[2 + 1 + k, responses]`.
+    Where the k likeliest tokens are wanted: log-probability, those of the likeliest, and their ids, exact as float32 below
+    2^24: `[1 + 2k, responses]`.
 
     Both are over the tokens that a response token was sampled from, where sampling cut the vocabulary.
     Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
@@ -92,7 +104,7 @@ class ResponseModel(GPTModel):
         self.shape, self.logits_chunk, self.fp32_logits = shape, logits_chunk, fp32_logits
         # The head is called as a module in all cases: hooks before its forward pass make its weight ready.
         if logits_chunk and self.post_process:
-            self.output_layer.forward = ops.linear_logprobs
+            self.output_layer.forward = _call
         elif fp32_logits and self.post_process:
             self.output_layer.forward = ops.linear_logits
         # Rounded to the model's type, as in training of the models that have it.
@@ -133,47 +145,98 @@ class ResponseModel(GPTModel):
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        head, response = self.output_layer, self._response
-        sequence_parallel = head.sequence_parallel
-        if sequence_parallel:
+        response = self._response
+        if self.output_layer.sequence_parallel:
             # The head all-reduces its input gradient over tensor ranks; a gather that also reduces would count it tp times.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
         hidden_states = hidden_states.index_select(0, response.rows)
+        values = self._scores(hidden_states, weight, response)
+        return values if response.indices is None else whole_responses(values, response.indices, response.num_responses)
+
+    def _scores(self, hidden: torch.Tensor, weight: torch.Tensor | None, response: ResponseRows) -> torch.Tensor:
+        """The values of the rows `[rows, 1, hidden]`; weight where the head shares the embedding's."""
         has_gradient = torch.is_grad_enabled()
         options = {
             "temperature": response.temperature,
             "vocab_start": self.vocab_start,
             "valid_cols": self.valid_cols,
             "group": parallel_state.get_tensor_model_parallel_group(),
-            "with_entropy": has_gradient or self.scores_entropy,
             "kept": response.kept,
         }
+        if k := response.num_likeliest:
+            logprobs, ids, likeliest = self._head(
+                hidden, weight, response.targets, k, whole=ops.token_likeliest, linear=ops.linear_likeliest, **options
+            )
+            return torch.cat((logprobs[None], likeliest.t(), ids.t().float()))
+        options["with_entropy"] = has_gradient or self.scores_entropy
+        n, targets = len(hidden), response.targets
+        if response.candidates is not None:
+            # A teacher may have more padding in its vocabulary.
+            candidates = response.candidates.where(response.candidates < self.shape.vocab, -1)
+            targets = torch.cat((targets[:, None], candidates), 1)
+            if response.candidate_temperature != response.temperature:
+                hidden, targets, options = _at_both_temperatures(hidden, targets, response, options)
+        logprobs, entropy = self._head(
+            hidden,
+            weight,
+            targets,
+            whole=partial(ops.token_logprobs, inplace=has_gradient),
+            linear=ops.linear_logprobs,
+            **options,
+        )
+        values = [logprobs if response.candidates is None else logprobs[:n, 0]]
+        if entropy is not None:
+            values.append((entropy if self.trains_entropy else entropy.detach())[:n])
+        if response.candidates is not None:
+            values += logprobs[-n:].unbind(1)
+        return torch.stack(values)
+
+    def _head(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        *args: Any,
+        whole: Callable[..., Any],
+        linear: Callable[..., Any],
+        **options: Any,
+    ) -> Any:
+        """The head, and an op on its logits: `whole` takes them, `linear` their factors."""
+        head = self.output_layer
         own_weight = head.weight if weight is None else weight
         if self.logits_chunk:
-            logprobs, entropy = head(
-                hidden_states.squeeze(1),
-                own_weight,
-                response.targets,
-                logits_chunk=self.logits_chunk,
-                fp32_logits=self.fp32_logits,
-                **options,
-            )
+            chunks = {"logits_chunk": self.logits_chunk, "fp32_logits": self.fp32_logits}
+            return head(hidden.squeeze(1), own_weight, *args, op=linear, **chunks, **options)
+        if self.fp32_logits:
+            logits = head(hidden.squeeze(1), own_weight, dtype=torch.float32, group=options["group"])
         else:
-            if self.fp32_logits:
-                logits = head(hidden_states.squeeze(1), own_weight, dtype=torch.float32, group=options["group"])
-            else:
-                head.sequence_parallel = False
-                logits = head(hidden_states, weight=weight)[0].squeeze(1)
-                head.sequence_parallel = sequence_parallel
-            logits = self.capped(logits)
-            logprobs, entropy = ops.token_logprobs(logits, response.targets, inplace=has_gradient, **options)
-        if entropy is None:
-            values = logprobs[None]
-        else:
-            values = torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
-        return values if response.indices is None else whole_responses(values, response.indices, response.num_responses)
+            sequence_parallel = head.sequence_parallel
+            head.sequence_parallel = False
+            logits = head(hidden, weight=weight)[0].squeeze(1)
+            head.sequence_parallel = sequence_parallel
+        return whole(self.capped(logits), *args, **options)
+
+
+def _at_both_temperatures(
+    hidden: torch.Tensor, targets: torch.Tensor, response: ResponseRows, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Each row twice: first for its target, at the temperature of sampling, then for its candidates, at theirs."""
+    n = len(targets)
+    temperature = hidden.new_full((2 * n,), response.temperature, dtype=torch.float32)
+    temperature[n:] = response.candidate_temperature
+    alone = torch.full_like(targets, -1)
+    alone[:, 0] = targets[:, 0]
+    kept = response.kept and response.kept.twice()
+    return (
+        torch.cat((hidden, hidden)),
+        torch.cat((alone, targets)),
+        options | {"temperature": temperature, "kept": kept},
+    )
+
+
+def _call(*args: Any, op: Callable[..., Any], **options: Any) -> Any:
+    return op(*args, **options)
 
 
 def build(

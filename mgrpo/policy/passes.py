@@ -43,7 +43,8 @@ def forward_backward(
     """Add up the gradients of all micro-batches; return what `loss` reports for each."""
 
     def use(microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Reported]:
-        value, reported = loss(output[0], output[1], microbatch)
+        candidates = (output[2:].t(),) if len(output) > 2 else ()
+        value, reported = loss(output[0], output[1], microbatch, *candidates)
         # Megatron wants a count of tokens to divide by. Nothing divides by it: the loss has its global denominator.
         return value, torch.zeros((), dtype=torch.int, device=value.device), reported
 

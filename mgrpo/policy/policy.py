@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import torch
@@ -19,14 +19,14 @@ from megatron.core import parallel_state
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.adapters import LoraShape
+from mgrpo.models.adapters import LoraShape, are_apart
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes
 from mgrpo.policy import passes
 from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.loss_scale import LossScale
-from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
+from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, Taught, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
@@ -142,8 +142,8 @@ class Policy:
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of an HF tensor of the model that this rank holds, each with its live view.
 
-        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights that layers
-        compute with, made one at a time.
+        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights, made one at a
+        time.
         """
         yield from made(self.live_boxes())
 
@@ -159,6 +159,15 @@ class Policy:
             yield from self.adapters.live_boxes()
         else:
             yield from self.parameters.boxes(self.parameters.model)
+
+    def sync_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
+        """Every box that engines have of this rank's: of the model, and of A and scale B where they are not merged; see `live_boxes`."""
+        if self.adapters and are_apart(self.lora):
+            self.wait_for_weights()
+            yield from self.parameters.boxes(self.parameters.model)
+            yield from self.adapters.sent_boxes()
+        else:
+            yield from self.live_boxes()
 
     def adapter_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of an adapter tensor that this rank holds, each with its live view."""
@@ -211,8 +220,8 @@ class Policy:
         return [name for name, good in zip(names, is_finite, strict=True) if not good]
 
     def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
-        """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
-        local = [(0, box) for box, _ in self.live_boxes()]
+        """For each rank the boxes that its `sync_boxes` gives. All ranks of `group`, on the CPU, must call."""
+        local = [(0, box) for box, _ in self.sync_boxes()]
         return [[box for _, box in boxes] for boxes in gather_boxes(local, self.shape, group)]
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:
@@ -238,10 +247,39 @@ class Policy:
                 if len(output) > 1:
                     microbatch.entropy = output[1]
 
-    def train_step(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss[Reported]) -> StepResult[Reported]:
-        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
+    @torch.no_grad()
+    def teach(
+        self, microbatches: Sequence[Microbatch], *, num_likeliest: int = 0, temperature: float | None = None
+    ) -> list[Taught]:
+        """What this model says of the micro-batches' tokens, of each; empty before the last stage.
+
+        Args:
+            num_likeliest: its likeliest tokens that are wanted beside their own; of the kept set where there are sets.
+            temperature: what its logits are divided by, whatever the micro-batches say; None: its own.
+        """
+        divisor = temperature or self.temperature
+        asked = [
+            replace(batch, response=replace(batch.response, temperature=divisor, num_likeliest=num_likeliest))
+            for batch in microbatches
+        ]
+        outputs = passes.forward(self.chunks, asked, routing=self.routing)
+        return [Taught.of(output, num_likeliest) for output in outputs] if self.is_last_stage else []
+
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: MicrobatchLoss[Reported],
+        *,
+        candidate_temperature: float | None = None,
+    ) -> StepResult[Reported]:
+        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step.
+
+        Args:
+            candidate_temperature: at which the likeliest tokens of teachers are scored; None: that of sampling.
+        """
         assert self.optimizer is not None, "call prepare_training first"
         self.optimizer.zero_gradients()
+        microbatches = [batch.with_candidates(candidate_temperature or self.temperature) for batch in microbatches]
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
         loss_scale = self.loss_scale.value if self.loss_scale else None

@@ -33,7 +33,7 @@ from mgrpo.rehearsal.restore import checkpoint_of
 from mgrpo.rehearsal.silent_output import save_state, send_weights
 from mgrpo.rehearsal.world import rank_of
 from mgrpo.run.train.learner import Learner
-from mgrpo.types import KeptTokens, TrainSample
+from mgrpo.types import KeptTokens, TeacherScores, TrainSample
 
 SMALL = 1 << 28
 """Bytes of a rank whose weights are also checked and whose state is also written, which copies them to the host."""
@@ -60,7 +60,13 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
     try:
         with rank_of(job.rank, job.layout.world_size, recorder, caches_shapes=job.layout.sharding < 2):
             make = partial(
-                Learner, job.config, shape=job.shape, layout=job.layout, host_group=dist.new_group(), weights=_nothing
+                Learner,
+                job.config,
+                shape=job.shape,
+                layout=job.layout,
+                host_group=dist.new_group(),
+                weights=_nothing,
+                teacher_shapes=job.teachers,
             )
             learner = make()
             _name_axes(recorder)
@@ -70,9 +76,11 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
                 _route_equally(recorder, job, own_tokens)
             _name_phases(recorder, learner)
             recorder.phase = "data"
-            if job.layout.sharding >= 2:
-                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards.
+            if job.layout.sharding >= 2 or learner.models.following:
+                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards, and models that follow
+                # the policy have no float32 copies.
                 learner.learn(index, own, step=1)
+                _name_untrained(recorder, learner)
             recorder.forget()
             learner.learn(index, own, step=1)
             remarks = learner.remarks()
@@ -138,6 +146,7 @@ def _packs(job: RehearsalJob) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
     # Every token is sampled from the same set of top_k, itself among them.
     sizes = np.full(response, config.rollout.top_k)
     kept = KeptTokens.of_sizes(np.arange(sizes.sum(), dtype=np.int32) % sizes[0], sizes) if sizes[0] else None
+    own_teachers = config.distillation.teachers
     samples = [
         TrainSample(
             prompt_tokens=np.ones(prompt, np.int32),
@@ -147,6 +156,8 @@ def _packs(job: RehearsalJob) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
             advantage=float(number % 2),
             group=number // 2,
             kept=kept,
+            teacher=number // 2 % len(own_teachers) if own_teachers else -1,
+            taught=_taught(config, response),
         )
         for number in range(2 * job.packs * layout.data * parts)
     ]
@@ -167,6 +178,19 @@ def _packs(job: RehearsalJob) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
     tokens = len(assemble(samples, own[0], **padding).tokens)
     index, slices = to_slices(samples, plan, **padding)
     return index, slices[rank].filled(), tokens // layout.context // (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _taught(config: Config, response: int) -> TeacherScores | None:
+    """What a teacher on an engine or a server says of a completion; None: it is on the learners, or there is none."""
+    own = config.distillation
+    if not own.distills or own.teacher_mode == "learner":
+        return None
+    likeliest = np.zeros((response, own.num_likeliest), np.float32) if own.num_likeliest else None
+    return TeacherScores(
+        logprobs=np.zeros(response, np.float32),
+        ids=None if likeliest is None else likeliest.astype(np.int32),
+        likeliest=likeliest,
+    )
 
 
 def _name_axes(recorder: Recorder) -> None:
@@ -196,11 +220,7 @@ def _name_axes(recorder: Recorder) -> None:
 def _name_states(recorder: Recorder, learner: Learner) -> None:
     """Name the memory that stays allocated from step to step. Asking for moments makes those that the first update would make."""
     policy, memory = learner.policy, recorder.memory
-    if learner.reference:
-        for parameter in learner.reference.parameters.live.values():
-            memory.rename(parameter.data, "reference")
-        for _, master in learner.reference.master_boxes() if learner.reference.has_moved else ():
-            memory.rename(master, "reference")
+    _name_untrained(recorder, learner)
     for shard in policy.shards:
         for tensor in (shard.main, shard.moment("exp_avg"), shard.moment("exp_avg_sq")):
             memory.rename(tensor, "optimizer")
@@ -210,6 +230,13 @@ def _name_states(recorder: Recorder, learner: Learner) -> None:
     for chunk in policy.chunks:
         for kind, tensor in _buffers(chunk, policy.layout.sharding):
             memory.rename(tensor, kind)
+
+
+def _name_untrained(recorder: Recorder, learner: Learner) -> None:
+    for model in learner.models.untrained:
+        kind = "reference" if model is learner.reference else "teachers"
+        for tensor in (*(parameter.data for parameter in model.parameters.live.values()), *model.state_memory()):
+            recorder.memory.rename(tensor, kind)
 
 
 def _buffers(chunk: Any, sharding: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -241,6 +268,7 @@ def _name_phases(recorder: Recorder, learner: Learner) -> None:
     policy = learner.policy
     names: dict[str, list[tuple[Any, str]]] = {
         "score": [(model, "score") for model in (policy, learner.reference) if model],
+        "teach": [(model, "teach") for model in (policy, *learner.teachers.models.values())],
         "forward": [(policy, "train_step")],
         "update": [(policy.optimizer, "update")],
         "metrics": [(learner, "_reduce"), (learner, "not_finite")],

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config
 from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import are_apart, training_adapter_boxes
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, training_boxes
 from mgrpo.parallel import backend
@@ -110,9 +111,10 @@ def send_weights(
     engines = config.engine
     with _transfers(recorder):
         sender = Sender(
-            policy.live_boxes(),
+            policy.sync_boxes(),
             holdings=_holdings(policy, shape, layout),
             model=shape,
+            lora=policy.lora,
             train_layout=layout,
             infer_layout=InferLayout(engines=engines.vllm_num_engines, tensor=engines.vllm_tensor_parallel_size),
             rank=policy.rank,
@@ -135,6 +137,9 @@ def send_weights(
 def _holdings(policy: Policy, shape: ModelShape, layout: Layout) -> list[list[Box]]:
     """The boxes of every rank. Under ZeRO-2 and 3 one other rank holds all that this one's shards leave of its parameters."""
     holdings = training_boxes(shape, layout)
+    if are_apart(policy.lora):
+        adapters = training_adapter_boxes(shape, layout, policy.lora)
+        return [own + added for own, added in zip(holdings, adapters, strict=True)]
     if layout.sharding < 2:
         return holdings
     places = {name: place for name, place in policy.parameters.places.items() if not place.is_copy}

@@ -15,19 +15,32 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mgrpo.processes.background import Background, announced
 from mgrpo.processes.user_code import UserCodeError, definition, own_frames
-from mgrpo.rewards.snapshot import Snapshot
 
 LARGEST = 1e100
 """The largest reward: the square of one beyond 1e154 overflows, and with it the deviation of its whole group."""
 
 T = TypeVar("T")
 RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
+
+
+class Snapshot(SimpleNamespace):
+    """The copy of an environment that reward functions are given: the attributes that it had at the end of a trajectory, those that JSON can hold."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the environment has no attribute {name} that can leave its process; there are "
+            f"{', '.join(vars(self)) or 'none'}. Keep plain values in attributes without a leading underscore, or let the "
+            "environment compute the reward (get_reward)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

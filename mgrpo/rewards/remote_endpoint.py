@@ -1,4 +1,4 @@
-"""Verifiers that ask a server: one event loop in a thread, many calls under way at once.
+"""Verifiers, and others that ask a server: one event loop in a thread, many calls under way at once.
 
 Nothing of an answer is run or evaluated here; it is only sent on. Each verifier bounds its own calls, and
 `RemoteVerifier.limit_s` bounds them all.
@@ -13,8 +13,9 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.registry import find
@@ -23,6 +24,24 @@ from mgrpo.rewards.worker_pool import NO_SCORE
 
 _log = logging.getLogger(__name__)
 _LOGGED_PER_VERIFIER = 3
+
+
+T = TypeVar("T")
+
+
+class Asks(Protocol):
+    """What asks a server; as a `RemoteVerifier` does, it counts what that costs, and has connections to give back."""
+
+    name: ClassVar[str]
+
+    def __init__(self, settings: Reward) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=Asks)
 
 
 class _Running(NamedTuple):
@@ -41,6 +60,7 @@ class RemoteScorer:
         self._settings = settings
         self._running: _Running | None = None
         self._verifiers: dict[str, RemoteVerifier] = {}
+        self._askers: dict[str, Asks] = {}
         self._own_process()
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
@@ -50,24 +70,36 @@ class RemoteScorer:
             ValueError: a verifier that cannot be asked at all, for lack of a model or an address.
             RuntimeError: the scorer was closed meanwhile.
         """
-        if not items:
-            return []
+        return self._run(partial(self._score_all, items)) if items else []
+
+    def ask(self, kind: type[A], work: Callable[[A], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns, which is given the one object of its kind; errors as for `verify_many`, and those of `work`."""
+
+        async def asked() -> T:
+            asker = self._askers.get(kind.name)
+            if not isinstance(asker, kind):
+                asker = self._askers[kind.name] = kind(self._settings)
+            return await work(asker)
+
+        return self._run(asked)
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._pid != os.getpid():  # the loop belongs to the parent
             self._own_process()
         with self._lock:
             loop = self._running_loop()
-            future = asyncio.run_coroutine_threadsafe(self._score_all(items), loop)
+            future = asyncio.run_coroutine_threadsafe(work(), loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
             raise RuntimeError("the verifiers were closed while they were asked") from None
 
     def metrics(self) -> dict[str, float]:
-        """The sums of each verifier since the start, for example objective/{verifier}_requests."""
+        """The sums of each verifier and asker since the start, for example objective/{verifier}_requests."""
         return {
             f"objective/{name}_{key}": value
-            for name, verifier in list(self._verifiers.items())
-            for key, value in verifier.metrics().items()
+            for name, asker in [*self._verifiers.items(), *self._askers.items()]
+            for key, value in asker.metrics().items()
         }
 
     def close(self) -> None:
@@ -88,7 +120,7 @@ class RemoteScorer:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._running = None
-        self._verifiers = {}
+        self._verifiers, self._askers = {}, {}
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._running is None:
@@ -126,9 +158,10 @@ class RemoteScorer:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        for verifier in self._verifiers.values():
-            await verifier.close()
+        for asker in (*self._verifiers.values(), *self._askers.values()):
+            await asker.close()
         self._verifiers.clear()
+        self._askers.clear()
 
 
 async def _asked(verifier: RemoteVerifier, answer: Answer) -> float:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.rewards.function_calls import FunctionCall, RewardFunction, call_all, innermost, number_of
-from mgrpo.rewards.snapshot import Snapshot
+from mgrpo.rewards.function_calls import FunctionCall, RewardFunction, Snapshot, call_all, innermost, number_of
 from mgrpo.rewards.trajectory_rewards import is_lost
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from mgrpo.rewards.function_catalog import close_functions, load_functions, star
 from mgrpo.rewards.overlong import overlong_penalty
 from mgrpo.rewards.registry import UNSCORED
 from mgrpo.rewards.reward_functions import TrainerState, function_names, score_with_functions
+from mgrpo.rewards.rubrics.judging import score_evolving
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.trajectory_rewards import TurnRewards, with_turn_rewards
 from mgrpo.types import RewardContext, RewardScale, RolloutGroup, ScoredBatch, ScoredGroup
@@ -84,7 +86,9 @@ class Rewarder:
             )
             batch = replace(batch, groups=with_turn_rewards(batch.groups, self.turns))
         else:
-            batch = ScoredBatch(groups=score_groups(groups, self.scorer, self.config.reward, self.turns))
+            score = partial(score_groups, config=self.config.reward, turns=self.turns)
+            scored = score_evolving(groups, score, pool=self.scorer, remote=self.scorer.remote)
+            batch = ScoredBatch(groups=scored)
         cache_length = self.config.algorithm.overlong_cache_length
         if cache_length is None:
             return batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,9 @@ class Rollouts:
     engine_metrics: Mapping[str, float] = field(default_factory=dict)
     """Failures, replays and environments since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The cost of judges so far, and the values that reward functions have logged in this step."""
+    """The cost of judges so far, the values that reward functions have logged in this step, and how rubrics evolve."""
+    rubrics: Sequence[Mapping[str, Any]] = ()
+    """For each group whose rubric evolves its answers, criteria and verdicts, in JSON."""
     teacher_metrics: Mapping[str, float] = field(default_factory=dict)
     """How much teachers judge, and how long that takes them; empty without any."""
     num_excluded: int = 0
@@ -119,6 +121,17 @@ class Evaluation:
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never for 0 or less."""
     return every > 0 and step % every == 0
+
+
+def syncs_after(config: Config, step: int) -> bool:
+    """Whether the engines receive the weights of training step `step`: where they are due, and before an evaluation."""
+    is_last = step == config.num_training_steps
+    return is_last or is_due(step, config.engine.weight_sync_steps) or evaluates_after(config, step)
+
+
+def pauses_after(config: Config, step: int) -> bool:
+    """Whether the engines stand still between this step and the next: for new weights, and always where a run repeats."""
+    return config.repeats or syncs_after(config, step)
 
 
 def evaluates_after(config: Config, step: int) -> bool:

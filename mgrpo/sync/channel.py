@@ -7,6 +7,7 @@ hold two together; where they share memory, both ends hold the same two.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, hf_tensors
+from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store
@@ -40,8 +42,9 @@ class Sender:
     """A training rank's end of all channels. Every learner rank makes one and calls the same methods in the same order.
 
     Args:
-        boxes: every box this rank holds with the live view of it (`policy.live_boxes()`).
+        boxes: every box this rank holds with the live view of it (`policy.sync_boxes()`).
         holdings: for each training rank the boxes it holds (`policy.holdings(group)`).
+        lora: the policy's adapters. Where they are not merged, only they are sent: engines load the model itself from their own disk.
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
         bucket_bytes: of what is sent to a worker at the same time, by all ranks.
@@ -54,6 +57,7 @@ class Sender:
         *,
         holdings: Sequence[Sequence[Box]],
         model: ModelShape,
+        lora: LoraShape | None = None,
         train_layout: Layout,
         infer_layout: InferLayout,
         rank: int,
@@ -66,19 +70,26 @@ class Sender:
         share_gpus: bool = False,
     ) -> None:
         self.live = LiveBoxes(boxes)
-        self.model, self.infer_layout = model, infer_layout
+        self.model, self.lora, self.infer_layout = model, lora, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s, self.share_gpus = bucket_bytes, timeout_s, share_gpus
-        self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
+        planned = partial(plan, model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
+        self.plan: ReshardPlan = planned(lora=lora)
+        self.proven = [self.plan, planned()] if are_apart(lora) else [self.plan]
+        """What engines must hold: also what they have loaded by themselves."""
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
         """Generations of the engines that have joined, also of those that this rank sends nothing to."""
 
-    def incoming(self, engine: int) -> tuple[Incoming, ...]:
-        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do."""
+    def incoming(self, engine: int, what: ReshardPlan | None = None) -> tuple[Incoming, ...]:
+        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do.
+
+        Args:
+            what: one of `proven`; by default what is sent.
+        """
         workers, place = self.infer_layout.tensor, engine % self.infer_layout.engines
-        return self.plan.received_by[place * workers : (place + 1) * workers]
+        return (what or self.plan).received_by[place * workers : (place + 1) * workers]
 
     @property
     def bytes_moved(self) -> int:
@@ -93,6 +104,7 @@ class Sender:
             "engine": engine,
             "generation": generation,
             "model": asdict(self.model),
+            "lora": self.lora and asdict(self.lora),
             "incoming": [
                 {source: [astuple(box) for box in boxes] for source, boxes in incoming.items()}
                 for incoming in self.incoming(engine)
@@ -204,14 +216,15 @@ class Sender:
             self.leave(engine)
 
     def digests(self, engines: Sequence[int]) -> torch.Tensor:
-        """`[engines, workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what it must have."""
-        shapes = hf_tensors(self.model)
+        """`[engines, workers, tensors]` int64: digest of what each worker must have from this rank; the sum over ranks is of all."""
+        shapes = proven_tensors(self.model, self.lora)
         table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
         for place, engine in enumerate(engines):
-            for worker, incoming in enumerate(self.incoming(engine)):
-                boxes = incoming.get(self.rank, ())
-                held = ((box, self.live.values(self.live.view(box)).to(self.dtype)) for box in boxes)
-                table[place, worker] = digests(held, shapes)
+            for what in self.proven:
+                for worker, incoming in enumerate(self.incoming(engine, what)):
+                    boxes = incoming.get(self.rank, ())
+                    held = ((box, self.live.values(self.live.view(box)).to(self.dtype)) for box in boxes)
+                    table[place, worker] += digests(held, shapes)
         self.live.forget()
         return table
 
@@ -221,7 +234,7 @@ class Sender:
         Raises:
             RuntimeError: naming engine, worker and tensors that differ.
         """
-        names = list(hf_tensors(self.model))
+        names, sent = list(proven_tensors(self.model, self.lora)), sent_tensors(self.model, self.lora)
         for place, engine in enumerate(engines):
             for worker, wanted in enumerate(truth[place].tolist()):
                 key = digest_key(engine, self.generations[engine], worker, version)
@@ -230,7 +243,7 @@ class Sender:
                 if wrong:
                     raise RuntimeError(
                         f"weight sync {version}: worker {worker} of engine {engine} does not hold the trainer's weights; "
-                        f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}"
+                        f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}{_whose(wrong, sent)}"
                     )
 
 
@@ -239,12 +252,13 @@ class Receiver:
 
     Args:
         targets: every box the worker holds with the live view to write to.
+        loaded: those of what it has loaded by itself, which only digests read.
         worker: number of the worker in its engine.
     """
 
-    def __init__(self, targets: Held, *, worker: int, invitation: dict[str, Any]) -> None:
-        self.live = LiveBoxes(targets)
-        self.model = ModelShape.from_dict(invitation["model"])
+    def __init__(self, targets: Held, *, loaded: Held = (), worker: int, invitation: dict[str, Any]) -> None:
+        self.live, self.loaded = LiveBoxes(targets), [*loaded]
+        self.model, self.lora = ModelShape.from_dict(invitation["model"]), invited_lora(invitation)
         self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
         self.place = (invitation["host"], invitation["port"])
         """Host and port of the store, which is there as long as the run is."""
@@ -322,8 +336,8 @@ class Receiver:
 
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
-        held = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
-        sums = digests(held, hf_tensors(self.model)).tolist()
+        received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
+        sums = digests(itertools.chain(received, self.loaded), proven_tensors(self.model, self.lora)).tolist()
         self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
 
 
@@ -374,6 +388,23 @@ class Channel:
         """Members that wait for this one learn that it has left."""
         self.is_open = False
         self.transport.close()
+
+
+def proven_tensors(model: ModelShape, lora: LoraShape | None) -> dict[str, Shape]:
+    """Name and shape of every tensor that engines must have as learners do."""
+    return hf_tensors(model) | sent_tensors(model, lora)
+
+
+def invited_lora(invitation: Mapping[str, Any]) -> LoraShape | None:
+    """The adapters that an invitation speaks of."""
+    return LoraShape(**invitation["lora"]) if invitation.get("lora") else None
+
+
+def _whose(wrong: Sequence[str], sent: Mapping[str, Shape]) -> str:
+    """What to do about tensors that differ though they are never sent."""
+    if all(name in sent for name in wrong):
+        return ""
+    return "; with lora_sync=adapter an engine loads the model itself: give every node that serves the same files in model_name_or_path"
 
 
 def senders(workers: Iterable[Incoming]) -> list[int]:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import (
+    LoraShape,
+    are_apart,
+    engine_adapter_boxes,
+    sent_tensors,
+    training_adapter_boxes,
+)
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
+from mgrpo.models.table import Box, engine_boxes, training_boxes
 
 T = TypeVar("T")
 
@@ -44,6 +51,7 @@ def plan(
     *,
     itemsize: int = 2,
     holdings: Sequence[Sequence[Box]] | None = None,
+    lora: LoraShape | None = None,
 ) -> ReshardPlan:
     """Reshard a model from training ranks to the workers of all engines. Pure: equal arguments give equal plans.
 
@@ -53,18 +61,24 @@ def plan(
         infer_layout: number and tensor-parallel size of the engines, `mgrpo.layout.InferLayout`.
         itemsize: bytes of one weight on the wire, in the engines' dtype.
         holdings: for each training rank the boxes it holds; by default what the layout says, which ZeRO-2 and 3 divide
-            further.
+            further. Boxes of tensors that are not sent do not count.
+        lora: the model's adapters, if it has any; where they are not merged they are all that is sent.
     Returns:
         Every slice that is sent, by worker and rank; its `bytes_moved` equal the `lower_bound`.
     Raises:
         ValueError: the holdings overlap or leave part of a tensor out.
     """
-    workers = engine_boxes(model, infer_layout) * infer_layout.engines
+    if are_apart(lora):
+        workers = engine_adapter_boxes(model, infer_layout, lora) * infer_layout.engines
+        held = holdings or training_adapter_boxes(model, train_layout, lora)
+    else:
+        workers = engine_boxes(model, infer_layout) * infer_layout.engines
+        held = holdings or training_boxes(model, train_layout)
     names = {box.name for boxes in workers for box in boxes}
-    missing = hf_tensors(model).keys() ^ names
+    missing = sent_tensors(model, lora).keys() ^ names
     if missing:
-        raise AssertionError(f"the engines' boxes do not cover exactly the model: {sorted(missing)[:3]}")
-    return reshard(holdings or training_boxes(model, train_layout), workers, itemsize=itemsize)
+        raise AssertionError(f"the engines' boxes do not cover exactly what is sent: {sorted(missing)[:3]}")
+    return reshard(held, workers, itemsize=itemsize)
 
 
 def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:

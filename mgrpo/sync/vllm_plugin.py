@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgrpo.models.table import Box
+from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, adapter_tensors, are_apart, lora_a, lora_b
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.processes.lifetime import die_with_parent
-from mgrpo.sync.channel import Receiver
+from mgrpo.sync.channel import Receiver, invited_lora
+from mgrpo.sync.live import Held
 
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
@@ -138,7 +141,11 @@ def _engine_class() -> type:
                 return
             self.shutdown()
             boxes, self.padding = live_boxes(self.model, invitation["model"])
-            self.receiver = Receiver(boxes, worker=self.parallel_config.rank, invitation=invitation)
+            loaded: Held = ()
+            if are_apart(lora := invited_lora(invitation)):
+                boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
+            worker = self.parallel_config.rank
+            self.receiver = Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
 
         def start_weight_update(self) -> None: ...
 
@@ -190,7 +197,7 @@ def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
 
 def check_model(model_config: Any, shape: dict[str, Any]) -> None:
     """ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
-    from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+    from mgrpo.models.family import read_hf_config, shape_of
 
     name = model_config.model
     # As the trainer reads it; what transformers makes of it may have other names.
@@ -251,18 +258,53 @@ def live_boxes(
     Returns:
         The boxes with their views, and the views that the loader fills with zeros: the vocabulary's padding.
     """
-    from mgrpo.models.family import ModelShape
-    from mgrpo.models.table import hf_tensors
-
-    dtype = next(model.parameters()).dtype
-    stand_ins = {
-        name: torch.empty(size, dtype=dtype, device="meta")
-        for name, size in hf_tensors(ModelShape.from_dict(shape)).items()
-    }
-    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
+    stand_ins = _stand_ins(model, hf_tensors(ModelShape.from_dict(shape)))
     with torch.no_grad(), _RecordCopies() as record:
         load: Any = model.load_weights
         load(iter(stand_ins.items()))
+    return _copied(record, stand_ins), record.zeros
+
+
+def adapter_boxes(model: torch.nn.Module, shape: dict[str, Any], lora: LoraShape) -> list[tuple[Box, torch.Tensor]]:
+    """The same for adapters: every slice of an A or B that this worker's first slot for adapters holds, which is theirs from here on.
+
+    All of it is 0 until it is written. Requests for the adapter with the id `ENGINE_ADAPTER` compute with it.
+
+    Raises:
+        RuntimeError: the engine was started without adapters.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is None:
+        raise RuntimeError("the engine was started without enable_lora, which lora_sync=adapter needs")
+    stand_ins = _stand_ins(model, adapter_tensors(ModelShape.from_dict(shape), lora))
+    layers = {}
+    for matrix in filter(lora.adapts, hf_tensors(ModelShape.from_dict(shape))):
+        layer = matrix.removesuffix(".weight")
+        # With alpha = rank vLLM does not scale B, which is sent scaled.
+        layers[layer] = LoRALayerWeights(
+            layer, lora.rank, lora.rank, stand_ins[lora_a(matrix)], stand_ins[lora_b(matrix)]
+        )
+    manager.remove_adapter(ENGINE_ADAPTER)
+    with torch.no_grad(), _RecordCopies() as record:
+        manager.add_adapter(LoRAModel(ENGINE_ADAPTER, lora.rank, layers))
+        manager.activate_adapter(ENGINE_ADAPTER)
+    # At the end of a weight update vLLM forgets its adapters, as if they were of other weights.
+    manager.remove_all_adapters = lambda: None
+    return _copied(record, stand_ins)
+
+
+def _stand_ins(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Tensors without data, of the model's dtype."""
+    dtype = next(model.parameters()).dtype
+    return {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+
+
+def _copied(record: _RecordCopies, stand_ins: Mapping[str, torch.Tensor]) -> list[tuple[Box, torch.Tensor]]:
+    """The slices of stand-ins that were copied, each with where to."""
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     found = []
     for target, source in record.copies:
         name = by_storage[source.untyped_storage()._cdata]
@@ -272,4 +314,4 @@ def live_boxes(
             offset %= stride
         assert source.dim() == whole.dim() and target.shape == source.shape, (name, source.shape, target.shape)
         found.append((Box(name, tuple(start), tuple(source.shape)), target))
-    return found, record.zeros
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mgrpo.telemetry.recorded import record_of
 
@@ -51,6 +53,24 @@ def take_over(path: Path, resumed_after: int | None) -> None:
         move_aside([path])
     elif path.exists():
         write_whole(path, "".join(lines_until(path, step=resumed_after)))
+
+
+class StepLines:
+    """A JSONL file to which steps add lines; folders are made.
+
+    Args:
+        resumed_after: as for `take_over`.
+    """
+
+    def __init__(self, path: Path, resumed_after: int | None) -> None:
+        self.path = path
+        take_over(path, resumed_after)
+
+    def write(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line for each record, which has the key "step"; they are on disk on return."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, default=str) + "\n" for record in records)
 
 
 def lines_until(path: Path, *, step: int) -> list[str]:

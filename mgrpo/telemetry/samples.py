@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
+from mgrpo.telemetry.files import StepLines, lines_until, move_aside, write_whole
 from mgrpo.telemetry.recorded import Record
 from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, plain, text_of
@@ -84,8 +84,8 @@ class TrainSamples:
     def __init__(
         self, folder: str | Path, total_steps: int, *, pieces: Pieces | None = None, resumed_after: int | None = None
     ) -> None:
-        self.path, self.total_steps, self.pieces = Path(folder) / TRAIN_SAMPLES, total_steps, pieces
-        take_over(self.path, resumed_after)
+        self.total_steps, self.pieces = total_steps, pieces
+        self.lines = StepLines(Path(folder) / TRAIN_SAMPLES, resumed_after)
 
     def write(
         self,
@@ -99,9 +99,7 @@ class TrainSamples:
         if not is_due or not (groups or dropped):
             return []
         records = list(train_records(step, groups, dropped, advantages, self.pieces))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+        self.lines.write(records)
         return records
 
 

@@ -19,7 +19,7 @@ def test_every_stage_passes_on_a_cpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "whole-run.json").read_text())
     outcomes = {name: part["status"] for name, part in report["parts"].items()}
     passed = ("imports", "extension", "engine", "quickstart", "group")
-    assert outcomes == {"join": "skipped", **dict.fromkeys(passed, "passed"), "gpu_tests": "skipped"}
+    assert outcomes == {"join": "skipped", **dict.fromkeys(passed, "passed"), "sync_tests": "skipped"}
     engine, run = (report["parts"][name]["figures"] for name in ("engine", "quickstart"))
     assert engine["first_weights"] == engine["once_more"] == {"tokens": 0, "logprobs": 0}
     assert engine["other_weights"]["tokens"] > 0.5

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from mgrpo.checkpoint.folder import complete
+from mgrpo.data.tokenizer import load_tokenizer
+from mgrpo.models.adapters import LoraShape, adapter_tensors
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.table import hf_tensors
 from tests.e2e.interrupted import Job, assert_equal, export, metrics, origins
 from tests.tiny_models import load_hf
 
@@ -23,9 +29,18 @@ JOB = Job(
 )  # fmt: skip
 
 
+APART = ["--lora_sync", "adapter", "--save_freq", "2"]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     return JOB.finish(tmp_path_factory.mktemp("uninterrupted"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """Engines get the adapter alone, and every sync compares digests."""
+    return JOB.finish(tmp_path_factory.mktemp("apart"), APART)
 
 
 def steps(run) -> list[dict]:
@@ -65,17 +80,69 @@ def test_the_exported_adapter_is_the_exported_model(uninterrupted):
     assert (truth - start).abs().max() > 0.1
 
 
+def test_engines_with_adapters_of_their_own_learn_the_same(uninterrupted, apart):
+    """An adapter that is not applied, or stays that of an earlier step, samples from another policy."""
+    ours, theirs = steps(apart), steps(uninterrupted)
+    assert len(ours) == STEPS
+    assert all(step["debug/vllm_vs_local_logprob_diff_mean"] < 1e-5 for step in ours)
+    shape = shape_of(read_hf_config("examples/quickstart/model"))
+    tensors, weights = adapter_tensors(shape, LoraShape(rank=8, alpha=16)), hf_tensors(shape)
+    for run, sent in ((ours, tensors), (theirs, weights)):
+        assert {step["sync/bytes"] for step in run} == {4 * sum(map(math.prod, sent.values()))}
+    assert ours[0]["reward"] == theirs[0]["reward"], "an adapter that adds nothing"
+    first, *_, last = evaluations(apart)
+    assert last["eval/scores"] > first["eval/scores"] + 0.1
+    assert last["eval/scores"] == pytest.approx(evaluations(uninterrupted)[-1]["eval/scores"], abs=0.05)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_engines_with_adapters_of_their_own_sample_as_peft_computes(apart, step):
+    """The log-probabilities of what is sampled after a step, written with four decimals, are those of its export."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    tokenizer, base = load_tokenizer("examples/quickstart/model"), load_hf("examples/quickstart/model")
+    lines = (apart.output_dir / "rollouts" / "train_samples.jsonl").read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["step"] == step + 1]
+    assert len(samples) == 8 and {sample["policy_version"] for sample in samples} == {step}
+
+    def differences(model) -> np.ndarray:
+        found = []
+        for sample in samples:
+            prompt = tokenizer.encode(sample["prompt"])
+            tokens = [tokenizer.convert_tokens_to_ids(token) for token in sample["tokens"]]
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1)[range(len(tokens)), tokens].numpy()
+            found.append(np.abs(own - sample["logprobs"]).max())
+        return np.array(found)
+
+    without = differences(base)
+    folder = apart.output_dir / "hf" / f"step_{step}" / "adapter"
+    adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    assert differences(adapted).max() < 1e-4 < 0.05 < without.mean()
+
+
 @pytest.mark.slow
-def test_a_run_that_dies_goes_on_as_if_it_had_not(uninterrupted, tmp_path):
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_run_that_dies_goes_on_as_if_it_had_not(request, sync, tmp_path):
     """The adapters and their moments come from the state, the rest of the model from where it was."""
-    JOB.fail(tmp_path, fault="kill forward", step=4)
-    run = JOB.finish(tmp_path)
+    reference, flags = ("apart", APART) if sync == "adapter" else ("uninterrupted", [])
+    reference = request.getfixturevalue(reference)
+    JOB.fail(tmp_path, flags, fault="kill forward", step=4)
+    run = JOB.finish(tmp_path, flags)
     assert origins(run) == [2]
-    assert_equal(run, uninterrupted)
-    ours, theirs = (
-        (export(each) / "adapter" / "adapter_model.safetensors").read_bytes() for each in (run, uninterrupted)
-    )
+    assert_equal(run, reference)
+    ours, theirs = ((export(each) / "adapter" / "adapter_model.safetensors").read_bytes() for each in (run, reference))
     assert ours == theirs
+
+
+@pytest.mark.slow
+def test_adapters_reach_engines_of_several_workers_from_learners_that_share_them(apart, tmp_path):
+    """Each worker has B's rows, or A's columns, of its own weights: another cut than the learners'."""
+    layout = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--vllm_tensor_parallel_size", "2"]
+    run = JOB.finish(tmp_path, [*APART, *layout, "--vllm_num_engines", "2", "--total_episodes", "256"])
+    ours, theirs = steps(run), steps(apart)
+    assert all(step["debug/vllm_vs_local_logprob_diff_mean"] < 1e-5 for step in ours)
+    assert ours[0]["sync/bytes"] > 2 * theirs[0]["sync/bytes"], "what is the same on both workers goes to each"
 
 
 @pytest.mark.slow

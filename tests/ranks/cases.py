@@ -371,10 +371,10 @@ def head_operands(
 
 def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:
     """A policy moved towards one that is 1 larger everywhere, a little at a time: how far, and how far from the formula."""
-    from mgrpo.policy.reference_policy import Reference
+    from mgrpo.policy.untrained_policy import UntrainedPolicy
 
     policy = make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype))
-    reference = Reference(policy.shape, policy.layout, dtype=policy.dtype, seed=1, temperature=policy.temperature)
+    reference = UntrainedPolicy(policy.shape, policy.layout, dtype=policy.dtype, seed=1, temperature=policy.temperature)
     reference.load({box: values for box, values in policy.boxes()}.__getitem__)
     start = {name: parameter.detach().float().clone() for name, parameter in reference.parameters.live.items()}
     for parameter in policy.parameters.live.values():
@@ -437,7 +437,7 @@ def train_steps(
     # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
     policy.prepare_training(Optimizer(learning_rate=1e-2, adam_epsilon=1e-2), num_optimizer_steps=steps)
     group = host_group()
-    state = TrainState(policy, None, group=group)
+    state = TrainState(policy, {}, group=group)
     done = 0
     if checkpoint:
         done = policy.optimizer_steps = checkpoint.step

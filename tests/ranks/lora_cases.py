@@ -143,9 +143,14 @@ def refused(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], settin
 
 
 def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: list[Any]) -> dict[str, Any]:
-    """In bfloat16: what an engine's worker holds after updates, and the merged boxes of each rank; rank 0 is the worker as well."""
+    """In bfloat16: what an engine's worker holds after updates, and the boxes of each rank; rank 0 is the worker as well.
+
+    Where adapters are not merged, the worker has loaded the model itself; also what is said when that is another one.
+    """
     from mgrpo.layout import InferLayout
+    from mgrpo.models.adapters import are_apart, engine_adapter_boxes
     from mgrpo.models.table import engine_boxes
+    from mgrpo.policy.weights import hf_reader
     from mgrpo.sync.channel import Receiver, Sender
     from mgrpo.sync.group import connect_store, open_store
 
@@ -155,9 +160,10 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
     store, place[0] = open_store("127.0.0.1", 30) if policy.rank == 0 else (None, 0)
     torch.distributed.broadcast_object_list(place, group=group)
     sender = Sender(
-        policy.live_boxes(),
+        policy.sync_boxes(),
         holdings=policy.holdings(group),
         model=policy.shape,
+        lora=policy.lora,
         train_layout=policy.layout,
         infer_layout=InferLayout(),
         rank=policy.rank,
@@ -168,14 +174,22 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
         bucket_bytes=1 << 14,
         timeout_s=30,
     )
-    live = [(box, torch.zeros(box.shape, dtype=torch.bfloat16)) for box in engine_boxes(policy.shape, InferLayout())[0]]
+    (boxes,), loaded = engine_boxes(policy.shape, InferLayout()), []
+    if are_apart(policy.lora):
+        read = hf_reader(model_dir, policy.shape)
+        loaded = [(box, read(box).to(torch.bfloat16)) for box in boxes]
+        (boxes,) = engine_adapter_boxes(policy.shape, InferLayout(), policy.lora)
+    live = [(box, torch.zeros(box.shape, dtype=torch.bfloat16)) for box in boxes]
     packs, num_trained = cases.own_packs(policy, samples, share_prompts=True, pack_length=64)
 
     def receive() -> None:
-        receiver = Receiver(live, worker=0, invitation=sender.invitation(0))
+        receiver = Receiver(live, loaded=loaded, worker=0, invitation=sender.invitation(0))
         for version in (1, 2):
             receiver.receive(version)
             receiver.report_digests(version)
+        if loaded:
+            loaded[3][1][0] += 1
+            receiver.report_digests(3)
 
     with ThreadPoolExecutor(1) as threads:
         worker = threads.submit(receive) if policy.rank == 0 else None
@@ -189,6 +203,17 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
             worker.result(30)
     digests = sender.digests([0])
     torch.distributed.all_reduce(digests, group=group)
+    refusal = ""
     if policy.rank == 0:
         sender.compare(2, digests, [0])
-    return {"worker": held(live) if policy.rank == 0 else [], "policy": held(policy.boxes())}
+        try:
+            sender.compare(3 if loaded else 2, digests, [0])
+        except RuntimeError as err:
+            refusal = str(err)
+    return {
+        "worker": held(live) if policy.rank == 0 else [],
+        "policy": held(policy.boxes()),
+        "adapters": held(policy.adapter_boxes()),
+        "bytes": (sender.bytes_moved, sender.plan.lower_bound),
+        "refusal": refusal,
+    }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgrpo.types import TrainSample
 from tests.ranks.cases import forget_groups, host_group, make_sharded_policy
 
 
@@ -137,8 +138,29 @@ class GivenGroups:
     def save_tokenizer(self, folder: Any) -> None: ...
 
 
+class GivenSamples(GivenGroups):
+    """The same of samples, which every rank packs."""
+
+    def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
+        from mgrpo import packing
+        from mgrpo.run.records import Batch
+
+        config, layout = self.parts["config"], self.parts["layout"]
+        padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+        plan = packing.plan_step(
+            self.groups,
+            pack_length=layout.round_up(config.parallel.pack_length),
+            dp=layout.data,
+            num_mini_batches=config.algorithm.num_mini_batches,
+            share_prompts=layout.context == 1,
+            **padding,
+        )
+        index, slices = packing.to_slices(self.groups, plan, **padding)
+        return Batch(index=index, slice=slices[layout.coordinate(dist.get_rank()).data].filled())
+
+
 def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str | None = None) -> Any:
-    """A trainer without engines, which is given its rollouts."""
+    """A trainer without engines, which is given its rollouts: scored groups, or samples."""
     from mgrpo.config.derived import layout_of
     from mgrpo.models.family import read_hf_config, shape_of
     from mgrpo.moving import from_values
@@ -158,11 +180,12 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
     checkpoint = states.open(resume_from, shape)
     learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
     parts = {"lead": lead, "config": config, "layout": layout, "hidden": shape.hidden}
+    source = GivenSamples if groups and isinstance(groups[0], TrainSample) else GivenGroups
     trainer = Trainer(
         config,
         lead=lead,
         learner=learner,
-        source=GivenGroups(parts, groups),
+        source=source(parts, groups),
         weights=None,
         reporter=SilentReporter(),
         states=states,
@@ -321,24 +344,33 @@ def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
     return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Of its bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def hidden_state(learner: Any) -> dict[str, Any]:
-    """Random states, Adam's step counts, the loss scale, and the reference's weights and float32 copies on this rank, as digests."""
+    """Random states, Adam's step counts, the loss scale, and weights and float32 copies of the models that follow, on this rank, as digests."""
     from mgrpo.parallel import backend
 
-    def digest(tensor: torch.Tensor) -> str:
-        return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-    reference = learner.reference
+    following = learner.models.following
     return {
         "random": {name: digest(state) for name, state in backend.random_states().items()},
         "adam": sorted(
             {float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in learner.policy.shards}
         ),
         "loss_scale": learner.policy.loss_scale and learner.policy.loss_scale.state(),
-        "reference": {name: digest(p.data) for name, p in reference.parameters.live.items()} if reference else {},
-        "masters": {str(box): digest(view) for box, view in reference.master_boxes()}
-        if reference and reference.has_moved
-        else {},
+        "following": {
+            f"{kind} {name}": digest(parameter.data)
+            for kind, model in following.items()
+            for name, parameter in model.parameters.live.items()
+        },
+        "masters": {
+            f"{kind} {box}": digest(view)
+            for kind, model in following.items()
+            if model.has_moved
+            for box, view in model.master_boxes()
+        },
     }
 
 

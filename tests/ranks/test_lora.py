@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
 from mgrpo.models.family import read_hf_config, shape_of
@@ -28,6 +29,13 @@ CASES = [
     *(("qwen2-1kv", layout) for layout in ("tp2", "tp4+sp")),
     ("llama-tied", "tp2xpp2+sp"),
     *(("qwen3-moe", layout) for layout in ("ep2", "ep2xtp2+sp", "tp2+sp+full")),
+]
+
+APART = [
+    *(("qwen2", layout) for layout in ("dp1+full", "tp2", "pp2xvpp2", "cp2", "dp2+zero0")),
+    ("qwen2-1kv", "tp4+sp"),
+    ("llama-tied", "tp2xpp2+sp"),
+    ("qwen3-moe", "ep2xtp2+sp"),
 ]
 
 
@@ -60,6 +68,13 @@ def is_equal(worst):
 def test_adapters_learn_as_transformers_does(measure, model, layout):
     """A gradient that is wrong by a factor is hidden by Adam, and one of 0 by a loss that falls more slowly."""
     worst = measure(model, layout)
+    assert is_equal(worst), worst
+
+
+@pytest.mark.parametrize(("model", "layout"), APART)
+def test_adapters_beside_their_weights_learn_the_same(measure, model, layout):
+    """What engines with adapters of their own compute: the delta of a rank's share must be summed with its product, once."""
+    worst = measure(model, layout, lora=LORA | {"is_merged": False})
     assert is_equal(worst), worst
 
 
@@ -191,6 +206,25 @@ def test_engines_get_the_merged_weights_after_an_update(run_ranks, folders, mode
     engine, trainer = joined(ranks, "worker", shapes), joined(ranks, "policy", shapes)
     for name in shapes:
         np.testing.assert_array_equal(engine[name], trainer[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("qwen2-1kv", "tp4+sp"), ("qwen2", "pp2+full"), ("llama-tied", "tp2xpp2+sp")]
+)
+def test_engines_beside_whose_model_adapters_are_get_only_these(run_ranks, folders, model, layout):
+    """B that is scaled twice, or not at all, is another policy; so is the same adapter on other weights."""
+    case, lora = parity.parse(layout), LORA | {"is_merged": False}
+    arguments = {"model_dir": str(folders[model]), "lora": lora, "samples": SAMPLES}
+    ranks = run_ranks(case.ranks, lora_cases.sent, layout=case.layout, **arguments)
+    tensors = adapter_tensors(shape_of(read_hf_config(folders[model])), LoraShape(**lora))
+    engine, trainer = joined(ranks, "worker", tensors), joined(ranks, "adapters", tensors)
+    for name in tensors:
+        factor = LoraShape(**lora).scale if name.endswith("lora_B.weight") else 1
+        rounded = torch.from_numpy(factor * trainer[name]).to(torch.bfloat16).float().numpy()
+        np.testing.assert_array_equal(engine[name], rounded, err_msg=name)
+    assert {rank["bytes"] for rank in ranks} == {(2 * sum(map(np.prod, tensors.values())),) * 2}
+    assert "worker 0 of engine 0 does not hold the trainer's weights; 1 of" in ranks[0]["refusal"]
+    assert "give every node that serves the same files in model_name_or_path" in ranks[0]["refusal"]
 
 
 def test_states_exist_for_adapters_only(run_ranks, folders):

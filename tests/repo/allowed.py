@@ -57,6 +57,7 @@ ROOMS = {
         "processes",
         "rollout",
         "sync",
+        "types",
     },
     "run.start": {
         "algo",
@@ -91,7 +92,8 @@ INNER = {
     "environments.workers": {"adaptors", "environment", "loop", "offered"},
     "rewards.constraints": {"verifier"},
     "rewards.judges": {"verifier"},
-    "rewards.verifiers": {"constraints", "judges", "verifier"},
+    "rewards.rubrics": {"compose", "judges", "remote_endpoint", "trajectory_rewards", "verifier"},
+    "rewards.verifiers": {"constraints", "judges", "rubrics", "verifier"},
     "rewards.verifiers.answers": set(),
     "rollout.engines": {"engine", "requests"},
     "rollout.vllm": {"engine"},
@@ -172,8 +174,8 @@ SMALL = {
     "processes/visible.py": "standard library only: programs of two rooms start with it",
     "rewards/judges/bounded.py": "the transport below another package's client",
     "rewards/overlong.py": "shared by the rewarder and by the built-in functions",
-    "rewards/snapshot.py": "the record that reward functions and their callers share",
     "rewards/verifiers/cpu_limit.py": "a signal and its handler, of which verifiers know nothing",
+    "run/train/finite.py": "one rule for the policy and for the models beside it, which health and loading share",
     "sandbox/clipped.py": "also the tool python's, which needs nothing else of an interpreter",
     "sandbox/outputs.py": "one rule, which two benchmarks fix",
 }

@@ -20,10 +20,12 @@ VERIFIERS = {
     "ifbench": "ifeval",
 }
 """The verifier here for a rm_type."""
-POLICY_LOSSES: dict[str, dict[str, str]] = {
+ESTIMATORS: dict[str, dict[str, str]] = {
     "grpo": {},
     "gspo": {"ratio_level": "sequence"},
     "cispo": {"policy_loss": "cispo"},
+    "reinforce_plus_plus": {"advantage_normalization_type": "reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {"advantage_normalization_type": "reinforce_plus_plus_baseline"},
 }
 """The settings of each advantage_estimator."""
 ARCHITECTURE = "${MODEL_ARGS[@]}"
@@ -79,6 +81,7 @@ def combine(given: Given) -> None:
     _gpus(given)
     _batch(given)
     _loss(given)
+    _teacher(given)
     precision_of_moments(given, "use_precision_aware_optimizer")
     values = given.values
     values["save_freq"] = -1
@@ -199,10 +202,8 @@ def _batch(given: Given) -> None:
 def _loss(given: Given) -> None:
     values = given.values
     values["beta"] = given.text("kl_loss_coef") if given.is_on("use_kl_loss") else 0.0
-    values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
-    centered = given.is_on("disable_grpo_std_normalization")
-    values["advantage_normalization_type"] = "centered" if centered else "standard"
-    losses = given.choice("advantage_estimator", POLICY_LOSSES)
+    losses = given.choice("advantage_estimator", ESTIMATORS)
+    _advantages(given, is_by_batch=isinstance(losses, dict) and "advantage_normalization_type" in losses)
     values |= losses if isinstance(losses, dict) else {}
     if values.get("policy_loss") == "cispo":
         values.pop("dual_clip", None)
@@ -222,4 +223,43 @@ def _loss(given: Given) -> None:
         values["rho_clamp_upper_bound"], values["rho_clamp_lower_bound"] = (
             given.text("tis_clip"),
             given.text("tis_clip_low"),
+        )
+
+
+def _teacher(given: Given) -> None:
+    values = given.values
+    if not given.is_on("use_opd"):
+        given.leave_out(["opd_type", "opd_kl_coef", "opd_teacher_load"], "use_opd is off")
+        for name in ("distillation_coef", "teacher_model_name_or_path"):
+            values.pop(name, None)
+    elif given.text("opd_type") == "megatron":
+        values["teacher_mode"] = "learner"
+    else:
+        word = words("slime")["opd_type"]
+        given.refuse(word, given.text("opd_type") or "nothing", word.sentence)
+
+
+def _advantages(given: Given, *, is_by_batch: bool) -> None:
+    """Set how advantages are normalised; over the batch slime divides by sqrt(variance + 1e-8).
+
+    Args:
+        is_by_batch: whether the estimator is one that slime runs with normalize_advantages only.
+    """
+    values, word = given.values, words("slime")["normalize_advantages"]
+    centered, whitened = given.is_on("disable_grpo_std_normalization"), given.is_on("normalize_advantages")
+    values["advantage_normalization_type"] = "centered" if centered else "standard"
+    values |= {"advantage_ddof": 1, "advantage_eps": 1e-8 if whitened else 1e-6}
+    if is_by_batch and not whitened:
+        estimator = given.text("advantage_estimator")
+        given.problems.append(
+            f"advantage_estimator={estimator} needs normalize_advantages, as in slime; add it{given.at('advantage_estimator')}"
+        )
+    elif whitened and centered:
+        values["advantage_normalization_type"] = "reinforce_plus_plus_baseline"
+    elif whitened and not is_by_batch:
+        given.refuse(
+            word,
+            given.text(word.name),
+            "rewards that were divided by the deviation of their group are not normalised again over the batch; add "
+            "disable_grpo_std_normalization, which makes it reinforce_plus_plus_baseline",
         )

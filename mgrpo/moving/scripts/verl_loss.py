@@ -14,6 +14,16 @@ POLICY_LOSSES: dict[str, dict[str, str]] = {
 }
 """The settings of each loss_mode; those with an aggregation average the policy term so, whatever loss_agg_mode is."""
 
+ADVANTAGES: dict[str, str] = {
+    "grpo": "",
+    "grpo_vectorized": "",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+}
+"""advantage_normalization_type for each adv_estimator; that of grpo depends on norm_adv_by_std_in_grpo."""
+
 
 def set_loss(given: Given) -> None:
     """Set loss, advantages and correction, and refuse what has another average here."""
@@ -30,10 +40,12 @@ def set_loss(given: Given) -> None:
             words("verl")[mode], given.text(mode), "with bypass_mode verl puts vanilla in its place; leave one out"
         )
     _average(given, has_kl=has_kl)
-    if given.choice("algorithm.adv_estimator", {"grpo": True}):
+    kind = given.choice("algorithm.adv_estimator", ADVANTAGES)
+    if kind is not None:
         by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
-        values |= {"advantage_normalization_type": "standard" if by_std else "centered"}
-        values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
+        values["advantage_normalization_type"] = kind or ("standard" if by_std else "centered")
+        # Over the batch verl divides by sqrt(variance + 1e-8).
+        values |= {"advantage_ddof": 1, "advantage_eps": 1e-8 if kind else 1e-6}
     # There every group is trained on, also one whose advantages are all 0.
     values["filter_zero_std_samples"] = values.get("active_sampling", False)
     level = given.choice(

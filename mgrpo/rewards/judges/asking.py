@@ -1,4 +1,4 @@
-"""Base classes of the verifiers that ask a language model: what it sees, and one client for all its calls."""
+"""Base classes of what asks a language model: one client for all its calls, and for verifiers what the model sees."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards.judges.client import ChatClient
 from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
 from mgrpo.rewards.judges.judgements import Judgement, unused_mark
-from mgrpo.rewards.judges.prompt_context import shorten_both, token_counter
+from mgrpo.rewards.judges.prompt_context import shortened, token_counter
 from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
 
 
-class AskingVerifier(RemoteVerifier):
+class Asker:
     """Asks one model; subclasses choose the model and the questions."""
 
     def __init__(self, settings: Reward, endpoint: Endpoint, *, temperature: float) -> None:
-        super().__init__(settings)
+        self.settings = settings
         self.client = ChatClient(
             endpoint,
             temperature=temperature,
@@ -26,6 +26,23 @@ class AskingVerifier(RemoteVerifier):
             timeout_s=settings.llm_judge_timeout,
             max_connections=settings.remote_verifier_concurrency,
         )
+
+    async def close(self) -> None:
+        """Give back connections."""
+        await self.client.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start: tokens and requests of every attempt."""
+        usage = self.client.usage
+        return {
+            "prompt_tokens": float(usage.prompt_tokens),
+            "completion_tokens": float(usage.completion_tokens),
+            "requests": float(usage.requests),
+        }
+
+
+class AskingVerifier(Asker, RemoteVerifier):
+    """A verifier that asks one model for verdicts on the final answer."""
 
     @classmethod
     def problems(cls, settings: Reward) -> list[str]:
@@ -38,7 +55,7 @@ class AskingVerifier(RemoteVerifier):
         """
         self._check_reference(judgement, reference)
         question, answer, reference = (
-            _encodable(text) for text in (question, final_answer(completion), reference if judgement.reference else "")
+            encodable(text) for text in (question, final_answer(completion), reference if judgement.reference else "")
         )
         if not any(map(str.isalnum, answer)):
             return 0.0
@@ -51,7 +68,7 @@ class AskingVerifier(RemoteVerifier):
                 f"llm_judge_max_context_length={settings.llm_judge_max_context_length} leaves {max(room, 0)} tokens for "
                 f"question and answer beside llm_judge_max_tokens={settings.llm_judge_max_tokens} and the template; raise it"
             )
-        question, answer = shorten_both(question, answer, room, count)
+        question, answer = shortened([question, answer], room, count)
         read = functools.partial(judgement.read, mark=unused_mark(question, reference, answer), answer=answer)
         return await self.client.ask(judgement.render(question, answer, reference), read)
 
@@ -59,18 +76,6 @@ class AskingVerifier(RemoteVerifier):
     def _check_reference(cls, judgement: Judgement, reference: str) -> None:
         if judgement.needs_reference and not reference.strip():
             raise ValueError(f"ground_truth is empty; {cls.name} shows it to the judge as the {judgement.reference}")
-
-    async def close(self) -> None:
-        await self.client.close()
-
-    def metrics(self) -> dict[str, float]:
-        """Sums since the start: tokens and requests of every attempt."""
-        usage = self.client.usage
-        return {
-            "prompt_tokens": float(usage.prompt_tokens),
-            "completion_tokens": float(usage.completion_tokens),
-            "requests": float(usage.requests),
-        }
 
 
 class Judge(AskingVerifier):
@@ -106,6 +111,6 @@ def reference_text(ground_truth: object) -> str:
     return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """The text with a question mark in place of every lone surrogate, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

@@ -16,13 +16,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mgrpo.rewards.judges.endpoint import Endpoint
 from mgrpo.rewards.judges.replies import Unreadable
 
 if TYPE_CHECKING:
     import openai
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 # Bounds Retry-After: a server may ask for a longer wait than a training step can take.
@@ -96,7 +98,7 @@ class ChatClient:
         self._slots = asyncio.Semaphore(max_connections)
         self._openai: openai.AsyncOpenAI | None = None
 
-    async def ask(self, prompt: str, read: Callable[[str], float]) -> float:
+    async def ask(self, prompt: str, read: Callable[[str], T]) -> T:
         """The verdict that `read` finds in the reply's text; it raises `Unreadable` for a reply without one.
 
         Raises:

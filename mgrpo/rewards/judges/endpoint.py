@@ -83,6 +83,8 @@ def problems(settings: Reward, verifiers: Iterable[str] = ("general-quality",)) 
         finders.append(judge_endpoint)
     if "rubric" in names:
         finders.append(rubric_endpoint)
+        if settings.apply_evolving_rubric_reward:
+            finders.append(proposing_endpoint)
     found = []
     for find in finders:
         try:
@@ -110,13 +112,30 @@ def judge_endpoint(settings: Reward) -> Endpoint:
 
 def rubric_endpoint(settings: Reward) -> Endpoint:
     """The judge of rubrics: rubric_judge_model, else RUBRIC_JUDGE_MODEL, else llm_judge_model, else gpt-4.1."""
-    names = {
+    return _first(settings, _rubric_judges(settings))
+
+
+def proposing_endpoint(settings: Reward) -> Endpoint:
+    """The model that proposes criteria: rubric_generation_model, else RUBRIC_GENERATION_MODEL, else the judge of rubrics."""
+    own = {
+        "rubric_generation_model": settings.rubric_generation_model,
+        "RUBRIC_GENERATION_MODEL": _environment("RUBRIC_GENERATION_MODEL"),
+    }
+    return _first(settings, own | _rubric_judges(settings))
+
+
+def _rubric_judges(settings: Reward) -> dict[str, str | None]:
+    """Models by the setting or variable that names them; the first that is there is asked."""
+    return {
         "rubric_judge_model": settings.rubric_judge_model,
         "RUBRIC_JUDGE_MODEL": _environment("RUBRIC_JUDGE_MODEL"),
         "llm_judge_model": settings.llm_judge_model,
         "rubric_judge_model (by default)": RUBRIC_JUDGE,
     }
-    setting, model = next((setting, model) for setting, model in names.items() if model)
+
+
+def _first(settings: Reward, models: Mapping[str, str | None]) -> Endpoint:
+    setting, model = next((setting, model) for setting, model in models.items() if model)
     return find_endpoint(model, settings.llm_judge_base_url, setting=setting)
 
 

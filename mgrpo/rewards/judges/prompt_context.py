@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CountTokens = Callable[[str], int]
@@ -34,14 +34,18 @@ def estimate(text: str) -> int:
     return math.ceil(0.4 * (len(data) - num_other) + (num_other - num_foreign) + 0.5 * num_foreign)
 
 
-def shorten_both(question: str, answer: str, room: int, count: CountTokens) -> tuple[str, str]:
-    """Question and answer in `room` tokens together: each gets half of it, and what the other does not need."""
-    asked, given = count(question), count(answer)
-    if asked + given <= room:
-        return question, answer
-    half = room // 2
-    question = shorten(question, max(half, room - given), count)
-    return question, shorten(answer, room - count(question), count)
+def shortened(texts: Sequence[str], room: int, count: CountTokens) -> list[str]:
+    """The texts in `room` tokens together: each gets an equal share of it, and what others do not need."""
+    fitting = list(texts)
+    sizes = [count(text) for text in texts]
+    by_size = sorted(range(len(texts)), key=lambda place: sizes[place])
+    for num_before, place in enumerate(by_size):
+        share = room // (len(texts) - num_before)
+        if sizes[place] > share:
+            fitting[place] = shorten(texts[place], share, count)
+            sizes[place] = count(fitting[place])
+        room -= sizes[place]
+    return fitting
 
 
 def shorten(text: str, limit: int, count: CountTokens) -> str:

@@ -51,7 +51,7 @@ def read_score(reply: str, *, top: float, mark: str, answer: str) -> float:
     # First as it is, since the text of an object may hold `</think>`.
     value = _score_of_object(reply, mark, answer)
     if value is None:
-        visible = _without_thinking(reply)
+        visible = without_thinking(reply)
         value = _score_of_object(visible, mark, answer)
     if value is None:
         pair = rf"mark{_Q}\s*:\s*{_Q}{re.escape(mark)}{_Q}\s*,\s*{_Q}score{_Q}\s*:\s*{_Q}([^\"'\\,}}\n]{{0,40}})"
@@ -69,7 +69,7 @@ def read_decision(reply: str, *, mark: str, answer: str) -> float:
 
     Models trained for this very question write no mark. Their No may stand in any words, since no answer gains by it.
     """
-    visible = _without_thinking(reply)
+    visible = without_thinking(reply)
     marked = re.findall(rf"final\s+decision\W{{0,12}}(yes|no)\W{{1,12}}{re.escape(mark)}", visible, re.IGNORECASE)
     if marked:
         return float(marked[-1].lower() == "yes")
@@ -85,7 +85,7 @@ def read_decision(reply: str, *, mark: str, answer: str) -> float:
     return 1.0
 
 
-def _without_thinking(reply: str) -> str:
+def without_thinking(reply: str) -> str:
     """The text after the last `</think>`."""
     _, end, visible = reply.rpartition("</think>")
     if not end and visible.lstrip().startswith("<think>"):
@@ -108,8 +108,7 @@ def _score_of_object(reply: str, mark: str, answer: str) -> object:
     text = _unwrapped(reply) if len(reply) <= _LONGEST else ""
     if not text.startswith("{"):
         return None
-    # LaTeX in a string ("\( x \)") is a common fault of judges' JSON.
-    for form in (text, _INVALID_ESCAPE.sub(lambda match: match.group() if match.group(1) else r"\\", text)):
+    for form in json_forms(text):
         try:
             pairs, end = _OBJECTS.raw_decode(form)
         except (ValueError, RecursionError):
@@ -124,6 +123,14 @@ def _score_of_object(reply: str, mark: str, answer: str) -> object:
             )
         return scores[0]
     return None
+
+
+def json_forms(text: str) -> tuple[str, str]:
+    """A text to read as JSON, and the same with every backslash doubled that begins no escape.
+
+    LaTeX in a string ("\\( x \\)") is a common fault of judges' JSON.
+    """
+    return text, _INVALID_ESCAPE.sub(lambda match: match.group() if match.group(1) else r"\\", text)
 
 
 def _letters(text: str) -> str:

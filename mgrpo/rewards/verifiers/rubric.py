@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Coroutine, Iterable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import AskingVerifier
 from mgrpo.rewards.judges.endpoint import rubric_endpoint
-from mgrpo.rewards.verifier import Answer, shown, single
+from mgrpo.rewards.rubrics.criteria import question_of, read_criteria, rubric_of, weighted_mean
+from mgrpo.rewards.verifier import Answer
 
 _TEMPERATURE = 0.0
-
-
-class Criterion(NamedTuple):
-    description: str
-    weight: float
 
 
 class Rubric(AskingVerifier):
@@ -33,58 +27,19 @@ class Rubric(AskingVerifier):
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
-        read_criteria(_label(ground_truth))
+        read_criteria(rubric_of(ground_truth))
         return ""
 
     def __init__(self, settings: Reward) -> None:
         super().__init__(settings, rubric_endpoint(settings), temperature=_TEMPERATURE)
 
     async def score(self, answer: Answer) -> float:
-        label = _label(answer.ground_truth)
-        criteria = read_criteria(label)
-        question = label.get("query") or label.get("Question") or answer.prompt
+        label = rubric_of(answer.ground_truth)
+        criteria, question = read_criteria(label), question_of(label, answer.prompt)
         verdicts = await _all_or_none(
-            self.judge(judgements.RUBRIC, str(question), answer.completion, criterion.description)
-            for criterion in criteria
+            self.judge(judgements.RUBRIC, question, answer.completion, criterion.description) for criterion in criteria
         )
-        weighted = math.fsum(criterion.weight * verdict for criterion, verdict in zip(criteria, verdicts, strict=True))
-        return weighted / math.fsum(abs(criterion.weight) for criterion in criteria)
-
-
-def read_criteria(label: dict) -> list[Criterion]:
-    """The criteria of a label; those without a description, or of weight 0, are left out. A missing weight is 1."""
-    rows = label.get("rubrics")
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(
-            f"ground_truth has rubrics={shown(rows)}; expected a list of criteria with description and weight"
-        )
-    criteria = []
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"ground_truth has a criterion {shown(row)}; expected an object with description and weight"
-            )
-        described = row.get("description") or row.get("rubric_item") or row.get("Ingredient") or ""
-        weight = row.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ValueError(f"ground_truth has a criterion of weight {shown(weight)}; expected a number")
-        if isinstance(described, str) and described.strip() and weight != 0:
-            criteria.append(Criterion(described, float(weight)))
-    if not criteria:
-        raise ValueError(f"ground_truth has no criterion with a description and a weight other than 0: {shown(rows)}")
-    return criteria
-
-
-def _label(ground_truth: object) -> dict:
-    label = single(ground_truth)
-    if isinstance(label, str):
-        try:
-            label = json.loads(label)
-        except (ValueError, RecursionError) as err:
-            raise ValueError(f"ground_truth={shown(label)} is not the JSON text of a rubric ({err})") from None
-    if not isinstance(label, dict):
-        raise ValueError(f"ground_truth={shown(label)} is not a rubric; expected an object with query and rubrics")
-    return label
+        return weighted_mean(criteria, verdicts)
 
 
 async def _all_or_none(verdicts: Iterable[Coroutine[None, None, float]]) -> list[float]:

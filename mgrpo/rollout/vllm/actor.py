@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
@@ -30,6 +31,8 @@ class EngineActor(EngineCalls):
     def __init__(self) -> None:
         super().__init__()
         self.engine: Any = None
+        self.adapter: Any = None
+        """What names the policy's adapter in a request, where engines have it beside the model."""
         self.asleep: set[str] = set()
         """The parts without memory on the device, by vLLM's tags."""
         self.waking = asyncio.Lock()
@@ -95,7 +98,11 @@ class EngineActor(EngineCalls):
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.lora.request import LoRARequest
 
+        if (lora := invitation.get("lora")) and are_apart(LoraShape(**lora)):
+            # It is never read from a folder.
+            self.adapter = LoRARequest("policy", ENGINE_ADAPTER, "weight sync")
         await self._wake("weights")
         request = WeightTransferInitRequest(init_info={"invitation": invitation})
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
@@ -178,7 +185,7 @@ class EngineActor(EngineCalls):
         asked = zip(batch.numbers.tolist(), prompts, salts(batch), params, starts, strict=True)
         for number, prompt, salt, own, start in asked:
             salted = tokens_input(prompt, cache_salt=str(salt))
-            request = await self.engine.add_request(str(number), salted, own)
+            request = await self.engine.add_request(str(number), salted, own, lora_request=self.adapter)
             self._expect(number, request.request_id, _group(number, request, start=start, **reading))
 
 

@@ -17,8 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.vllm.engine_set import EngineKind
 from mgrpo.rollout.vllm.kept_sets import draft_problems, kept_args, kept_problems
@@ -69,7 +71,13 @@ OWNED = {
         "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
     ),
     **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
-    "enable_lora": "the weight sync writes whole matrices",
+    **dict.fromkeys(
+        (
+            *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules"),
+            *("fully_sharded_loras", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        ),
+        "use use_peft and lora_sync",
+    ),
     **dict.fromkeys(
         ("logits_processors", "watermark_config"), "the trainer's log-probabilities are those of the model's own logits"
     ),
@@ -131,6 +139,8 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
+    if starts_engines:
+        found += _adapter_problems(config, on_gpu=bool(gpus))
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS and not has_servers:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
@@ -157,6 +167,28 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             "start fewer learners or engines"
         )
     return found
+
+
+def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
+    """Reasons why engines of this machine cannot have adapters beside the model."""
+    if not are_apart(config.adapter.lora):
+        return []
+    found = []
+    if _is_megatron_folder(config.model_path):
+        found.append(
+            f"lora_sync=adapter needs a model that engines can load, but {config.model_path} is in Megatron's layout; convert it with "
+            "`mgrpo convert megatron-to-hf`, or use lora_sync=merged"
+        )
+    if on_gpu and config.model.model_dtype == "float32":
+        found.append(
+            "lora_sync=adapter with model_dtype=float32: vLLM's kernels for adapters on a GPU are of bfloat16 and float16; "
+            "use one of these, or lora_sync=merged"
+        )
+    return found
+
+
+def _is_megatron_folder(path: str) -> bool:
+    return (Path(path) / "megatron.json").is_file()
 
 
 def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
@@ -267,7 +299,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
         # With a Megatron folder an engine gets its weights in the first weight sync, and serves nothing before it.
-        "load_format": "dummy" if (Path(config.model_path) / "megatron.json").is_file() else "auto",
+        "load_format": "dummy" if _is_megatron_folder(config.model_path) else "auto",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
@@ -279,6 +311,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
         **kept_args(config),
+        **_adapter_args(config.adapter.lora),
     }
     if config.model.cast_lm_head_to_fp32:
         args["hf_overrides"] = {"head_dtype": "float32"}
@@ -315,6 +348,19 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     longest = args["max_model_len"] if args.get("enable_chunked_prefill") is False else 0
     most = max(STEP_TOKENS["cuda" if on_gpu else "cpu"], args["max_num_seqs"], longest)
     return {"max_num_batched_tokens": most} | args
+
+
+def _adapter_args(lora: LoraShape | None) -> dict[str, Any]:
+    """Room for the policy's adapter beside the model, where engines have it there."""
+    if not are_apart(lora):
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
+        # Without them vLLM would also prepare embeddings and head, and compute with 0 there.
+        "lora_target_modules": list(lora.targets or LINEAR_LAYERS),
+    }
 
 
 def _compilation(given: Any) -> Any:

@@ -17,6 +17,7 @@ from mgrpo.config.data import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
+from mgrpo.rewards.rubrics.criteria import RUBRIC
 from mgrpo.run.inputs.row_labels import looked_at
 from mgrpo.run.inputs.row_teachers import row_teacher_problems
 from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
@@ -109,6 +110,7 @@ def read_inputs(
     about_labels: list[str] = []
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
+        problems += _rubric_problems(train, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
     if verifies and not problems:
         verifier_of = partial(_replacement, config=config)
@@ -130,6 +132,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
     for setting, folder in (
         ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
         ("rollouts_save_path", traces),
+        ("cache_evolving_rubric_data_dir", config.reward.cache_evolving_rubric_data_dir),
     ):
         if folder is None:
             continue
@@ -139,7 +142,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
                 pass
         except (OSError, ValueError) as err:
             # Data that were prepared elsewhere may be read-only here.
-            if setting == "rollouts_save_path" or not _holds_prepared_data(folder):
+            if setting != "dataset_local_cache_dir" or not _holds_prepared_data(folder):
                 why = "it is a file" if os.path.isfile(folder) else err
                 yield f"{setting}={folder} cannot be written to ({why}); name another folder"
 
@@ -213,6 +216,16 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
 def _unasked(name: str, asked: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, sorted(asked), n=3, cutoff=0.5)
     return f"no row asks for {name}; rows ask for {', '.join([*near, *sorted(set(asked) - set(near))])}"
+
+
+def _rubric_problems(train: Mixture, config: Config) -> Iterator[str]:
+    """A sentence where rubrics are to evolve and no training row has one."""
+    asked = _replaced(train.verifiers, config)
+    if config.reward.apply_evolving_rubric_reward and asked and RUBRIC not in asked:
+        yield (
+            f"apply_evolving_rubric_reward=true: no training row asks for the verifier {RUBRIC}, of which rubrics are labels; rows "
+            f"ask for {', '.join(sorted(asked))}; name it in the rows, or by remap_verifier"
+        )
 
 
 def _verifier_problems(asked: Mapping[str, str], config: Config) -> list[str]:

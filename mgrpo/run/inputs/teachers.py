@@ -7,10 +7,12 @@ from pathlib import Path
 
 from mgrpo.config import Config
 from mgrpo.config.distillation import TEACHERS
+from mgrpo.config.validate import held_problems
 from mgrpo.data.tokenizer import first_difference, load_tokenizer
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.weight_files import MEGATRON, torch_dist_folder, weight_problems
+from mgrpo.run.ranks.process import world_size
 
 
 def teacher_problems(config: Config, shape: ModelShape | None) -> list[str]:
@@ -47,6 +49,8 @@ def _problems(config: Config, path: str, shape: ModelShape | None) -> Iterator[s
             own = shape_of(hf_config)
         except ValueError as err:
             yield f"{path}: {err}"
+        for problem in held_problems(config, world_size=world_size(), hf_config=hf_config):
+            yield f"{path}: {problem}"
     try:
         if not ((Path(path) / MEGATRON).is_file() or torch_dist_folder(Path(path))):
             yield from weight_problems(path, own)

@@ -12,6 +12,7 @@ from typing import Any
 
 from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
+from mgrpo.rewards.rubrics.buffer import RubricBuffer, plain_rubric, read_rubric, with_criteria
 from mgrpo.rollout.requests import seed_of
 from mgrpo.rollout.stream import Stream
 from mgrpo.run.produce.lessons import Lessons
@@ -94,6 +95,7 @@ class Groups:
             ahead=rollout.async_steps,
             bound=config.max_age,
             extra=config.num_extra_groups,
+            sync_steps=config.engine.weight_sync_steps,
         )
         self.scores_cohorts = scores_cohorts and self.stream.is_ordered
         self.most_returned = (algorithm.active_sampling_max_rounds - 1) * wanted if algorithm.active_sampling else 0
@@ -112,6 +114,8 @@ class Groups:
         self.buffer = ReplayBuffer(
             algorithm.replay_buffer_size, bound=rollout.max_staleness, seed=config.experiment.seed
         )
+        reward = config.reward
+        self.rubrics = RubricBuffer(reward.max_active_rubrics if reward.apply_evolving_rubric_reward else None)
         self.before = self._state()
 
     @property
@@ -139,7 +143,8 @@ class Groups:
             numbers = self.stream.admit(count)
             cohort = Cohort(numbers=list(numbers), context=self._context(numbers[0], self.stream.updates))
             for number, prompt_id in itertools.zip_longest(numbers, ids):
-                self.out[number] = Group(prompt=prompt_id and self.prompt(prompt_id), cohort=cohort)
+                prompt = prompt_id and self.rubrics.admitted(self.prompt(prompt_id))
+                self.out[number] = Group(prompt=prompt, cohort=cohort)
             for number in numbers[len(ids) :]:
                 self.stream.finish(number)
             admitted += numbers[: len(ids)]
@@ -215,7 +220,9 @@ class Groups:
         self.num_reported = self.num_admitted
         num_dropped = sum(group.prompt is not None and not group.is_kept for group in self.chosen.values())
         self.buffer.draw(num_dropped, steps=self.stream.steps)
-        return [group for _, group in sorted(self.chosen.items())]
+        chosen = [group for _, group in sorted(self.chosen.items())]
+        self.rubrics.draw([group.scored for group in chosen if group.scored])
+        return chosen
 
     def take(self) -> list[Group]:
         """The step has been given the groups of `choose`, which are returned."""
@@ -226,6 +233,7 @@ class Groups:
         ]
         self.stream.take(taken)
         self.buffer.add(kept, steps=self.stream.steps)
+        self.rubrics.take()
         for number in taken:
             del self.out[number]
         self.returned = {number: group for number, group in self.returned.items() if number not in self.chosen}
@@ -241,8 +249,9 @@ class Groups:
 
         Where sampling and training take turns, it is the state before the step that is under way, which is sampled again as a whole.
         """
-        # The buffer changes only when a step is taken, as `before` does.
-        return self.buffer.add_to(self.before if self.takes_turns else self._state())
+        # Buffer and rubrics change only when a step is taken, as `before` does.
+        state = self.buffer.add_to(self.before if self.takes_turns else self._state())
+        return state | {"rubrics": self.rubrics.state_dict()}
 
     def _state(self) -> dict[str, Any]:
         kept = {number: group for number, group in self.out.items() if self._lasts(number)}
@@ -266,6 +275,7 @@ class Groups:
                     "scores": group.scored and plain_scores(group.scored),
                     "is_kept": group.is_kept,
                     "excludes": group.excludes,
+                    **plain_rubric(group.prompt, group.scored),
                 }
                 for number, group in kept.items()
             ],
@@ -277,10 +287,9 @@ class Groups:
 
         Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, with the same result.
         """
-        is_repeatable = self.stream.is_ordered and not self.config.rollout.inflight_updates
         has_just_begun = self.stream.born[number] == self.stream.steps
         group = self.out[number]
-        return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
+        return group.prompt is None or (group.sampled is not None and not (self.config.repeats and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
         """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score; others may
@@ -304,6 +313,7 @@ class Groups:
         for record in kept:
             self._restore(record, state["rollouts"], cohorts)
         self.buffer.load_state_dict(state, self.prompt, self.config.rollout)
+        self.rubrics.load_state_dict(state.get("rubrics", {}))
         self.before = self._state()
         unscored: dict[int, Unscored] = {}
         for number, group in self.out.items():
@@ -321,15 +331,17 @@ class Groups:
         number, prompt_id, first = record["number"], record["prompt"], record["cohort"]
         cohort = cohorts.setdefault(first, Cohort(numbers=[], context=self._context(first, record["step"])))
         cohort.numbers.append(number)
-        group = self.out[number] = Group(prompt=prompt_id and self.prompt(tuple(prompt_id)), cohort=cohort)
+        prompt = prompt_id and with_criteria(self.prompt(tuple(prompt_id)), record)
+        group = self.out[number] = Group(prompt=prompt, cohort=cohort)
         self.stream.born[number] = record["born"]
         if group.prompt is None:
             self.stream.finish(number)
             return
-        prompt = self.prompt(group.prompt.id, record["sampled"].get("opening", ""))
-        group.sampled = self._asked_as_now(unpacked(prompt, record["sampled"], arrays))
+        opened = with_criteria(self.prompt(group.prompt.id, record["sampled"].get("opening", "")), record)
+        group.sampled = self._asked_as_now(unpacked(opened, record["sampled"], arrays))
         if record["scores"] is not None:
-            scored = ScoredGroup(group=group.sampled, scores=read_scores(record["scores"]))
+            scores, rubric = read_scores(record["scores"]), read_rubric(record)
+            scored = ScoredGroup(group=group.sampled, scores=scores, rubric=rubric)
             group.scored = self.lessons.added(scored) if self.lessons else scored
             group.is_kept, group.excludes = record["is_kept"], record["excludes"]
             if not self.awaits_teacher(number):

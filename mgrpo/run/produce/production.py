@@ -22,7 +22,7 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import started_engines
+from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
@@ -97,7 +97,12 @@ def started(
         rewarder.start()
         startup.say(_beginning(config))
         with (
-            started_engines(config, num_local_learners=num_local_learners, on_failure=on_failure) as engines,
+            started_engines(
+                config,
+                num_local_learners=num_local_learners,
+                on_failure=on_failure,
+                sample=_sample(config, inputs.prompts.tokenizer),
+            ) as engines,
             _interacting(config, inputs) as interaction,
         ):
             yield Started(
@@ -199,6 +204,13 @@ def prepare(config: Config, parts: Started) -> Production:
     )
 
 
+def _sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> TextSample | None:
+    """What teachers on servers must read as the policy does."""
+    from mgrpo.data.tokenizer import text_of_all_tokens
+
+    return TextSample(*text_of_all_tokens(tokenizer)) if config.distillation.teacher_server_base_url else None
+
+
 def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
     return [""] * len(tokens)
 
@@ -208,9 +220,7 @@ def _samples_per_engine(config: Config) -> int | None:
 
     None where a run must repeat: then engines are given whole batches.
     """
-    rollout, algorithm = config.rollout, config.algorithm
-    is_ordered = config.max_age == rollout.async_steps and not algorithm.active_sampling_oversample
-    if is_ordered and not rollout.inflight_updates:
+    if config.repeats:
         return None
     return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
 

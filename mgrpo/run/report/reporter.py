@@ -23,7 +23,7 @@ from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
 from mgrpo.telemetry.alerts import AlertWatch
 from mgrpo.telemetry.completions import completions_table, printed, some_of
-from mgrpo.telemetry.files import move_aside
+from mgrpo.telemetry.files import StepLines, move_aside
 from mgrpo.telemetry.metrics.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.progress import Progress
@@ -100,6 +100,9 @@ class Reporter:
         if config.rollout.save_traces:
             place, name = config.rollout.rollouts_save_path or rollouts, config.experiment.run_name
             self.traces = Traces(place, name, pieces=pieces, resumed_after=after)
+        self.rubrics: StepLines | None = None
+        if folder := config.reward.cache_evolving_rubric_data_dir:
+            self.rubrics = StepLines(Path(folder) / "evolving_rubrics.jsonl", after)
         self.describe_engines = engines
         self.engine_states = EngineStates(self.output_dir, resumed_after=after)
         self.best = BestExport(self.output_dir / "hf", config.checkpoint, resumed=saved.get("best"))
@@ -173,6 +176,8 @@ class Reporter:
             self.engine_states.write(step, self.describe_engines())
             if self.traces:
                 self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+            if self.rubrics:
+                self.rubrics.write({"step": step, **record} for record in rollouts.rubrics)
             self._completions(step, rollouts, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self.progress.update(step, scalars)

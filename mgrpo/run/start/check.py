@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import bounded, counted, fitted, widest_cut
+from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
 from mgrpo.models.checksums import sum_problems
@@ -168,7 +169,10 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
 def changed_files(config: Config, *, of_weights: bool, rank: int = 0, world_size: int = 1) -> list[str]:
     """Sentences about files that are not those that an export wrote; see `sum_problems`. No weights are loaded from the tokenizer's folder."""
     adapter = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
-    settings = {adapter: "lora_adapter_path", config.model_path: "model_name_or_path"}
+    settings: dict[str | None, str] = dict.fromkeys(
+        map(config.teacher_path, config.distillation.loaded_teachers), TEACHERS
+    )
+    settings |= {adapter: "lora_adapter_path", config.model_path: "model_name_or_path"}
     if not of_weights:
         settings = {config.tokenizer_path: "tokenizer_name_or_path", **settings}
     return [

@@ -49,14 +49,14 @@ class GpuTurns:
 
     def make_room(self) -> None:
         """Before engines wake their weights: the learners keep what a sync reads."""
-        if self.learner.reference:
-            self.learner.reference.offload()
+        for model in self.learner.models.untrained:
+            model.offload()
         self.learner.policy.offload(keep_boxes=True)
         self._wait_for_all()
 
     def _take_room(self) -> None:
-        for policy in filter(None, (self.learner.policy, self.learner.reference)):
-            policy.restore()
+        for model in (self.learner.policy, *self.learner.models.untrained):
+            model.restore()
 
     def _sleep(self) -> None:
         assert self._fleet is not None, "rank 0 has the engines"

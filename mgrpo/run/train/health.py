@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from mgrpo.config import Config
 from mgrpo.rollout.engine import NotFiniteError
 from mgrpo.run.records import Learned
-from mgrpo.run.train.learner import some
+from mgrpo.run.train.finite import some
 from mgrpo.run.train.resume import States
 
 MAX_SKIPPED = 3

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,27 +17,21 @@ import torch.distributed as dist
 
 from mgrpo import algo, packing
 from mgrpo.checkpoint.reader import StoredCheckpoint
-from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
-from mgrpo.config import Config, ConfigError
-from mgrpo.config.schema import Parallel
+from mgrpo.checkpoint.train_state import TrainState
+from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.model_io.model_reader import fingerprint, model_reader
-from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import attention_remarks
 from mgrpo.parallel.gather import gather_json, gather_values
-from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
-from mgrpo.policy.reference_policy import Reference
+from mgrpo.policy.policy import Microbatch, MicrobatchLoss, StepResult
 from mgrpo.policy.weights import Read
-from mgrpo.run.inputs.continuing import adapter_record
 from mgrpo.run.records import Learned, is_due
+from mgrpo.run.train.finite import not_finite
+from mgrpo.run.train.held_models import HeldModels
+from mgrpo.types import PackedBatch
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """The measurements of a micro-batch, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
-
-Kind = TypeVar("Kind", bound=Policy)
 
 ENTROPY = "policy/entropy_avg"
 BONUS = "loss/entropy_avg"
@@ -52,6 +45,8 @@ class MiniBatch:
     num_trained_tokens: int
     denominators: float | np.ndarray
     """The loss's denominators: a number, or one for each sample of the step, see `algo.denominators`."""
+    asked: Mapping[int, Sequence[PackedBatch]]
+    """The packs of the teachers that any rank asks, by their places; one for each micro-batch."""
 
     def denominator(self, batch: Microbatch) -> float | torch.Tensor:
         """The denominator of one of the micro-batches: a number, or one for each of its sequences."""
@@ -61,7 +56,7 @@ class MiniBatch:
 
 
 class Learner:
-    """The policy, its reference, and how they learn from a step's packs."""
+    """The policy, its reference and its teachers, and how it learns from a step's packs."""
 
     def __init__(
         self,
@@ -72,36 +67,33 @@ class Learner:
         host_group: dist.ProcessGroup,
         checkpoint: StoredCheckpoint | None = None,
         weights: Read | None = None,
+        teacher_shapes: Sequence[ModelShape] = (),
         loss: algo.LossFunction | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             checkpoint: the open state that the run continues.
-            weights: reads the model's weights, by default from model_name_or_path.
+            weights: reads the weights of the model and of its teachers, by default from their folders.
+            teacher_shapes: of the teachers with weights of their own, by default read from their folders.
         """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
-        self.shape, self.layout = shape, layout
-        algorithm = config.algorithm
-        self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
-        self.logits_chunk = self._common_logits_chunk()
-        self.policy = self._make(
-            Policy,
-            config.parallel,
-            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
-            scores_entropy=algorithm.top_entropy_quantile < 1,
+        self.shape = shape
+        self.models = HeldModels(
+            config,
+            shape=shape,
+            layout=layout,
+            host_group=host_group,
+            teacher_shapes=teacher_shapes,
+            on_progress=on_progress,
         )
-        # Without its adapters the policy is the reference.
-        self.reference = (
-            self._make(Reference, replace(config.parallel, moe_enable_routing_replay=False))
-            if self.has_reference and not self.policy.lora
-            else None
-        )
-        self._load(checkpoint, weights)
+        self.models.load(checkpoint, weights)
+        self.policy, self.reference, self.teachers = self.models.policy, self.models.reference, self.models.teachers
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
-        self.state = TrainState(self.policy, self.reference, group=host_group)
+        self.state = TrainState(self.policy, self.models.following, group=host_group)
+        algorithm = config.algorithm
         self.entropy_control = None
         if algorithm.use_adaptive_entropy:
             self.entropy_control = algo.AdaptiveEntropy(
@@ -119,7 +111,7 @@ class Learner:
         return {
             **self.policy.counters(),
             "entropy_control": self.entropy_control and self.entropy_control.state(),
-            "adapters": self._adapters,
+            "adapters": self.models.adapter_record,
         }
 
     def _restore(self, checkpoint: StoredCheckpoint) -> None:
@@ -130,82 +122,12 @@ class Learner:
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
         self.state.restore_random(checkpoint)
 
-    def _load(self, checkpoint: StoredCheckpoint | None, weights: Read | None) -> None:
-        """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
-        read = weights or model_reader(self.config.model_path, self.shape)
-        trained = partial(checkpoint.read, MASTER) if checkpoint else None
-        self.policy.load(read if self.policy.lora else trained or read)
-        self._adapters = self._load_adapters(base=read, trained=trained)
-        if names := self.not_finite():
-            name = self.config.model.model_name_or_path
-            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
-            raise ConfigError(
-                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
-            )
-        if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
-            self.reference.load_masters(partial(checkpoint.read, REFERENCE))
-        elif self.reference:
-            self.reference.load(read)
-
-    def _load_adapters(self, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
-        """Fill the policy's adapters, if it has any; on rank 0 their record for a saved state. Not collective.
-
-        Args:
-            base: gives the model's own weights.
-            trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
-        """
-        if (lora := self.policy.lora) is None:
-            return None
-        path = self.config.provenance.folder("lora_adapter_path", self.config.adapter.lora_adapter_path)
-        read = trained or (peft_reader(path, self.shape, lora) if path else None)
-        if read:
-            self.policy.load_adapters(read)
-        if self.policy.rank:
-            return None
-        return {"settings": adapter_record(lora, self.shape), "base": fingerprint(base, self.shape)}
-
-    def _common_logits_chunk(self) -> int:
-        """The number of columns that all ranks' LM heads compute at a time; 0: all."""
-        # The smallest device decides for all: ranks that differ would meet in different collectives.
-        device_bytes = torch.tensor(backend.device_bytes())
-        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
-        config = self.config
-        return choose_logits_chunk(
-            config.parallel.logits_chunk,
-            shape=self.shape,
-            layout=self.layout,
-            dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
-            pack_length=self.layout.round_up(config.parallel.pack_length),
-            has_reference=self.has_reference,
-            device_bytes=int(device_bytes),
-            lora=config.adapter.lora,
-            fp32_logits=config.model.cast_lm_head_to_fp32,
-        )
-
-    def _make(self, kind: type[Kind], settings: Parallel, **entropy: bool) -> Kind:
-        return kind(
-            self.shape,
-            self.layout,
-            dtype=getattr(torch, self.config.model.model_dtype),
-            seed=self.config.experiment.seed,
-            temperature=self.config.rollout.temperature,
-            settings=settings,
-            lora=self.config.adapter.lora,
-            logits_chunk=self.logits_chunk,
-            fp32_logits=self.config.model.cast_lm_head_to_fp32,
-            **entropy,
-        )
-
     def remarks(self) -> list[str]:
         """Lines for the user about how this run computes. Not collective."""
-        found = []
-        if self.logits_chunk:
-            found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
-        found += attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
-        return found + algo.loss_remarks(self.loss_config, self.own_loss)
+        return [*self.models.remarks(), *algo.loss_remarks(self.loss_config, self.own_loss)]
 
     def learn(self, index: dict[str, np.ndarray], own: np.ndarray, *, step: int) -> Learned:
-        """Train on the packs of training step `step`, and move the reference if that is due after it.
+        """Train on the packs of training step `step`, and move the models that follow the policy if that is due after it.
 
         Args:
             index, own: see `Batch`: what all ranks know of the packs, and this rank's slice.
@@ -219,6 +141,7 @@ class Learner:
             metrics["policy/entropy_coef"] = self.entropy_control.coef
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
+        self.teachers.follow()
         return Learned(
             results=results,
             metrics=metrics,
@@ -228,7 +151,7 @@ class Learner:
 
     def not_finite(self) -> list[str]:
         """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
-        return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
+        return not_finite(self.policy, self.host_group)
 
     def _optimize(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -239,7 +162,7 @@ class Learner:
         for mini_batch in mini_batches:
             if self.reference:
                 self.reference.score(mini_batch.microbatches, "ref")
-            elif self.has_reference:
+            elif self.models.has_reference:
                 with self.policy.adapters_off():
                     self.policy.score(mini_batch.microbatches, "ref")
             if self.scores_itself:
@@ -247,9 +170,16 @@ class Learner:
             if algorithm.top_entropy_quantile < 1:
                 self._choose_uncertain_tokens(mini_batch)
             self.on_progress()
+            self.teachers.teach(mini_batch.microbatches, mini_batch.asked)
         results = []
         for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
-            results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            results.append(
+                self.policy.train_step(
+                    mini_batch.microbatches,
+                    self._loss(mini_batch),
+                    candidate_temperature=self.config.distillation.distillation_temperature,
+                )
+            )
             self.on_progress()
             if self.entropy_control:
                 mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
@@ -280,10 +210,17 @@ class Learner:
         counts = index["num_trained_tokens"].tolist()
         return [
             MiniBatch(
-                microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominators
+                microbatches=self.policy.microbatches(packs),
+                num_trained_tokens=num_trained,
+                denominators=denominators,
+                asked=asked,
             )
-            for packs, num_trained, denominators in zip(
-                packing.from_slice(index, own), counts, self._denominators(index), strict=True
+            for packs, num_trained, denominators, asked in zip(
+                packing.from_slice(index, own),
+                counts,
+                self._denominators(index),
+                self.teachers.packs(index, own),
+                strict=True,
             )
             if num_trained
         ]
@@ -318,15 +255,16 @@ class Learner:
         entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
 
         def grpo_loss(
-            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
+            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch, candidates: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, Measured]:
-            pack = batch.loss_inputs
+            pack, lesson = batch.loss_inputs, self._lesson(batch)
+            mask = pack.loss_mask if lesson is None else lesson.trained(pack.loss_mask, pack.rollout_logprobs)
             old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
             result = algo.policy_loss(
                 logprobs,
                 logprobs.detach() if old is None else old,
                 pack.advantages,
-                pack.loss_mask,
+                mask,
                 pack.response_cu_seqlens,
                 config=self.loss_config,
                 ref_logprobs=batch.logprobs.get("ref"),
@@ -334,11 +272,13 @@ class Learner:
                 keep=batch.keep,
                 denominator=mini_batch.denominator(batch),
                 function=self.own_loss,
+                lesson=lesson,
+                candidates=candidates,
             )
-            loss, num_trained = result.loss, pack.loss_mask.sum()
-            entropies = {ENTROPY: torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), num_trained)).float()}
+            loss, num_trained = result.loss, mask.sum()
+            entropies = {ENTROPY: torch.stack((entropy.detach().where(mask, 0.0).sum(), num_trained)).float()}
             if entropy_coef:
-                rewarded = pack.loss_mask if batch.keep is None else pack.loss_mask * batch.keep
+                rewarded = mask if batch.keep is None else mask * batch.keep
                 bonus = algo.entropy_bonus(
                     entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
@@ -348,6 +288,20 @@ class Learner:
             return loss, (result.metrics | entropies | metrics, result.maxima | maxima)
 
         return grpo_loss
+
+    def _lesson(self, batch: Microbatch) -> algo.Lesson | None:
+        """What the micro-batch learns from teachers; None: nothing."""
+        pack, taught = batch.loss_inputs, batch.taught
+        if taught is None or pack.teachers is None:
+            return None
+        return algo.Lesson(
+            settings=self.config.distillation,
+            teachers=pack.teachers,
+            logprobs=taught.logprobs,
+            targets=pack.targets,
+            ids=taught.ids,
+            likeliest=taught.likeliest,
+        )
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
@@ -367,8 +321,3 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
         ages=pack.ages,
         oldest=int(batch.pack.ages.max(initial=0)),
     )
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of the tensors, and how many there are: the beginning of a sentence."""
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"

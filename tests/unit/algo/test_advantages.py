@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mgrpo.algo import advantages
+from mgrpo.algo.advantage import NORMALIZATIONS
 
 NAN = float("nan")
 
@@ -102,6 +103,8 @@ def test_bad_settings_and_infinite_rewards_are_errors():
         advantages(rewards, normalization="gdpo")
     with pytest.raises(ValueError, match="expected 3, got 2"):
         advantages(torch.zeros(1, 2, 3), normalization="gdpo", weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"num_tokens must be one per reward, \[1, 2\], got shape \[2\]"):
+        advantages(rewards, normalization="rloo", num_tokens=torch.ones(2))
     with pytest.raises(ValueError, match="expected none for 'centered', got 2"):
         advantages(rewards, normalization="centered", weights=[1.0, 2.0])
 
@@ -178,13 +181,79 @@ def test_one_completion_a_prompt_uses_the_batch_under_every_normalization():
     """Each group of one has deviation 0, and the whole run would stand still."""
     rewards = torch.tensor([[4.0], [0.0], [NAN], [2.0]], dtype=torch.float64)
     as_group = advantages(rewards.T).T
-    for normalization in ("standard", "batch_std"):
+    for normalization in ("standard", "batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         torch.testing.assert_close(advantages(rewards, normalization=normalization), as_group)
+    torch.testing.assert_close(advantages(rewards, normalization="rloo")[:, 0], torch.tensor([3.0, -3, 0, 0]).double())
     got = advantages(rewards[:, :, None], normalization="gdpo")
     torch.testing.assert_close(got, as_group, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("normalization", ["standard", "centered", "batch_std", "gdpo"])
+def weighted(values: list[tuple[float, int]], ddof: int) -> tuple[float, float]:
+    """Mean and deviation of values, each of which stands there a number of times."""
+    each = [value for value, times in values for _ in range(times)]
+    mean = sum(each) / len(each)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in each) / (len(each) - ddof))
+
+
+def looped(rewards: torch.Tensor, num_tokens: torch.Tensor, normalization: str, ddof: int, eps: float) -> torch.Tensor:
+    """The definitions with Python's numbers, over `[prompts, group, turns]`."""
+    groups = [[[r for r in turns if r == r] for turns in group] for group in rewards.tolist()]
+    found = torch.zeros_like(rewards)
+    centered = {}
+    for place in np.ndindex(*rewards.shape):
+        reward, group = rewards[place].item(), groups[place[0]]
+        if reward != reward:
+            continue
+        everything = [r for turns in group for r in turns]
+        if normalization == "rloo":
+            others = [r for number, turns in enumerate(group) if number != place[1] for r in turns]
+            found[place] = reward - sum(others) / len(others) if others else 0.0
+        centered[place] = reward - (sum(everything) / len(everything) if normalization.endswith("baseline") else 0.0)
+    if normalization == "rloo":
+        return found
+    mean, std = weighted([(value, int(num_tokens[place])) for place, value in centered.items()], ddof)
+    for place, value in centered.items():
+        found[place] = (value - mean) / (std + eps)
+    return found
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("num_turns", [None, 1, 3])
+@pytest.mark.parametrize("normalization", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_rloo_and_reinforce_plus_plus_equal_a_loop(normalization, num_turns, ddof):
+    """With an own reward in its baseline RLOO is Dr. GRPO with larger steps; a mean over completions would not be that over tokens."""
+    generator = np.random.default_rng(num_turns or 0)
+    shape = (5, 4, num_turns or 1)
+    rewards = torch.from_numpy(generator.normal(size=shape))
+    num_tokens = torch.from_numpy(generator.integers(0, 6, shape))
+    rewards[torch.from_numpy(generator.random(shape)) < 0.2] = NAN
+    rewards[1, 2] = NAN  # no score at all
+    rewards[2, 1:] = NAN  # nothing to compare the first with
+    rewards[2, 0] = 0.5
+    rewards[3] = NAN
+    want = looped(rewards, num_tokens, normalization, ddof, 1e-3)
+    if num_turns is None:
+        rewards, num_tokens, want = rewards[..., 0], num_tokens[..., 0], want[..., 0]
+    got = advantages(rewards, normalization=normalization, ddof=ddof, eps=1e-3, num_tokens=num_tokens)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_reinforce_plus_plus_compares_groups_and_its_baseline_completions():
+    """An easy prompt's answers all beat the batch; with the baseline only those that beat the others of their prompt do."""
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    by_batch = advantages(rewards, normalization="reinforce_plus_plus", eps=0.0)
+    torch.testing.assert_close(by_batch, torch.where(rewards == 1.0, 1.0, -1.0).double())
+    with_baseline = advantages(rewards, normalization="reinforce_plus_plus_baseline", eps=0.0)
+    want = torch.tensor([[0.0, 0.0], [-1.0, 1.0], [0.0, 0.0]], dtype=torch.float64) * math.sqrt(3)
+    torch.testing.assert_close(with_baseline, want)
+    equal = torch.full((2, 3), 0.1)
+    for normalization in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        assert torch.equal(advantages(equal, normalization=normalization), torch.zeros(2, 3))
+        no_tokens = advantages(rewards, normalization=normalization, num_tokens=torch.zeros(3, 2))
+        assert normalization == "rloo" or not no_tokens.any()
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_a_batch_without_a_score_is_all_zeros(normalization):
     """A judge that was down for a step would put NaN into every parameter."""
     rewards = torch.full((2, 3, 2) if normalization == "gdpo" else (2, 3), NAN)

@@ -1,4 +1,5 @@
-"""The losses that other trainers' own functions gave for their own words, against ours through the doors for these words.
+"""The losses and advantages that other trainers' own functions gave for their own words, against ours through the doors for
+these words.
 
 The files are made by the programs in tools/peers.
 """
@@ -17,8 +18,10 @@ import torch
 
 import mgrpo
 from mgrpo.algo import denominators, policy_loss
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.config import ConfigError
 from mgrpo.config.schema import Config
+from tests import builders
 
 DOORS: dict[str, Callable[[Any], Config]] = {
     "verl": mgrpo.GRPOConfig.from_verl,
@@ -27,9 +30,19 @@ DOORS: dict[str, Callable[[Any], Config]] = {
 }
 
 
+OPENRLHF = {
+    "reinforce": "reinforce_plus_plus",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+    "rloo": "rloo",
+    "group_norm": "standard",
+    "dr_grpo": "centered",
+}
+"""advantage_normalization_type for its algo.advantage.estimator, of docs/algorithms.md; its deviation is the sample's in a group only."""
+
+
 @cache
-def recorded(trainer: str) -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name(f"losses_of_{trainer}.json").read_text())
+def recorded(trainer: str, what: str = "losses") -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name(f"{what}_of_{trainer}.json").read_text())
 
 
 def ours(config: Config, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,3 +97,41 @@ def test_the_words_of_a_trainer_train_what_they_train_there(trainer):
     assert all("loss_type=cispo needs epsilon_high" in said for _, said in refused)
     assert len(refused) == (2 if trainer == "trl" else 0)
     assert len(found["cases"]) > 70
+
+
+def with_openrlhf(estimator: str) -> Config:
+    kind = OPENRLHF[estimator]
+    return mgrpo.GRPOConfig(advantage_normalization_type=kind, advantage_ddof=int(kind == "standard"))
+
+
+@pytest.mark.parametrize("trainer", ["verl", "slime", "openrlhf"])
+def test_the_words_of_a_trainer_have_the_advantages_that_they_have_there(trainer):
+    """A mean over completions in place of tokens, or a deviation of another count, would scale every step of the run."""
+    found = recorded(trainer, "advantages")
+    door = DOORS.get(trainer, with_openrlhf)
+    kinds = set()
+    for case in found["cases"]:
+        batch, algorithm = found["batches"][case["batch"]], door(case["given"]).algorithm
+        masks = iter(batch["masks"])
+        groups = [
+            builders.scored_group(
+                rewards,
+                completions=[
+                    builders.completion(len(mask), trajectory=builders.trajectory(mask))
+                    for mask in (next(masks) for _ in rewards)
+                ],
+            )
+            for rewards in batch["rewards"]
+        ]
+        kinds.add(algorithm.advantage_normalization_type)
+        samples = train_samples(
+            groups,
+            normalization=algorithm.advantage_normalization_type,
+            ddof=algorithm.advantage_ddof,
+            eps=algorithm.advantage_eps,
+        )
+        got = [sample.advantage for sample in samples]
+        # slime computes in float32; over the batch verl and slime add 1e-8 to the variance, and not to its root.
+        assert got == pytest.approx(case["advantages"], rel=1e-6, abs=1e-6), case["given"]
+    assert kinds >= {"standard", "centered", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    assert ("rloo" in kinds) == (trainer != "slime")

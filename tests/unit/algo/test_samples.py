@@ -139,3 +139,14 @@ def test_a_token_whose_set_is_not_known_is_not_trained():
     empty = builders.completion(0, kept=builders.kept_tokens())
     lost, _ = samples_of([builders.scored_group([NAN, 1.0], completions=[empty, empty])], normalization="centered")
     assert builders.sets_of(lost.kept) == [[]] and not lost.loss_mask.any()
+
+
+def test_a_mean_over_tokens_counts_those_of_the_whole_batch():
+    """Over what is left for training, a mask or a filter would change what the others are compared with."""
+    long, short = builders.completion(3, finish_reason="length"), builders.completion(1)
+    groups = [builders.scored_group([1.0, 0.0], completions=[long, short])]
+    dropped = [builders.scored_group([1.0, 1.0], completions=[builders.completion(2), builders.completion(0)])]
+    got = samples_of(groups, dropped=dropped, normalization="reinforce_plus_plus", mask_truncated=True)
+    # Five tokens with reward 1 and one with 0: mean 5 / 6, variance 5 / 36.
+    assert advantages_of(got) == pytest.approx([(1 / 6) * 6 / 5**0.5, (-5 / 6) * 6 / 5**0.5])
+    assert trained(got) == [False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mgrpo.algo.advantage import NORMALIZATIONS
 from mgrpo.algo.training_samples import train_samples
 from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.types import Completion, ScoredGroup
@@ -57,7 +58,7 @@ def test_the_last_turn_has_what_the_sum_leaves_to_it():
     assert other.token_advantages.tolist() == pytest.approx([1 - 13 / 3] * 2)
 
 
-@pytest.mark.parametrize("normalization", ["standard", "centered", "batch_std"])
+@pytest.mark.parametrize("normalization", [name for name in NORMALIZATIONS if name != "gdpo"])
 @pytest.mark.parametrize("rewards", [[[1.0, 0.0, NAN], [3.0, 1.0, 2.0]], [[1.0], [3.0]]])
 def test_trajectories_of_one_turn_have_the_advantages_of_trajectories(normalization, rewards):
     """The oracle is the other formula: with one turn each they are the same, also without a score and in a batch of one each."""
@@ -84,6 +85,32 @@ def test_groups_may_have_different_numbers_of_turns():
     assert first.token_advantages[[0, 2, 4]].tolist() == [2.75, -0.25, -1.25]
     assert second.token_advantages.tolist() == [-1.25]
     assert (third.advantage, fourth.advantage) == (1.0, -1.0)
+
+
+def test_leave_one_out_compares_a_turn_with_those_of_other_completions():
+    """A turn in its own baseline, or beside its own later turns, would be compared with what it has caused itself."""
+    groups = [
+        builders.scored_group([2.0, 4.0, 0.0], completions=[of_turns("1101", 1.0), of_turns("1"), of_turns("11")])
+    ]
+    # Returns: 3 and 2; 4; 0.
+    first, second, third = credited(groups, TurnCredit(), "rloo")
+    assert first.token_advantages.tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert second.token_advantages.tolist() == pytest.approx([4 - 5 / 3])
+    assert third.token_advantages.tolist() == [-3.0, -3.0]
+
+
+def test_turns_weigh_with_their_tokens_in_a_mean_over_tokens():
+    """Two tokens of the first turn, one of the second, two of another completion: (2 x 3 + 1 x 2 + 2 x 0) / 5 = 1.6."""
+    groups = [builders.scored_group([2.0, 0.0], completions=[of_turns("11001", 1.0), of_turns("11")])]
+    std = ((2 * 1.4**2 + 0.4**2 + 2 * 1.6**2) / 5) ** 0.5
+    one, other = credited(groups, TurnCredit(), "reinforce_plus_plus")
+    assert one.token_advantages[[0, 1, 4]].tolist() == pytest.approx([1.4 / std, 1.4 / std, 0.4 / std])
+    assert other.token_advantages.tolist() == pytest.approx([-1.6 / std] * 2)
+    # What tools have written is trained on as well: it stands behind the first turn.
+    one, _ = credited(groups, TurnCredit(), "reinforce_plus_plus", mask_tool_use=False)
+    mean = (4 * 3 + 1 * 2) / 7
+    std = ((4 * (3 - mean) ** 2 + (2 - mean) ** 2 + 2 * mean**2) / 7) ** 0.5
+    assert one.token_advantages[[0, 3, 4]].tolist() == pytest.approx([(3 - mean) / std] * 2 + [(2 - mean) / std])
 
 
 def test_with_one_completion_a_prompt_all_turns_of_the_batch_are_compared():

@@ -25,6 +25,7 @@ DENSE = {
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
 LORA = {"use_peft": True, "learning_rate": 2e-4}
+APART = LORA | {"lora_sync": "adapter"}
 
 
 def problems_of(values):
@@ -109,6 +110,15 @@ def found_in(model, values, hf_config=DENSE, *, world_size=1):
         ),
         (LORA | {"lora_target_modules": ["w1"]}, "lora_target_modules: w1 must be of this model's q_proj, k_proj"),
         (LORA | {"lora_adapter_path": "/nowhere"}, "lora_adapter_path=/nowhere has no adapter_config.json"),
+        ({"lora_sync": "adapter"}, "lora_sync=adapter needs use_peft=true, without which all weights are trained"),
+        (
+            APART | {"vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:8000"},
+            "lora_sync=adapter needs engines that the run starts, got vllm_mode=server; use ray or colocate, or lora_sync",
+        ),
+        (
+            APART | {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+            "lora_sync=adapter cannot be combined with vllm_enable_sleep_mode=true: an engine that gives up its memory",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(model, values, words):
@@ -123,6 +133,44 @@ def test_what_adapters_can_be_combined_with_is_not_refused(model):
         assert found_in(model, LORA | values, world_size=ranks) == []
     for axis in ("expert_model_parallel_size", "tensor_model_parallel_size"):
         assert found_in(model, LORA | {axis: 2}, EXPERTS, world_size=2) == []
+    for values in ({}, {"vllm_mode": "colocate"}, {"vllm_kv_cache_dtype": "fp8", "vllm_tensor_parallel_size": 2}):
+        assert found_in(model, APART | values) == []
+    attention = {"lora_target_modules": ["q_proj", "o_proj"]}
+    assert found_in(model, APART | attention, EXPERTS) == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (
+            ["all-linear"],
+            "experts (gate_proj, up_proj, down_proj); name others in lora_target_modules, such as q_proj k_proj",
+        ),
+        (
+            ["up_proj", "o_proj"],
+            "experts (up_proj); name others in lora_target_modules, such as o_proj, or use lora_sync=merged",
+        ),
+        (
+            ["down_proj"],
+            "experts (down_proj); name others in lora_target_modules, such as q_proj, or use lora_sync=merged",
+        ),
+    ],
+)
+def test_what_vllm_does_not_serve_as_an_adapter_is_refused(model, targets, words):
+    """vLLM would serve the experts without their adapters."""
+    (problem,) = found_in(model, APART | {"lora_target_modules": targets}, EXPERTS)
+    assert problem.startswith("lora_sync=adapter does not serve adapters of") and words in problem
+    assert found_in(model, LORA | {"lora_target_modules": targets}, EXPERTS) == []
+
+
+def test_the_highest_rank_that_vllm_serves(model):
+    """vLLM refuses the next one when the engine starts."""
+    wide = DENSE | {"hidden_size": 1024}
+    assert found_in(model, APART | {"lora_r": 512}, wide) == [] == found_in(model, LORA | {"lora_r": 513}, wide)
+    (problem,) = found_in(model, APART | {"lora_r": 513}, wide)
+    assert (
+        problem == "lora_r=513 is more than 512, the highest rank that vLLM serves; lower it, or use lora_sync=merged"
+    )
 
 
 @pytest.mark.parametrize(

@@ -447,9 +447,28 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"apply_verifiable_reward": False, "non_stop_penalty": True}, "apply_verifiable_reward is false; turn it on"),
+        ({"num_samples_per_prompt_rollout": 1}, "needs num_samples_per_prompt_rollout of at least 2"),
+        ({"max_active_rubrics": 0}, "max_active_rubrics=0 must be at least 1"),
+    ],
+)
+def test_rubrics_that_cannot_evolve_are_refused(model, values, words):
+    """Each would pay for proposals that no reward counts, or for criteria that nothing can be told apart by."""
+    own = {"apply_evolving_rubric_reward": True}
+    assert any(words in problem for problem in problems_of(model, own | values))
+    assert problems_of(model, own) == []
+    assert not any("rubric" in problem for problem in problems_of(model, values | {"max_active_rubrics": 3}))
+    (found,) = warnings(from_values({"max_active_rubrics": 3}), world_size=1)
+    assert found == "max_active_rubrics=3 has no effect without apply_evolving_rubric_reward"
+
+
 def test_functions_replace_all_that_only_verifiers_read():
     """Who sets a weight, a judge or a limit of programs believes that it counts."""
     replaced = {
+        "apply_evolving_rubric_reward": True,
         "code_api_url": "http://h",
         "code_apply_perf_penalty": True,
         "llm_judge_model": "m",

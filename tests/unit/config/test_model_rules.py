@@ -6,6 +6,7 @@ import pytest
 
 from mgrpo.config.model_rules import MODEL_RULES
 from mgrpo.config.rules import Reading
+from mgrpo.config.validate import held_problems
 from mgrpo.moving import from_values
 
 DENSE = {
@@ -168,3 +169,36 @@ def test_copies_of_a_dense_model_are_engines():
     config = from_values({"vllm_data_parallel_size": 4, "vllm_num_engines": 2})
     assert config.engine.vllm_num_engines == 8
     assert any(note.startswith("vllm_data_parallel_size=4 -> vllm_num_engines (8)") for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "values", "sentences"),
+    [
+        (
+            DENSE,
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "vllm_tensor_parallel_size": 3},
+            [],
+        ),
+        (
+            DENSE | {"num_hidden_layers": 28},
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 11,
+                "num_layers_in_last_pipeline_stage": 13,
+            },
+            [
+                "num_layers_in_first_pipeline_stage=11 + num_layers_in_last_pipeline_stage=13 leaves 4 of num_hidden_layers=28"
+            ],
+        ),
+        (DENSE, {"expert_model_parallel_size": 8}, ["expert_model_parallel_size=8 needs a mixture-of-experts model"]),
+        (DENSE | {"final_logit_softcapping": 30.0}, {"logits_chunk": 64}, ["logits_chunk=64 cannot be combined"]),
+        (DENSE | {"num_attention_heads": 6}, {"tensor_model_parallel_size": 0}, []),
+        (DENSE | {"num_attention_heads": 6}, {"tensor_model_parallel_size": 3}, []),
+    ],
+    ids=["fits", "uneven stages", "no experts", "capped", "unsound", "ranks that do not fit"],
+)
+def test_a_teacher_beside_the_policy_is_cut_by_the_same_rules(teacher, values, sentences):
+    """Its first forward pass would fail on some ranks, and the others would wait. Engines do not hold it."""
+    said = held_problems(from_values(values), world_size=8, hf_config=teacher)
+    assert len(said) == len(sentences)
+    assert all(sentence.startswith(words) for sentence, words in zip(said, sentences, strict=True)), said

@@ -54,8 +54,8 @@ def test_a_word_of_verl_is_answered_with_its_trainer_the_settings_and_the_page()
         parse(["algorithm.adv_estimator=grpo"])
     assert caught.value.problems[0] == (
         "unknown setting algorithm.adv_estimator (command line); it is a name of verl, whose commands docs/moving/verl.md translates: "
-        "use advantage_normalization_type (only grpo is read; Dr. GRPO is grpo with norm_adv_by_std_in_grpo=false); settings are "
-        "written --name value"
+        "use advantage_normalization_type (grpo: standard, or centered with norm_adv_by_std_in_grpo=false (Dr. GRPO); rloo, "
+        "reinforce_plus_plus and reinforce_plus_plus_baseline; others are refused); settings are written --name value"
     )
 
 

@@ -154,7 +154,7 @@ def test_gradient_is_the_derivative_of_the_forward(head: str) -> None:
             # token_logprobs takes no float64; its parts do.
             values = picked_logits(operands[0], problem.rows, problem.kept, vocab_start=0, valid_cols=11, inplace=False)
             return mgrpo.ops.kept_tokens.kept_logprobs(
-                values, problem.kept, problem.targets, 1 / problem.temperature.double(), None, True
+                values, problem.kept, problem.targets, None, 1 / problem.temperature.double(), None, True
             )
         return linear_logprobs(*operands, problem.targets, logits_chunk=4, **options)
 

@@ -150,7 +150,7 @@ def test_reference_gradient_is_the_derivative_of_its_forward() -> None:
     inv_temp = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _TokenLogprobs.apply(x, targets, rows, inv_temp, 0, 11, None, True, False)
+        return _TokenLogprobs.apply(x, targets, None, rows, inv_temp, 0, 11, None, True, False)[:2]
 
     assert torch.autograd.gradcheck(call, (logits,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from mgrpo.config.derived import layout_of
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, num_parameters, state_bytes
 from mgrpo.moving import from_values, load_file
@@ -103,6 +105,13 @@ def published(values: dict[str, Any], hf: dict[str, Any], response_share: float)
     hardware = Hardware(gpu=GPUS["H100"], nodes=8, assumed=Assumptions(response_share=response_share))
     learners = values["num_learners_per_node"]
     return plan_run(config, shape_of(hf), hardware, num_learners=sum(learners))
+
+
+def test_a_step_has_its_share_of_a_weight_sync() -> None:
+    """A cluster with a slow network would be refused a plan that avoids most of its syncs."""
+    values, hf = {"num_learners_per_node": [8], "vllm_num_engines": 8, "beta": 0.0}, shipped_config("qwen3-30b-a3b")
+    each, fourth = (published({**values, "weight_sync_steps": steps}, hf, 0.8) for steps in (1, 4))
+    assert fourth.sync_s == each.sync_s / 4 > 0
 
 
 def test_step_times_are_near_those_that_others_publish() -> None:
@@ -308,6 +317,18 @@ def test_adapters_take_the_place_of_states_and_reference() -> None:
     assert 0 < lora.learners.training["adapters"] < 0.1 * lora.learners.training["compute"]
     assert "adapters" not in full.learners.training and "adapters" not in lora.learners.logprobs
     assert lora.sync_s == full.sync_s
+    apart = plan_run(
+        dataclasses.replace(full.config, adapter=from_values(LORA | {"lora_sync": "adapter"}).adapter),
+        full.shape,
+        full.hardware,
+        num_learners=4,
+    )
+    tensors = adapter_tensors(full.shape, apart.config.adapter.lora)
+    copies = apart.config.engine.vllm_tensor_parallel_size  # of what is the same on all workers
+    sizes = 2 * sum(map(math.prod, tensors.values()))
+    assert sizes <= apart.sync_bytes <= copies * sizes and apart.sync_s < full.sync_s / 20
+    assert apart.worst.merged == 0 and "adapters" not in apart.learners.training
+    assert 0 < apart.engine.weights - lora.engine.weights < 0.02 * lora.engine.weights
     assert lora.worst.start < full.worst.start
 
 

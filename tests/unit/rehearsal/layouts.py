@@ -61,6 +61,8 @@ class Case:
     learners: int
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: WIDE)
+    teachers: tuple[dict[str, Any], ...] = ()
+    """Of the models that `settings` name as teachers and that are loaded."""
 
     @property
     def argv(self) -> list[str]:
@@ -120,6 +122,19 @@ CASES: dict[str, Case] = {
         settings=TENSOR | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     ),
     "reference": Case(learners=2, settings=TENSOR | {"beta": 0.1, "ref_policy_update_freq": 1}),
+    "teachers": Case(
+        learners=2,
+        settings=TENSOR
+        | {
+            "teacher_model_name_or_path": ["a:A", "b:B", "self"],
+            "distillation_loss": "forward_kl",
+            "distillation_topk": 4,
+        },
+        teachers=(WIDE | {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32}, CAPPED),
+    ),
+    "teachers elsewhere": Case(
+        learners=2, settings={"teacher_model_name_or_path": ["A"], "teacher_mode": "server", "distillation_loss": "jsd"}
+    ),
     "chunked head": Case(learners=2, settings=TENSOR | {"logits_chunk": 4096}),
     "logits in fp32": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 0}),
     "logits in fp32, chunked": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 4096}),
@@ -134,6 +149,11 @@ CASES: dict[str, Case] = {
     "saved, ZeRO-2": Case(learners=2, settings={"zero_stage": 2}, model=SMALL),
     "saved, ZeRO-3": Case(learners=2, settings={"zero_stage": 3}, model=SMALL),
     "saved, reference": Case(learners=2, settings={"beta": 0.1, "ref_policy_update_freq": 1}, model=SMALL),
+    "saved, average": Case(
+        learners=2,
+        settings={"teacher_model_name_or_path": ["self"], "teacher_update_rate": 0.1},
+        model=SMALL,
+    ),
     "saved, experts": Case(learners=2, settings={"expert_model_parallel_size": 2}, model=SMALL_EXPERTS),
 }
 """By name."""

@@ -35,7 +35,7 @@ WATCHED = [
     for room in ("policy", "parallel", "sync", "checkpoint", "ops")
     for path in (ROOT / "mgrpo" / room).glob("*.py")
 ]
-QUIET = {"forward", "backward", "score"}
+QUIET = {"forward", "backward", "score", "teach"}
 """Phases in which the host may not wait."""
 WAITS = {
     "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host splits tokens by expert, and asks how many each has",
@@ -92,6 +92,7 @@ class Rehearsals:
             {
                 "argv": case.argv,
                 "hf_config": case.model,
+                "teachers": case.teachers,
                 "learners": case.learners,
                 "rank": rank,
                 "packs": packs_of(case),
@@ -120,7 +121,8 @@ def plan_of(name: str) -> RunPlan:
     case = CASES[name]
     config = parse(case.argv)
     hardware = Hardware(gpu=GPUS["H100"], nodes=2, gpus_per_node=8, network_gbps=400.0, assumed=Assumptions())
-    return plan_run(config, shape_of(case.model), hardware, num_learners=case.learners)
+    teachers = [*map(shape_of, case.teachers)]
+    return plan_run(config, shape_of(case.model), hardware, num_learners=case.learners, teachers=teachers)
 
 
 def every_rank() -> list[Any]:
@@ -150,7 +152,7 @@ def test_states_have_the_planned_size(rehearsals, name, rank):
     """What a run needs is computed before it starts: a buffer that the plan forgets is a crash in the first step."""
     found = rehearsals.of(name, rank)
     states = plan_of(name).stages[found["stage"]].states
-    for kind in ("parameters", "gradients", "optimizer"):
+    for kind in ("parameters", "gradients", "optimizer", "reference", "teachers"):
         planned, held = getattr(states, kind), found["states"].get(kind, 0)
         if name == "offload" and kind == "optimizer":
             planned = states.gradients // 2  # moments move to the host, masters stay
@@ -186,12 +188,13 @@ def test_a_restored_rank_holds_what_it_held_and_never_more(rehearsals, name, ran
     assert "error" not in found, described(found)
     assert misplaced(found["restored"], plan_of(name).stages[found["stage"]]) == {}
     waits = [(site.rsplit(" ", 1)[1], count) for phase, _, site, count in found["waits"] if phase == "restore"]
-    assert waits == [("not_finite", 1)], "one look at all weights before they are trained"
+    looks = 1 + len(CASES[name].teachers)
+    assert waits == [("not_finite", looks)], "one look at all weights of each model that was loaded"
 
 
 def misplaced(restored: dict[str, Any], planned: StageMemory) -> dict[str, tuple[int, int]]:
     """What takes another place on the device than it should, with its bytes and those planned."""
-    kinds = ("parameters", "gradients", "optimizer", "reference")
+    kinds = ("parameters", "gradients", "optimizer", "reference", "teachers")
     sizes = {kind: (restored["states"].get(kind, 0), getattr(planned.states, kind)) for kind in kinds}
     # Whole layers of ZeRO-3 are there only from the first step on.
     expected = planned.start if planned.built else planned.start - planned.states.unsharded

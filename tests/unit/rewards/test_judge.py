@@ -18,7 +18,7 @@ from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import Judge, final_answer
 from mgrpo.rewards.judges.client import NoVerdict
 from mgrpo.rewards.judges.judgements import Judgement, unused_mark
-from mgrpo.rewards.judges.prompt_context import estimate, shorten, shorten_both, token_counter
+from mgrpo.rewards.judges.prompt_context import estimate, shorten, shortened, token_counter
 from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from tests.unit.rewards.scripted_judge import YES, Reply, Request, ScriptedJudge, says
@@ -288,13 +288,13 @@ def test_a_shortened_text_keeps_its_ends_and_fits(text, limit):
 def test_question_and_answer_share_the_room():
     """A long question must not leave an answer of three words out, nor the other way round."""
     long, short = "word " * 2000, "three short words"
-    assert shorten_both(long, short, 500, estimate)[1] == short
-    assert shorten_both(short, long, 500, estimate)[0] == short
-    assert shorten_both(short, short, 500, estimate) == (short, short)
-    both = [estimate(text) for text in shorten_both(long, long, 500, estimate)]
+    assert shortened([long, short], 500, estimate)[1] == short
+    assert shortened([short, long], 500, estimate)[0] == short
+    assert shortened([short, short], 500, estimate) == [short, short]
+    both = [estimate(text) for text in shortened([long, long], 500, estimate)]
     assert sum(both) <= 500 and min(both) > 230
     for pair in ((short, long), (long, short)):
-        assert 480 < sum(estimate(text) for text in shorten_both(*pair, 500, estimate)) <= 500
+        assert 480 < sum(estimate(text) for text in shortened(pair, 500, estimate)) <= 500
 
 
 def test_a_long_answer_is_shortened_in_the_middle_and_an_endless_label_is_no_score():

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from mgrpo.models.adapters import LINEAR_LAYERS
 from mgrpo.moving import from_values
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.engine_set import engine_bundles
@@ -81,6 +82,45 @@ def test_only_engines_of_several_workers_name_their_executor(on_gpu):
         assert args.get("distributed_executor_backend") == backend and args["tensor_parallel_size"] == workers
     assert (
         engine_arguments.engine_args(config, on_gpu=on_gpu, spans_nodes=True)["distributed_executor_backend"] == "ray"
+    )
+
+
+APART = {"use_peft": True, "lora_sync": "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("values", "rank", "targets"),
+    [
+        ({}, 16, [*LINEAR_LAYERS]),
+        ({"lora_r": 3, "lora_target_modules": ["q_proj", "w2"]}, 8, ["q_proj", "w2"]),
+        ({"lora_r": 1}, 1, [*LINEAR_LAYERS]),
+    ],
+)
+def test_engines_have_room_for_an_adapter_only_where_it_is_sent(values, rank, targets):
+    """Without room vLLM refuses the request; with it for nothing, every token takes longer."""
+    names = ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
+    for sync, expected in (("adapter", [True, 1, rank, targets]), ("merged", [None] * 4)):
+        config = from_values({"model_name_or_path": "m", **APART, "lora_sync": sync, **values})
+        args = engine_arguments.engine_args(config, on_gpu=False)
+        assert [args.get(name) for name in names] == expected
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_engines_cannot_do_with_adapters_is_said(monkeypatch, tmp_path, on_gpu):
+    """Triton's kernels stop at float32 in the first request, and a model in Megatron's layout is never loaded."""
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1"] if on_gpu else [])
+
+    def found(**values):
+        config = from_values({"model_name_or_path": str(tmp_path), **APART, **values})
+        return engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+
+    assert found() == found(model_dtype="float16") == found(model_dtype="float32", lora_sync="merged") == []
+    precise = found(model_dtype="float32")
+    assert len(precise) == on_gpu and all("kernels for adapters on a GPU are of bfloat16" in line for line in precise)
+    (tmp_path / "megatron.json").touch()
+    (problem,) = found()
+    assert (
+        problem.startswith("lora_sync=adapter needs a model that engines can load") and found(lora_sync="merged") == []
     )
 
 
@@ -219,7 +259,8 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("quantization_config", {"linear": "fp8_per_block"}, OWN_WEIGHTS),
         ("load_format", "dummy", OWN_WEIGHTS),
         ("model_impl", "transformers", OWN_WEIGHTS),
-        ("enable_lora", True, OWN_WEIGHTS),
+        ("enable_lora", True, "use use_peft and lora_sync"),
+        ("max_lora_rank", 16, "use use_peft and lora_sync"),
         ("cpu_offload_gb", 4, OWN_WEIGHTS),
         ("worker_cls", "a.B", OWN_WEIGHTS),
         ("disable_sliding_window", True, OWN_MODEL),

@@ -19,8 +19,10 @@ from mgrpo.config import ConfigError
 from mgrpo.data import trial
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.models.checksums import write_sums
+from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.moving import from_values, parse
 from mgrpo.run.inputs.prompts import vocabulary_notes
+from mgrpo.run.inputs.teachers import teacher_problems
 from mgrpo.run.start import check
 from mgrpo.run.start.check import changed_files
 
@@ -380,3 +382,21 @@ def test_weights_beside_a_tokenizer_are_not_compared(bench):
     (other / "tokenizer.json").write_text("{}")
     (problem,) = changed_files(config, of_weights=False)
     assert "tokenizer.json has changed" in problem
+
+
+def test_a_teacher_that_learners_cannot_hold_is_named(bench, monkeypatch):
+    """Its layers are cut as the policy's are, and its weights compared as the policy's when they load."""
+    teacher = shutil.copytree(bench.model, bench.folder / "teacher")
+    write_sums(teacher)
+    named = {"model_name_or_path": str(bench.model), "teacher_model_name_or_path": [str(teacher)]}
+    config = from_values(named | {"pipeline_model_parallel_size": 2})
+    (teacher / "config.json").write_text(json.dumps(read_hf_config(teacher) | {"num_hidden_layers": 3}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    place = f"teacher_model_name_or_path={teacher}"
+    said = f"{place}: pipeline_model_parallel_size=2 does not divide num_hidden_layers=3; choose from {{1, 3}}"
+    assert teacher_problems(config, shape_of(read_hf_config(bench.model)))[0] == said
+    (problem,) = changed_files(config, of_weights=False)
+    assert problem.startswith(f"{place}: config.json has changed since it was written")
+    (teacher / "model.safetensors").write_bytes(b"other")
+    (problem,) = changed_files(config, of_weights=True)
+    assert problem.startswith(f"{place}: model.safetensors has changed since it was written")

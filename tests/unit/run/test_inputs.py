@@ -198,7 +198,21 @@ def test_an_evaluation_takes_the_weights_of_the_training(make, tmp_path):
     assert "verifier_weights=mth=2: unknown verifier 'mth'; did you mean math" in problem
 
 
-@pytest.mark.parametrize("setting", ["dataset_local_cache_dir", "rollouts_save_path"])
+def test_rubrics_evolve_where_rows_have_some(make, monkeypatch):
+    """With nothing to evolve, a run would pay for a judge that nobody asks, or do nothing of what was wanted."""
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    own = {"apply_evolving_rubric_reward": True}
+    _, (problem,) = read_inputs(make("math", "gsm8k", **own))
+    assert problem == (
+        "apply_evolving_rubric_reward=true: no training row asks for the verifier rubric, of which rubrics are labels; rows ask "
+        "for gsm8k, math; name it in the rows, or by remap_verifier"
+    )
+    problems = read_inputs(make("math", "general_rubric", remap_verifier="general_rubric=rubric", **own))[1]
+    assert len(problems) == 1 and "the verifier rubric cannot read the label" in problems[0]
+    assert read_inputs(make("math"))[1] == []
+
+
+@pytest.mark.parametrize("setting", ["dataset_local_cache_dir", "rollouts_save_path", "cache_evolving_rubric_data_dir"])
 def test_a_folder_that_cannot_be_written_to_is_a_problem_before_the_start(make, tmp_path, setting):
     """Traces fail after the engines have started; data that are not kept are prepared again by every run."""
     (tmp_path / "file").write_text("")

@@ -304,6 +304,23 @@ def test_a_run_says_how_it_ended(tmp_path) -> None:
     assert said()["state"] == "finished"
 
 
+def test_rubrics_are_written_to_the_folder_of_their_own(tmp_path, batch) -> None:
+    """A line a group; a resumed run repeats its steps, not their lines."""
+    settings = {"cache_evolving_rubric_data_dir": str(tmp_path / "rubrics")}
+    rollouts = dataclasses.replace(batch.rollouts, rubrics=[{"question": "a"}, {"question": "b"}])
+    batch = dataclasses.replace(batch, rollouts=rollouts)
+    reporter = report(tmp_path, settings=settings)
+    step(reporter, 1, batch)
+    saved = reporter.state_dict()
+    step(reporter, 2, batch)
+    reporter.close()
+    own = report(tmp_path, settings=settings, continued=state(tmp_path / "out", 1, saved))
+    step(own, 2, batch)
+    own.close()
+    written = [json.loads(line) for line in (tmp_path / "rubrics" / "evolving_rubrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["question"]) for line in written] == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
+
+
 def test_states_of_engines_are_written_when_they_change(tmp_path, batch) -> None:
     """A run of 10,000 steps with two healthy engines writes one line; a resumed run repeats its steps, not their lines."""
     engines = [{"engine": 0, "state": "serving", "starts": 1, "last_failure": ""}]

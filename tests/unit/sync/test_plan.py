@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.adapters import LoraShape, adapter_tensors, engine_adapter_boxes, lora_a, lora_b
 from mgrpo.models.family import shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors
 from mgrpo.sync.plan import ReshardPlan, buckets, messages, plan, reshard, rounds
@@ -23,15 +25,23 @@ PAIRS = [
 ]
 
 
+APART = LoraShape(rank=3, alpha=6, is_merged=False)
+
+
+@pytest.mark.parametrize(
+    "lora", [None, LoraShape(rank=3, alpha=6), APART, replace(APART, targets=("k_proj", "o_proj"))], ids=str
+)
 @pytest.mark.parametrize(("train", "infer"), PAIRS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_worker_receives_every_element_once(name, train, infer):
+def test_every_worker_receives_every_element_once(name, train, infer, lora):
     """A hole leaves old weights in the engine without an error; a double is wasted bandwidth."""
     model = shape_of(MODELS[name])
-    made = plan(model, train, infer, itemsize=2)
-    wanted = engine_boxes(model, infer)
+    made = plan(model, train, infer, itemsize=2, lora=lora)
+    is_apart = lora is not None and not lora.is_merged
+    wanted = engine_adapter_boxes(model, infer, lora) if is_apart else engine_boxes(model, infer)
+    shapes = adapter_tensors(model, lora) if is_apart else hf_tensors(model)
     for worker in range(infer.engines * infer.tensor):
-        got = {tensor: np.zeros(shape, dtype=int) for tensor, shape in hf_tensors(model).items()}
+        got = {tensor: np.zeros(shape, dtype=int) for tensor, shape in shapes.items()}
         for box in itertools.chain(*made.received_by[worker].values()):
             got[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] += 1
         for box in wanted[worker % infer.tensor]:
@@ -40,7 +50,25 @@ def test_every_worker_receives_every_element_once(name, train, infer):
             got[box.name][region] = 0
         assert not any(rest.any() for rest in got.values()), "something was sent that the worker does not hold"
     assert made.bytes_moved == made.lower_bound
-    assert made == plan(model, train, infer, itemsize=2)
+    assert made == plan(model, train, infer, itemsize=2, lora=lora)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_workers_of_an_engine_can_add_an_adapter_to_their_own_weights(name, workers):
+    """Row B A of a worker's slice of W needs the same rows of B and columns of A; another worker's are of no use to it."""
+    model, infer = shape_of(MODELS[name]), InferLayout(tensor=workers)
+    random = np.random.default_rng(0)
+    values = {name: random.normal(size=shape) for name, shape in adapter_tensors(model, APART).items()}
+    for weights, adapters in zip(engine_boxes(model, infer), engine_adapter_boxes(model, infer, APART), strict=True):
+        own = {
+            box.name: values[box.name][box.within(Box(box.name, (0, 0), values[box.name].shape))] for box in adapters
+        }
+        assert len(own) == len(adapters)
+        for box in (box for box in weights if APART.adapts(box.name)):
+            a, b = lora_a(box.name), lora_b(box.name)
+            expected = (values[b] @ values[a])[box.within(Box(box.name, (0, 0), hf_tensors(model)[box.name]))]
+            np.testing.assert_allclose(own[b] @ own[a], expected, atol=1e-12)
 
 
 def sent(made: ReshardPlan, num_sources: int) -> list[int]:

@@ -16,10 +16,11 @@ import pytest
 
 from mgrpo.algo.agreement import DRIFT
 from mgrpo.algo.loss_metrics import MAXIMA, METRICS
-from mgrpo.algo.own_loss import PREFIX
+from mgrpo.algo.losses.own import PREFIX
 from mgrpo.moving import from_values
 from mgrpo.packing import pack_lengths
 from mgrpo.rewards.rewarder import logged_metrics
+from mgrpo.rewards.rubrics.buffer import evolution_metrics
 from mgrpo.rewards.verifiers.code import Code
 from mgrpo.rewards.verifiers.llm_judge import Quality
 from mgrpo.telemetry.metrics import meanings
@@ -273,7 +274,7 @@ def test_every_metric_that_a_warning_or_a_page_looks_for_is_logged():
 
 def test_what_a_batch_and_an_evaluation_promise_comes_out_of_them():
     """A table of good intentions: these must not only stand in the code."""
-    found = {meanings.find(name).name for name in produced(SCALE)}
+    found = {meanings.find(name).name for name in [*produced(SCALE), *evolution_metrics([], {})]}
 
     def promised(*sections: str) -> set[str]:
         return {row.name for row in meanings.metrics() if row.section in sections}

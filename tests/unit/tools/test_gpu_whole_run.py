@@ -18,7 +18,7 @@ TOOLS = Path(__file__).resolve().parents[3] / "tools"
 @pytest.fixture
 def whole_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module("gpu_whole_run")
+    return importlib.import_module("gpu_whole_run_training")
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def made_run(tmp_path: Path) -> Path:
         {
             "step": n,
             "policy_version": n,
+            "optim/skipped_steps": 0,
             "reward": 0.28 + 0.02 * n,
             "debug/vllm_vs_local_logprob_diff_mean": 0.002,
             "time/actor_tokens_per_second": 1000 * n,
@@ -57,6 +58,8 @@ def test_a_run_that_learns_has_its_figures(whole_run: ModuleType, made_run: Path
         ({"logprob_difference": 0.03}, "engine and learner are 0.03 apart, 0.02 is allowed"),
         ({"dtype": "float32"}, "engine and learner are 0.002 apart, 0.001 is allowed"),
         ({"policy_version": 19}, "only 19 of 20 steps have changed the weights"),
+        ({"policy_version": 19, "skipped": 1}, "only 19 of 20 steps have changed the weights"),
+        ({"policy_version": 15, "skipped": 5, "dtype": "float16"}, "only 15 of 20 steps have changed the weights"),
         ({"engine_starts": 2}, "the engine was started 2 times"),
     ],
 )
@@ -70,6 +73,12 @@ def test_a_real_model_in_bfloat16_may_be_further_apart(whole_run: ModuleType, ma
     figures = whole_run.run_figures(made_run) | {"logprob_difference": 0.0205}
     assert whole_run.run_problems(figures, whole_run.MODEL_APART) == []
     assert whole_run.run_problems(figures | {"logprob_difference": 0.07}, whole_run.MODEL_APART)
+
+
+def test_a_loss_scale_may_be_too_large_at_first(whole_run: ModuleType, made_run: Path) -> None:
+    """float16's gradient overflows now and then: on a CPU one step in 15 was skipped."""
+    figures = whole_run.run_figures(made_run) | {"dtype": "float16", "policy_version": 18, "skipped": 2}
+    assert whole_run.run_problems(figures) == []
 
 
 def test_a_short_run_need_not_learn(whole_run: ModuleType, made_run: Path) -> None:
@@ -91,8 +100,42 @@ def test_answers_differ_from_their_first_other_token_on(monkeypatch: pytest.Monk
     assert engine.difference(first, second) == {"tokens": 2 / 4, "logprobs": 0.5}
 
 
-def test_a_stage_that_does_not_exist_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        (["quickstrat"], "unknown stage 'quickstrat'; choose from join, imports"),
+        (["lora+quickstart+"], "unknown stage ''; choose from join, imports"),
+        (["lora+kept", "lora"], "stage 'lora' is named twice"),
+    ],
+)
+def test_stages_that_cannot_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stages: list[str], problem: str
+) -> None:
     """Before anything has run."""
-    command = [sys.executable, TOOLS / "gpu_whole_run.py", "quickstrat"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "unknown stage 'quickstrat'; choose from join, imports" in done.stderr
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setattr(sys, "argv", ["gpu_whole_run.py", *stages])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("gpu_whole_run").main()
+    assert problem in capsys.readouterr().err
+
+
+def test_stages_at_the_same_time_each_have_an_outcome(tmp_path: Path) -> None:
+    """One that fails must not hide the other, nor what a call before has found."""
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    (kept / "pieces").mkdir(parents=True)
+    (kept / "pieces" / "pieces.json").write_text(json.dumps({"a": [{"name": "a.00", "bytes": 1, "sha256": ""}]}))
+
+    def run(*stages: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, TOOLS / "gpu_whole_run.py", "--device", "cpu", "--folder", kept, "--out", out]
+        return subprocess.run([*command, *stages], capture_output=True, text=True)
+
+    assert run("masks").returncode == 0
+    both = run("join+ops_tests")
+    assert both.returncode == 1 and "join failed after 0 s: a: a.00 is not here" in both.stdout
+    parts = json.loads((out / "whole-run.json").read_text())["parts"]
+    outcomes = {name: (part["status"], part["figures"]) for name, part in parts.items()}
+    assert outcomes == {
+        "masks": ("skipped", {}),
+        "join": ("failed", {"beside": ["ops_tests"]}),
+        "ops_tests": ("skipped", {"beside": ["join"]}),
+    }

@@ -1,4 +1,4 @@
-"""The reference model: a policy that is never trained, and may follow the one that is."""
+"""The models beside the policy, which no loss trains: the reference and teachers, some of which follow the policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mgrpo.policy.policy import Policy
 from mgrpo.policy.weights import Read
 
 
-class Reference(Policy):
-    """A policy whose weights move towards another's; arguments as for `Policy`.
+class UntrainedPolicy(Policy):
+    """A policy that is only scored, and whose weights may move towards another's; arguments as for `Policy`.
 
-    Once they have moved they are kept in float32 as well: in bfloat16 a small step would be rounded away.
+    Once they have moved they are kept in float32 as well: in bfloat16 a small step would be rounded away. In ZeRO-2 and 3 too
+    they are whole on every data-parallel rank.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

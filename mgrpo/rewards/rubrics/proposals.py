@@ -1,0 +1,90 @@
+"""What a judge is asked for new criteria, and the criteria in its reply.
+
+The reply is untrusted: it is read as JSON with bounds on its size, and nothing of it is used but the texts of criteria. As with
+verdicts (`judges.replies`), the prompt gives the judge a mark, which no answer can know and without which a reply does not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mgrpo.rewards.judges.judgements import FENCES, unused_mark
+from mgrpo.rewards.judges.replies import Unreadable, json_forms, without_thinking
+from mgrpo.types import Criterion
+
+ASKED_FOR = 5
+"""Criteria that a reply should have at most."""
+MOST_PROPOSED = 10
+"""A reply with more is unreadable: each costs a verdict on every answer of the group."""
+MOST_CHARACTERS = {"description": 2000, "title": 200}
+_WEIGHTS = {"positive_rubrics": 1.0, "negative_rubrics": -1.0}
+_OBJECTS = json.JSONDecoder(strict=False)
+
+_TASK = f"""\
+You write the criteria by which an assistant's answers to a question are graded. You are given the question, the criteria in \
+use, and several answers to it.
+
+Read all answers and find out what separates the better ones from the worse ones. Where the criteria in use do not capture \
+that, propose new ones:
+- A positive criterion describes a merit that some of these answers have and others lack.
+- A negative criterion describes a fault that some of these answers have: something they do wrong, not something they leave out.
+
+A criterion that all of these answers would meet, or none, is of no use. Nor is one that says again what a criterion in use or \
+another one of yours says, or the opposite of one. Make each specific enough that somebody who sees one answer alone can tell \
+whether it applies. Propose at most {ASKED_FOR} in all, rather fewer; where the criteria in use say it all, none."""
+_REPLY = """\
+Reply with one JSON object and nothing else. The mark shows that the proposals are yours. Either list may be empty:
+{"MARK": "{mark}", "positive_rubrics": [{"title": "<two to five words>", "description": "<the merit>"}], \
+"negative_rubrics": [{"title": "<two to five words>", "description": "<the fault>"}]}"""
+
+
+def render(question: str, in_use: Sequence[Criterion], answers: Sequence[str]) -> tuple[str, str]:
+    """The whole prompt, and its mark."""
+    listed = "\n".join(f"- ({'positive' if c.weight > 0 else 'negative'}) {c.description}" for c in in_use)
+    mark = unused_mark(question, listed, "\n".join(answers))
+    blocks = {"question": question, "criteria": listed}
+    blocks |= {f"answer {number}": answer for number, answer in enumerate(answers, start=1)}
+    fenced = [f"BEGIN {name} {mark}\n{text}\nEND {name} {mark}" for name, text in blocks.items()]
+    return "\n\n".join([_TASK, FENCES.format(mark=mark), *fenced, _REPLY.replace("{mark}", mark)]), mark
+
+
+def read_proposals(reply: str, *, mark: str) -> list[Criterion]:
+    """The criteria in the first JSON object of the reply, those of merits first; `Unreadable` for any other reply."""
+    visible = without_thinking(reply)
+    found = _object_in(visible)
+    if found is None or found.get("MARK") != mark:
+        raise Unreadable(f"the reply holds no JSON object with the prompt's mark: {visible[:200]!r}")
+    criteria = [_criterion(row, weight) for name, weight in _WEIGHTS.items() for row in _rows(found.get(name), name)]
+    if len(criteria) > MOST_PROPOSED:
+        raise Unreadable(f"the reply proposes {len(criteria)} criteria; at most {MOST_PROPOSED} are read")
+    return criteria
+
+
+def _object_in(text: str) -> dict | None:
+    start = text.find("{")
+    for form in json_forms(text[start:]) if start >= 0 else ():
+        try:
+            found, _ = _OBJECTS.raw_decode(form)
+        except (ValueError, RecursionError):
+            continue
+        return found
+    return None
+
+
+def _rows(rows: object, name: str) -> list:
+    if not isinstance(rows, list):
+        raise Unreadable(f"{name} is not a list: {rows!r:.80}")
+    return rows
+
+
+def _criterion(row: object, weight: float) -> Criterion:
+    texts = {}
+    for name, most in MOST_CHARACTERS.items():
+        text = row.get(name, "") if isinstance(row, dict) else None
+        if not isinstance(text, str) or len(text) > most:
+            raise Unreadable(f"a proposal is not an object with a description and a title: {row!r:.80}")
+        texts[name] = text.strip()
+    if not texts["description"]:
+        raise Unreadable(f"a proposal has no description: {row!r:.80}")
+    return Criterion(weight=weight, **texts)

@@ -1,0 +1,177 @@
+"""The models that learners hold, cut over the same ranks and filled with weights: the policy, its reference and its teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mgrpo.checkpoint.reader import StoredCheckpoint
+from mgrpo.checkpoint.train_state import AVERAGE, MASTER, REFERENCE
+from mgrpo.config import Config
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.model_io.model_reader import fingerprint, model_reader
+from mgrpo.model_io.peft_folder import peft_reader
+from mgrpo.models.adapters import LoraShape
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.memory import choose_logits_chunk
+from mgrpo.parallel import backend
+from mgrpo.parallel.attention import attention_remarks
+from mgrpo.policy.policy import Policy
+from mgrpo.policy.untrained_policy import UntrainedPolicy
+from mgrpo.policy.weights import Read
+from mgrpo.run.inputs.continuing import adapter_record
+from mgrpo.run.train.finite import check_loaded
+from mgrpo.run.train.held_teachers import HeldTeachers
+
+Kind = TypeVar("Kind", bound=Policy)
+
+
+class HeldModels:
+    """Those of one rank. Every method is collective over all learner ranks unless it says otherwise."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        shape: ModelShape,
+        layout: Layout,
+        host_group: dist.ProcessGroup,
+        teacher_shapes: Sequence[ModelShape] = (),
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Without weights; see `load`. Arguments as for `Learner`."""
+        self.config, self.shape, self.layout, self.host_group = config, shape, layout, host_group
+        algorithm = config.algorithm
+        self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
+        settings = config.distillation
+        loaded = settings.loaded_teachers if settings.teacher_mode == "learner" else ()
+        teacher_shapes = teacher_shapes or [shape_of(read_hf_config(config.teacher_path(each))) for each in loaded]
+        shape_of_teacher = {teacher.model: own for teacher, own in zip(loaded, teacher_shapes, strict=True)}
+        self.logits_chunk = self._common_logits_chunk(list(shape_of_teacher.values()))
+        self.policy = self._make(
+            Policy,
+            shape,
+            config.parallel,
+            logits_chunk=self.logits_chunk,
+            lora=config.adapter.lora,
+            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
+            scores_entropy=algorithm.top_entropy_quantile < 1,
+        )
+        # Without its adapters the policy is the reference.
+        self.reference = self._untrained(shape) if self.has_reference and not self.policy.lora else None
+        self.teachers = HeldTeachers(
+            config, self.policy, make=self._untrained, shapes=shape_of_teacher, on_progress=on_progress
+        )
+        self.adapter_record: dict[str, Any] | None = None
+        """On rank 0, of the policy's adapters, for a saved state."""
+
+    @property
+    def untrained(self) -> list[UntrainedPolicy]:
+        """Those beside the policy."""
+        return [*([self.reference] if self.reference else []), *self.teachers.models.values()]
+
+    @property
+    def following(self) -> dict[str, UntrainedPolicy]:
+        """Those that may follow the policy, by the kind of their tensors in a saved state."""
+        found = {REFERENCE: self.reference, AVERAGE: self.teachers.average}
+        return {kind: model for kind, model in found.items() if model}
+
+    def load(self, checkpoint: StoredCheckpoint | None, weights: Read | None) -> None:
+        """Weights from the checkpoint; those that it does not hold, and all without one, are the models'.
+
+        Raises:
+            ConfigError: on all ranks, where some are not finite.
+        """
+        read = weights or model_reader(self.config.model_path, self.shape)
+        trained = partial(checkpoint.read, MASTER) if checkpoint else None
+        self.policy.load(read if self.policy.lora else trained or read)
+        self._load_adapters(base=read, trained=trained)
+        name = self.config.model.model_name_or_path
+        place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
+        check_loaded(self.policy, place, self.host_group)
+        if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
+            self.reference.load_masters(partial(checkpoint.read, REFERENCE))
+        elif self.reference:
+            self.reference.load(read)
+        self.teachers.load(own=trained or read, checkpoint=checkpoint, weights=weights, group=self.host_group)
+
+    def remarks(self) -> Iterator[str]:
+        """Lines for the user about how they compute. Not collective."""
+        if self.logits_chunk:
+            yield f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised"
+        yield from attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
+        yield from self.teachers.remarks()
+
+    def _load_adapters(self, *, base: Read, trained: Read | None) -> None:
+        """Fill the policy's adapters, if it has any. Not collective.
+
+        Args:
+            base: gives the model's own weights.
+            trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+        """
+        if (lora := self.policy.lora) is None:
+            return
+        path = self.config.provenance.folder("lora_adapter_path", self.config.adapter.lora_adapter_path)
+        read = trained or (peft_reader(path, self.shape, lora) if path else None)
+        if read:
+            self.policy.load_adapters(read)
+        if self.policy.rank == 0:
+            self.adapter_record = {
+                "settings": adapter_record(lora, self.shape),
+                "base": fingerprint(base, self.shape),
+            }
+
+    def _common_logits_chunk(self, teachers: Sequence[ModelShape]) -> int:
+        """The number of columns that all ranks' LM heads compute at a time; 0: all."""
+        # The smallest device decides for all: ranks that differ would meet in different collectives.
+        device_bytes = torch.tensor(backend.device_bytes())
+        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
+        config = self.config
+        return choose_logits_chunk(
+            config.parallel.logits_chunk,
+            shape=self.shape,
+            layout=self.layout,
+            dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
+            pack_length=self.layout.round_up(config.parallel.pack_length),
+            has_reference=self.has_reference,
+            device_bytes=int(device_bytes),
+            lora=config.adapter.lora,
+            fp32_logits=config.model.cast_lm_head_to_fp32,
+            teachers=teachers,
+            averages=config.distillation.averages,
+        )
+
+    def _untrained(self, shape: ModelShape) -> UntrainedPolicy:
+        settings = replace(self.config.parallel, moe_enable_routing_replay=False)
+        # A teacher may cap its logits where the policy does not; it has as many as the policy.
+        chunk = 0 if shape.logit_softcap else self.logits_chunk
+        return self._make(UntrainedPolicy, shape, settings, logits_chunk=chunk)
+
+    def _make(
+        self,
+        kind: type[Kind],
+        shape: ModelShape,
+        settings: Parallel,
+        *,
+        logits_chunk: int,
+        lora: LoraShape | None = None,
+        **entropy: bool,
+    ) -> Kind:
+        return kind(
+            shape,
+            self.layout,
+            dtype=getattr(torch, self.config.model.model_dtype),
+            seed=self.config.experiment.seed,
+            temperature=self.config.rollout.temperature,
+            settings=settings,
+            lora=lora,
+            logits_chunk=logits_chunk,
+            fp32_logits=self.config.model.cast_lm_head_to_fp32,
+            **entropy,
+        )

