@@ -7,17 +7,19 @@ room, so that the result does not depend on how the tokens were divided.
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.aggregation import denominators, loss_denominator
 from mgrpo.algo.agreement import agreement
+from mgrpo.algo.distillation import Lesson
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import policy_loss
 from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.loss_metrics import MetricSums, add_metrics, metric_sums, reduce_metrics
-from mgrpo.algo.own_loss import load_loss, loss_problems, loss_remarks
+from mgrpo.algo.losses.own import load_loss, loss_problems, loss_remarks
 from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "AdaptiveEntropy",
+    "Lesson",
     "LossConfig",
     "LossFunction",
     "LossInputs",

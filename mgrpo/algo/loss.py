@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from mgrpo import ops
+from mgrpo.algo.distillation import Lesson
 from mgrpo.algo.kl import at_least_fp32
 from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.losses import NAMED
-from mgrpo.algo.own_loss import own_loss
+from mgrpo.algo.losses.own import own_loss
 from mgrpo.config.loss import LossConfig
 
 
@@ -29,6 +30,8 @@ def policy_loss(
     keep: Tensor | None = None,
     denominator: float | Tensor | None = None,
     function: LossFunction | None = None,
+    lesson: Lesson | None = None,
+    candidates: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss that `config` names, over the response tokens of some sequences, and what it reports.
 
@@ -51,6 +54,8 @@ def policy_loss(
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
         denominator: `loss_denominator` of the whole mini-batch, a number or `[num_seqs]`; None: of these sequences alone.
         function: a user's loss in place of the named one; the formulas above are then its own.
+        lesson: what is learned from teachers, see `mgrpo.algo.distillation`; `loss_mask` is then what it leaves of one.
+        candidates: `[tokens, 1 + k]`, see `Lesson.added`.
     Returns:
         The scalar loss with a graph to `logprobs`, and metrics as sums with their counts.
     Raises:
@@ -64,9 +69,12 @@ def policy_loss(
     old, advantages, cu_seqlens = constant(old_logprobs), constant(advantages), cu_seqlens.to(torch.int32)
     if len(advantages) != len(logprobs):
         advantages = ops.per_token(advantages, cu_seqlens, len(logprobs))
+    old = torch.where(old.isfinite(), old, logprobs.detach())
+    if lesson is not None:
+        advantages = lesson.advantages(advantages, old)
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=torch.where(old.isfinite(), old, logprobs.detach()),
+        old_logprobs=old,
         ref_logprobs=None if ref_logprobs is None else constant(ref_logprobs),
         rollout_logprobs=None if rollout_logprobs is None else constant(rollout_logprobs),
         advantages=advantages,
@@ -75,9 +83,9 @@ def policy_loss(
         keep=None if keep is None else constant(keep),
         config=config,
         denominator=denominator,
+        teacher_logprobs=None if lesson is None else constant(lesson.logprobs),
     )
-    if function is not None:
-        return own_loss(function, inputs)
-    if config.policy_loss not in NAMED:
+    if function is None and config.policy_loss not in NAMED:
         raise ValueError(f"policy_loss={config.policy_loss!r} is unknown; choose one of {', '.join(NAMED)}")
-    return NAMED[config.policy_loss].loss(inputs)
+    result = own_loss(function, inputs) if function is not None else NAMED[config.policy_loss].loss(inputs)
+    return result if lesson is None else lesson.added(result, inputs, candidates)

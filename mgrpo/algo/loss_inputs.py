@@ -43,6 +43,9 @@ class LossInputs:
     """The loss section of the configuration."""
     denominator: float | Tensor | None
     """Denominator of the whole mini-batch over all ranks, see `mgrpo.algo.loss_denominator`; a number or `[num_seqs]`."""
+    teacher_logprobs: Tensor | None = None
+    """`[tokens]`, under each token's teacher; NaN where it has none. `advantages` have it already with `distillation_loss` sampled, and
+    a divergence is added to what the loss returns. None: nothing is learned from any."""
 
     @property
     def mask(self) -> Tensor:

@@ -22,6 +22,7 @@ from mgrpo.types import KeptTokens, PackedBatch, TeacherScores
 class PackTensors:
     """The arrays of a pack that a loss needs, on the device; fields as in `PackedBatch`."""
 
+    targets: torch.Tensor
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     response_cu_seqlens: torch.Tensor
@@ -102,6 +103,7 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
         documents=documents,
         response=_response_rows(pack, documents, temperature),
         loss_inputs=PackTensors(
+            targets=backend.to_device(pack.targets, np.int32),
             advantages=backend.to_device(pack.advantages, np.float32),
             loss_mask=backend.to_device(pack.loss_mask, np.bool_),
             response_cu_seqlens=backend.to_device(pack.response_cu_seqlens, np.int32),

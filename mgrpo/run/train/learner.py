@@ -173,7 +173,13 @@ class Learner:
             self.teachers.teach(mini_batch.microbatches, mini_batch.asked)
         results = []
         for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
-            results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            results.append(
+                self.policy.train_step(
+                    mini_batch.microbatches,
+                    self._loss(mini_batch),
+                    candidate_temperature=self.config.distillation.distillation_temperature,
+                )
+            )
             self.on_progress()
             if self.entropy_control:
                 mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
@@ -249,15 +255,16 @@ class Learner:
         entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
 
         def grpo_loss(
-            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
+            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch, candidates: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, Measured]:
-            pack = batch.loss_inputs
+            pack, lesson = batch.loss_inputs, self._lesson(batch)
+            mask = pack.loss_mask if lesson is None else lesson.trained(pack.loss_mask, pack.rollout_logprobs)
             old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
             result = algo.policy_loss(
                 logprobs,
                 logprobs.detach() if old is None else old,
                 pack.advantages,
-                pack.loss_mask,
+                mask,
                 pack.response_cu_seqlens,
                 config=self.loss_config,
                 ref_logprobs=batch.logprobs.get("ref"),
@@ -265,11 +272,13 @@ class Learner:
                 keep=batch.keep,
                 denominator=mini_batch.denominator(batch),
                 function=self.own_loss,
+                lesson=lesson,
+                candidates=candidates,
             )
-            loss, num_trained = result.loss, pack.loss_mask.sum()
-            entropies = {ENTROPY: torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), num_trained)).float()}
+            loss, num_trained = result.loss, mask.sum()
+            entropies = {ENTROPY: torch.stack((entropy.detach().where(mask, 0.0).sum(), num_trained)).float()}
             if entropy_coef:
-                rewarded = pack.loss_mask if batch.keep is None else pack.loss_mask * batch.keep
+                rewarded = mask if batch.keep is None else mask * batch.keep
                 bonus = algo.entropy_bonus(
                     entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
@@ -279,6 +288,20 @@ class Learner:
             return loss, (result.metrics | entropies | metrics, result.maxima | maxima)
 
         return grpo_loss
+
+    def _lesson(self, batch: Microbatch) -> algo.Lesson | None:
+        """What the micro-batch learns from teachers; None: nothing."""
+        pack, taught = batch.loss_inputs, batch.taught
+        if taught is None or pack.teachers is None:
+            return None
+        return algo.Lesson(
+            settings=self.config.distillation,
+            teachers=pack.teachers,
+            logprobs=taught.logprobs,
+            targets=pack.targets,
+            ids=taught.ids,
+            likeliest=taught.likeliest,
+        )
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:

@@ -23,7 +23,11 @@ def test_every_test_that_the_page_names_exists():
             for name in ("rewards/test_overlong.py", "rollout/test_kept.py", "rollout/test_masks_vllm.py")
         ),
         ROOT / "tests/e2e/test_kept_sets.py",
-        *(ROOT / "tests/ranks" / f"{name}.py" for name in ("test_loss_invariance", "test_own_loss")),
+        *(
+            ROOT / "tests/ranks" / f"{name}.py"
+            for name in ("test_loss_invariance", "test_own_loss", "test_distillation")
+        ),
+        ROOT / "tests/unit/ops/test_candidates.py",
     ]
     existing = {name for path in files for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)}
     assert len(named) > 30 and named <= existing, sorted(named - existing)

@@ -38,7 +38,7 @@ def test_a_step_that_fails_names_the_place(argv, capsys):
     loss = ["--policy_loss", "tests.unit.rehearsal.losses:on_the_host"]
     assert plan_command([*argv, "--rehearse", "--rank", "0", *loss]) == 1
     printed = capsys.readouterr().out
-    for words in ("rank 0: the step fails", "aten.mul.Tensor", "mgrpo/algo/own_loss.py"):
+    for words in ("rank 0: the step fails", "aten.mul.Tensor", "mgrpo/algo/losses/own.py"):
         assert words in printed
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from mgrpo.algo.agreement import DRIFT
 from mgrpo.algo.loss_metrics import MAXIMA, METRICS
-from mgrpo.algo.own_loss import PREFIX
+from mgrpo.algo.losses.own import PREFIX
 from mgrpo.moving import from_values
 from mgrpo.packing import pack_lengths
 from mgrpo.rewards.rewarder import logged_metrics
