@@ -40,8 +40,8 @@ class Adapter:
     use_rslora: Annotated[bool, TRL] = False
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA)."""
     lora_sync: Literal["merged", "adapter"] = "merged"
-    """What engines are sent: the model with the adapters merged into it, or A and B alone, which vLLM adds to the model that it has
-    loaded itself; that sends a hundredth of the bytes, and generates more slowly. Trainer and engine compute the same way."""
+    """What engines are sent. merged: the model with the adapters added to its weights; adapter: A and B alone, which vLLM adds in each
+    product to the model that it has loaded itself: about a hundredth of the bytes, and slower generation. Learners compute as engines do."""
     lora_adapter_path: str | None = None
     """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given."""
 

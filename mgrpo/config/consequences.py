@@ -12,14 +12,15 @@ from mgrpo.models.peft import stored_lora
 
 def asynchrony(r: Resolution) -> None:
     """Steps ahead, where only a limit of age or updates in flight are given; presets of asynchronous trainers also hold for runs that are not."""
-    oldest = r.value("max_staleness")
-    if oldest is not None and oldest > 0 and not r.rank("async_steps"):
-        half = -(-oldest // 2)
+    oldest, between = r.value("max_staleness"), r.value("weight_sync_steps") - 1
+    if oldest is not None and oldest > between and not r.rank("async_steps"):
+        half = -(-(oldest - between) // 2)
+        rest = f" less the {between} between weight syncs" if between else ""
         r.derive(
             "async_steps",
             half,
-            f"async_steps is {half}, half of max_staleness={oldest}: steps then take what has finished first, where "
-            f"async_steps={oldest} would take groups in order and wait for the slowest",
+            f"async_steps is {half}, half of max_staleness={oldest}{rest}: steps then take what has finished first, where "
+            f"async_steps={oldest - between} would take groups in order and wait for the slowest",
         )
     if r.value("async_steps"):
         return
@@ -33,11 +34,14 @@ def asynchrony(r: Resolution) -> None:
 def correction_of_older_tokens(r: Resolution) -> None:
     """Steps that train on tokens of older policies: without a choice, the correction is on."""
     ahead, extra = r.value("async_steps"), r.value("active_sampling") and r.value("active_sampling_oversample")
-    replays, limit = r.value("replay_buffer_size"), r.value("max_staleness")
-    if not (ahead > 0 or extra or replays) or (limit == 0 and not ahead) or _is_corrected(r):
+    replays, limit, syncs = r.value("replay_buffer_size"), r.value("max_staleness"), r.value("weight_sync_steps")
+    if not (ahead > 0 or extra or replays or syncs > 1) or (limit == 0 and not ahead) or _is_corrected(r):
         return
     if r.rank("use_rho_correction") <= PRESET:
-        names = ("async_steps", ahead), ("active_sampling_oversample", extra), ("replay_buffer_size", replays)
+        names = (
+            *(("async_steps", ahead), ("active_sampling_oversample", extra), ("replay_buffer_size", replays)),
+            ("weight_sync_steps", syncs if syncs > 1 else 0),
+        )
         given = " and ".join(f"{name}={shown(value)}" for name, value in names if value)
         r.derive(
             "use_rho_correction",

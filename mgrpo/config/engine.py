@@ -77,10 +77,14 @@ class Engine:
     """A run with fewer engines waits for those that are starting; without any that could start it ends."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
     """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it."""
+    weight_sync_steps: Annotated[int, ONE_OR_MORE, TRL] = 1
+    """Training steps between weight syncs; engines also receive the weights before each evaluation. Above 1 steps train on tokens of
+    weights that are up to this many steps less one older, which adds to async_steps and needs the same correction."""
     weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
     """Seconds that one weight sync may take; an engine that has not answered by then counts as dead."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
-    """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step."""
+    """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first
+    step."""
 
     @property
     def shares_gpus(self) -> bool:
@@ -133,5 +137,20 @@ def _colocation(
         yield f"ray_address={ray_address}: with vllm_mode=colocate engines run on the learners' machine; leave it out"
 
 
-RULES: tuple[Rule, ...] = (_servers, _fewest_engines)
+def _weight_syncs(weight_sync_steps: int, takes_turns: bool, checkpoint_state_freq: int) -> Iterator[str]:
+    if weight_sync_steps > 1 and takes_turns:
+        yield (
+            f"weight_sync_steps={weight_sync_steps} with vllm_enable_sleep_mode=true: engines that sleep drop their weights and are given "
+            "the newest in every step; leave one of them out"
+        )
+    elif checkpoint_state_freq > 0 and checkpoint_state_freq % weight_sync_steps:
+        least = -(-checkpoint_state_freq // weight_sync_steps) * weight_sync_steps
+        yield (
+            f"checkpoint_state_freq={checkpoint_state_freq} must be a multiple of weight_sync_steps={weight_sync_steps}: from a state "
+            "between two weight syncs a run would go on with other weights in its engines than it had; use "
+            f"checkpoint_state_freq={least}"
+        )
+
+
+RULES: tuple[Rule, ...] = (_servers, _fewest_engines, _weight_syncs)
 COLOCATION: tuple[Rule, ...] = (_colocation,)

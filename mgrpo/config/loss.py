@@ -161,6 +161,7 @@ def _uncorrected(
     max_age: int,
     active_sampling: bool,
     active_sampling_oversample: float,
+    weight_sync_steps: int,
     replay_buffer_size: int,
     vllm_kv_cache_dtype: str,
     use_vllm_logprobs: bool,
@@ -175,12 +176,19 @@ def _uncorrected(
     if has_rho or is_own_function:
         return
     causes = []
-    if max_age and (async_steps or active_sampling):
-        cause = f"async_steps={async_steps}"
-        if not async_steps:
-            cause = f"active_sampling_oversample={active_sampling_oversample:g}"
+    extra = 0 if async_steps or not active_sampling else active_sampling_oversample
+    older = [
+        f"{name}={value:g}"
+        for name, value, is_on in (
+            ("async_steps", async_steps, async_steps > 0),
+            ("active_sampling_oversample", extra, extra > 0),
+            ("weight_sync_steps", weight_sync_steps, weight_sync_steps > 1),
+        )
+        if is_on
+    ]
+    if max_age and older:
         age = "a step" if max_age == 1 else f"up to {max_age} steps"
-        causes.append(f"{cause} trains on tokens of policies {age} older")
+        causes.append(f"{' with '.join(older)} trains on tokens of policies {age} older")
     if replay_buffer_size:
         causes.append(f"replay_buffer_size={replay_buffer_size} trains on tokens of older policies")
     if vllm_kv_cache_dtype != "auto":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,22 +104,23 @@ class Rollout:
 def _ages(
     async_steps: int,
     max_staleness: int | None,
-    max_age: int,
+    least_age: int,
+    weight_sync_steps: int,
     inflight_updates: bool,
     active_sampling: bool,
     active_sampling_oversample: float,
     replay_buffer_size: int,
 ) -> Iterator[str]:
     oversample = active_sampling_oversample
-    least = async_steps + math.ceil(oversample)
     if oversample and not active_sampling:
         yield f"active_sampling_oversample={oversample:g} replaces nothing without active_sampling; set active_sampling true"
         return
-    if max_age < least:
+    if max_staleness is not None and max_staleness < least_age:
         filled = f" + active_sampling_oversample={oversample:g} rounded up" if oversample else ""
+        older = f" + weight_sync_steps={weight_sync_steps} less 1" if weight_sync_steps > 1 else ""
         yield (
-            f"max_staleness={max_staleness} must be at least async_steps={async_steps}{filled}, because a "
-            f"group may wait that long for its step; use {least} or more"
+            f"max_staleness={max_staleness} must be at least async_steps={async_steps}{filled}{older}, because a "
+            f"group may wait that long for its step{', and engines for new weights' * bool(older)}; use {least_age} or more"
         )
     if async_steps == 0 and inflight_updates:
         yield (

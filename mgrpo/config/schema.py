@@ -75,11 +75,27 @@ class Config:
         return self.experiment.total_episodes // self.batch_size
 
     @property
+    def steps_ahead(self) -> int:
+        """Steps that generation may run ahead of training, those that extra groups fill included; 0: they take turns."""
+        return self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+
+    @property
+    def least_age(self) -> int:
+        """The least that `max_age` can be."""
+        return self.steps_ahead + self.engine.weight_sync_steps - 1
+
+    @property
     def max_age(self) -> int:
-        """Steps after which a group is trained on at the latest, counted from when its sampling began."""
-        least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
-        # Where nothing begins before its step, nothing ages.
-        return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
+        """Greatest age of a group at its training: the steps since those whose weights the engines had when its sampling began."""
+        limit = self.rollout.max_staleness
+        # Where nothing begins before its step, nothing waits.
+        return self.least_age if limit is None or not self.steps_ahead else limit
+
+    @property
+    def repeats(self) -> bool:
+        """Whether no duration has an influence: steps take groups in order, and weights change only between completions."""
+        is_ordered = self.max_age == self.least_age and not self.algorithm.active_sampling_oversample
+        return is_ordered and not self.rollout.inflight_updates
 
     @property
     def is_off_policy(self) -> bool:

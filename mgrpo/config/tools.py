@@ -363,10 +363,10 @@ def _credit(has_turns: bool, turn_credit: str, advantage_normalization_type: str
         )
 
 
-def _rounds(has_turns: bool, turn_scheduling: str, pool_size: int | None, max_age: int) -> Iterator[str]:
+def _rounds(has_turns: bool, turn_scheduling: str, pool_size: int | None, steps_ahead: int) -> Iterator[str]:
     if turn_scheduling != "rounds" or not has_turns:
         return
-    if max_age:
+    if steps_ahead:
         yield (
             "turn_scheduling=rounds waits for all completions of a step before each turn, but async_steps or "
             "active_sampling_oversample sample several steps at once; choose free or auto, or sample one step at a time"

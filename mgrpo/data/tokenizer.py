@@ -64,6 +64,13 @@ def first_difference(tokenizer: Any, other: Any) -> tuple[int, str, str | None] 
     return next(((n, own[n], others.get(n)) for n in sorted(own) if own[n] != others.get(n)), None)
 
 
+def text_of_all_tokens(tokenizer: Any) -> tuple[str, list[int]]:
+    """A text in which almost every token occurs that texts can hold, and its tokens. Another tokenizer reads others in it."""
+    texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))], skip_special_tokens=True)
+    text = "\n".join(each for each in texts if each and "\ufffd" not in each)
+    return text, token_ids(tokenizer, [text])[0]
+
+
 def token_ids(
     tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None, num_threads: int = 1
 ) -> list[list[int]]:

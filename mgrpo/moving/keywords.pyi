@@ -48,7 +48,7 @@ class Keywords(TypedDict, total=False):
     use_rslora: bool
     """Divide lora_alpha by the square root of lora_r instead (rank-stabilised LoRA). (default: false)"""
     lora_sync: Literal["merged", "adapter"]
-    """What engines are sent: the model with the adapters merged into it, or A and B alone, which vLLM adds to the model that it has loaded itself; that sends a hundredth of the bytes, and generates more slowly. Trainer and engine compute the same way. (default: merged)"""
+    """What engines are sent. merged: the model with the adapters added to its weights; adapter: A and B alone, which vLLM adds in each product to the model that it has loaded itself: about a hundredth of the bytes, and slower generation. Learners compute as engines do. (default: merged)"""
     lora_adapter_path: str | None
     """Folder of an adapter in peft's format to start from, or its name on the Hub; its rank, alpha and modules apply where none are given. (default: none)"""
     dataset_mixer_list: Sequence[str] | str
@@ -507,10 +507,12 @@ class Keywords(TypedDict, total=False):
     """A run with fewer engines waits for those that are starting; without any that could start it ends. (default: 1)"""
     weight_sync_bucket_mb: int
     """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it. (default: 256)"""
+    weight_sync_steps: int
+    """Training steps between weight syncs; engines also receive the weights before each evaluation. Above 1 steps train on tokens of weights that are up to this many steps less one older, which adds to async_steps and needs the same correction. (default: 1)"""
     weight_sync_timeout: int
     """Seconds that one weight sync may take; an engine that has not answered by then counts as dead. (default: 120)"""
     weight_sync_check_every: int
-    """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step. (default: 50)"""
+    """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first step. (default: 50)"""
     save_freq: int
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end. (default: 200)"""
     save_final: bool

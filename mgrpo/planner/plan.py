@@ -79,6 +79,7 @@ class RunPlan:
     generation: GenerationTime | None
     """None where an engine cannot hold one sequence of maximum length."""
     sync_s: float
+    """A step's share of a weight sync."""
     teach_s: float
     """The teachers' forward pass."""
     teachers: tuple[ModelShape, ...] = ()
@@ -342,4 +343,4 @@ def plan_run(
         learners=num_learners,
         hardware=hardware,
     )
-    return replace(plan, sync_s=seconds)
+    return replace(plan, sync_s=seconds / engines.weight_sync_steps)

@@ -186,7 +186,7 @@ class ResponseModel(GPTModel):
             linear=ops.linear_logprobs,
             **options,
         )
-        values = [logprobs[:n].reshape(n, -1)[:, 0]]
+        values = [logprobs if response.candidates is None else logprobs[:n, 0]]
         if entropy is not None:
             values.append((entropy if self.trains_entropy else entropy.detach())[:n])
         if response.candidates is not None:

@@ -22,7 +22,7 @@ from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import policy_kind, serving_gpus
 from mgrpo.rollout.vllm.ray_processes.node import RayNode
-from mgrpo.rollout.vllm.server.server_facts import host_elsewhere, meeting_host
+from mgrpo.rollout.vllm.server.server_facts import TextSample, host_elsewhere, meeting_host
 from mgrpo.rollout.vllm.teacher_engine import most_tokens, teacher_kinds, teacher_machine_problems
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Engines",
     "RayNode",
+    "TextSample",
     "engines_are_local",
     "machine_problems",
     "serving_gpus",
@@ -79,7 +80,11 @@ def started_fleet(
 
 @contextmanager
 def started_engines(
-    config: Config, *, num_local_learners: int, on_failure: Callable[[str], object] | None
+    config: Config,
+    *,
+    num_local_learners: int,
+    on_failure: Callable[[str], object] | None,
+    sample: TextSample | None = None,
 ) -> Iterator[Engines]:
     """Start the configuration's engines, without waiting for them; they end with the context.
 
@@ -89,6 +94,7 @@ def started_engines(
     Args:
         on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: all
             waiting is for calls of engines, which fail then.
+        sample: see `TeacherServer`.
     """
     with ExitStack() as stack:
         cluster = None
@@ -116,7 +122,7 @@ def started_engines(
                 rosters.append(teacher.fleet.roster)
                 stack.enter_context(_watched(teacher.fleet.roster))
         elif config.distillation.teacher_server_base_url:
-            teachers = stack.enter_context(_connected_teachers(config))
+            teachers = stack.enter_context(_connected_teachers(config, sample))
         fleet.roster.beside = list(dict.fromkeys(teacher.fleet.roster for teacher in teachers))
         if cluster is not None:
             _end_with(cluster, rosters, on_failure)
@@ -213,7 +219,7 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
 
 
 @contextmanager
-def _connected_teachers(config: Config) -> Iterator[list[Teaching]]:
+def _connected_teachers(config: Config, sample: TextSample | None = None) -> Iterator[list[Teaching]]:
     """The teachers' servers, by the names of their models; teachers of one model share its servers.
 
     Raises:
@@ -223,7 +229,8 @@ def _connected_teachers(config: Config) -> Iterator[list[Teaching]]:
 
     own, settings = config.distillation, replace(config.engine, min_engines=1)
     found: dict[str, Teaching] = {}
-    with _connected(config, own.teacher_server_base_url, TeacherServer) as (engines, again), ExitStack() as stack:
+    make = partial(TeacherServer, sample=sample)
+    with _connected(config, own.teacher_server_base_url, make) as (engines, again), ExitStack() as stack:
         calls = [engine.calls for engine in engines if isinstance(engine.calls, TeacherServer)]
         for teacher in own.teachers:
             numbers = [number for number, server in enumerate(calls) if server.model == teacher.model]

@@ -1,12 +1,12 @@
 """The groups that may be sampled, and those of the next step: one rule for synchronous and asynchronous runs.
 
 Pure: no clock, no engine, no prompt. A group gets a number when it is admitted, and is out until a step takes it or its place
-is given back. Its birth is the number of steps whose weights the engines have when it begins, its age at a step the number
-of steps trained since. The rule promises, for every order in which groups finish:
+is given back. Its birth is the number of steps whose weights the engines have at least when it begins, its age at a step the
+number of steps trained since. The rule promises, for every order in which groups finish:
 
 - no step trains on a group older than `bound`, and none is thrown away for its age: a step waits for groups that could become too old;
 - when all groups that are out have finished, a step can be taken: no deadlock;
-- with `bound == ahead` and no extra groups, steps take groups in the order of their admission;
+- with the least `bound` and no extra groups, steps take groups in the order of their admission;
 - with `ahead == 0` as well, generation and training take turns.
 """
 
@@ -27,13 +27,16 @@ class Stream:
     ahead: int = 0
     """Steps that generation may run ahead of training (`async_steps`)."""
     bound: int = 0
-    """Greatest age of a group at its training (`max_staleness`); at least `ahead` and the steps that `extra` fills."""
+    """Greatest age of a group at its training (`max_staleness`); at least `ahead`, the steps that `extra` fills, and
+    `sync_steps` - 1."""
     extra: int = 0
     """Groups that are sampled in addition, in case others are given back."""
+    sync_steps: int = 1
+    """The engines receive the weights of every step whose number is a multiple of this, and perhaps of others."""
     steps: int = 0
     """Steps taken."""
     updates: int = 0
-    """Steps whose weights the engines have."""
+    """Steps after which the engines have gone on, with new weights if these were due."""
     born: dict[int, int] = field(default_factory=dict)
     """The birth of every group that is out, by number."""
     finished: set[int] = field(default_factory=set)
@@ -43,7 +46,7 @@ class Stream:
     @property
     def is_ordered(self) -> bool:
         """Whether steps take groups in the order of their admission."""
-        return self.bound == self.ahead and not self.extra
+        return self.bound == self.ahead + self.sync_steps - 1 and not self.extra
 
     @property
     def room(self) -> int:
@@ -51,20 +54,25 @@ class Stream:
         steps_ahead = min(self.updates + self.ahead + 1, self.num_steps) - self.steps
         return steps_ahead * self.group_count + (self.extra if steps_ahead > 0 else 0) - len(self.born)
 
+    @property
+    def birth(self) -> int:
+        """That of a group that begins now."""
+        return self.updates - self.updates % self.sync_steps
+
     def update(self) -> None:
-        """The engines have the weights of the last step taken."""
+        """The engines go on after the last step taken."""
         self.updates = self.steps
 
     def admit(self, count: int) -> range:
         """Admit groups, which begin now. Their numbers."""
         numbers = range(self.next_number, self.next_number + count)
         self.next_number += count
-        self.born.update((number, self.updates) for number in numbers)
+        self.born.update((number, self.birth) for number in numbers)
         return numbers
 
     def replay(self, numbers: Collection[int]) -> None:
         """These groups begin again."""
-        self.born.update((number, self.updates) for number in numbers)
+        self.born.update((number, self.birth) for number in numbers)
         self.finished.difference_update(numbers)
 
     def finish(self, number: int) -> None:

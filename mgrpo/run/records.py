@@ -123,6 +123,17 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def syncs_after(config: Config, step: int) -> bool:
+    """Whether the engines receive the weights of training step `step`: where they are due, and before an evaluation."""
+    is_last = step == config.num_training_steps
+    return is_last or is_due(step, config.engine.weight_sync_steps) or evaluates_after(config, step)
+
+
+def pauses_after(config: Config, step: int) -> bool:
+    """Whether the engines stand still between this step and the next: for new weights, and always where a run repeats."""
+    return config.repeats or syncs_after(config, step)
+
+
 def evaluates_after(config: Config, step: int) -> bool:
     """Whether an evaluation follows training step `step`; the one after training is not counted."""
     return is_due(step, config.experiment.local_eval_every) and step < config.num_training_steps

@@ -73,9 +73,9 @@ class Sender:
         self.model, self.lora, self.infer_layout = model, lora, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s, self.share_gpus = bucket_bytes, timeout_s, share_gpus
-        layouts, common = (train_layout, infer_layout), {"itemsize": dtype.itemsize, "holdings": holdings}
-        self.plan: ReshardPlan = plan(model, *layouts, **common, lora=lora)
-        self.proven = [self.plan, plan(model, *layouts, **common)] if are_apart(lora) else [self.plan]
+        planned = partial(plan, model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
+        self.plan: ReshardPlan = planned(lora=lora)
+        self.proven = [self.plan, planned()] if are_apart(lora) else [self.plan]
         """What engines must hold: also what they have loaded by themselves."""
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""

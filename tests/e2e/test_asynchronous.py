@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
+
 from tests.e2e.interrupted import Job, metrics, origins, weights
 from tests.e2e.launching import Run
 
@@ -31,19 +33,28 @@ def prompts(run: Run) -> Counter[str]:
     return Counter(prompt for _, prompt in groups)
 
 
-def test_a_drained_run_that_dies_goes_on_as_if_it_had_not(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "step", "ages"),
+    [
+        (["--async_steps", "1"], 5, [0, *([1] * (STEPS - 1))]),
+        # Engines get the weights of steps 3 and 6, and of step 4 for its evaluation.
+        (["--async_steps", "1", "--weight_sync_steps", "3"], 6, [0, 1, 2, 3, 1, 1, 2, 1]),
+    ],
+    ids=["each", "third"],
+)
+def test_a_drained_run_that_dies_goes_on_as_if_it_had_not(tmp_path, flags, step, ages):
     """The groups of the step ahead were sampled by weights that are gone: without them it would be another run."""
     (whole_folder := tmp_path / "whole").mkdir()
     (folder := tmp_path / "dies").mkdir()
-    flags = ["--async_steps", "1"]
     whole = JOB.finish(whole_folder, flags)
-    JOB.fail(folder, flags, fault="kill sync", step=5)
+    JOB.fail(folder, flags, fault="kill sync", step=step)
     run = JOB.finish(folder, flags)
     assert origins(run) == [3]
     ours, theirs = untimed(run), untimed(whole)
     assert ours == theirs and weights(run) == weights(whole)
-    ages = [line["async/age_max"] for line in ours if "async/age_max" in line]
-    assert ages == [0, *([1] * (STEPS - 1))]
+    assert [line["async/age_max"] for line in ours if "async/age_max" in line] == ages
+    moved = [line["step"] for line in ours if line.get("sync/bytes")]
+    assert moved == ([3, 4, 6, 8] if "--weight_sync_steps" in flags else list(range(1, STEPS + 1)))
 
 
 def test_with_updates_in_flight_no_prompt_is_lost_or_trained_on_twice(tmp_path):

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from mgrpo.moving import from_values
-from mgrpo.rollout.start import started_fleet
+from mgrpo.rollout.start import started_engines, started_fleet
 from mgrpo.rollout.vllm import actor, cluster
+from tests.e2e.launching import ROOT
 from tests.ranks.test_two_machines import on_two_machines
 
 
@@ -34,6 +35,35 @@ def test_several_workers_on_gpus_run_without_rays_executor(monkeypatch, tmp_path
     with started_fleet(from_values(values), num_local_learners=0, on_failure=None) as fleet:
         assert fleet.engines[0].ready.result(120) == "mp"
         assert fleet.seeds_prompts
+
+
+@pytest.mark.slow
+def test_teachers_share_the_gpu_that_the_policys_engine_leaves(monkeypatch, tmp_path):
+    """Ray counts in parts: it must put both on one, and neither beside the policy's engine."""
+
+    class Probe:
+        process = actor.EngineActor.process
+
+        async def start(self, args, *others, teacher_temperature=None, **settings):
+            return os.environ["CUDA_VISIBLE_DEVICES"], teacher_temperature
+
+        async def ping(self): ...
+
+    monkeypatch.setattr(cluster, "serving_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(actor, "EngineActor", Probe)
+    model = str(ROOT / "examples/quickstart/model")
+    values = {
+        "model_name_or_path": model,
+        "output_dir": str(tmp_path),
+        "teacher_model_name_or_path": [f"math:{model}", f"code:{model}"],
+        "teacher_mode": "engine",
+        "teacher_temperature": 2.0,
+        "teacher_gpu_memory_utilization": 0.5,
+    }
+    with started_engines(from_values(values), num_local_learners=0, on_failure=None) as engines:
+        fleets = [engines.fleet, *(teacher.fleet for teacher in engines.teachers.teachers)]
+        (own, _), *others = [fleet.engines[0].ready.result(120) for fleet in fleets]
+        assert {own, others[0][0]} == {"3", "5"} and others == [others[0]] * 2 and others[0][1] == 2.0
 
 
 SPANNING = """

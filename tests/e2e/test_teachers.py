@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from mgrpo.config import ConfigError
+from mgrpo.data.tokenizer import load_tokenizer, text_of_all_tokens
 from mgrpo.moving import from_values
-from mgrpo.rollout.start import Engines, _connected_teachers, started_engines
+from mgrpo.rollout.start import Engines, TextSample, _connected_teachers, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.types import TeacherScores
 from tests.e2e.launching import ROOT
@@ -156,7 +157,8 @@ def test_a_stock_server_says_what_its_model_says_also_after_it_was_away(server, 
         "engine_heartbeat_timeout": 8,
     }
     config = from_values(values)
-    with _connected_teachers(config) as taught:
+    sample = TextSample(*text_of_all_tokens(load_tokenizer(str(QUICKSTART))))
+    with _connected_teachers(config, sample) as taught:
         teachers = Teachers(taught, num_likeliest=K, vocab=vocab)
         teachers.wait_ready()
         *whole, long = asked(teachers, 0, questions).result(120)
@@ -168,6 +170,12 @@ def test_a_stock_server_says_what_its_model_says_also_after_it_was_away(server, 
             assert taught[0].fleet.roster.changed.wait_for(lambda: taught[0].fleet.roster.num_deaths == 1, 60)
         os.killpg(server.process.pid, signal.SIGCONT)
         check(answer.result(120), QUICKSTART, temperature=1.0, questions=questions[:-1], vocab=vocab)
+    other = sample._replace(tokens=[*sample.tokens[:7], 3, *sample.tokens[8:]])
+    with (
+        pytest.raises(ConfigError, match="where the policy reads id 3 it reads id"),
+        _connected_teachers(config, other),
+    ):
+        pass
     too_many = from_values({**values, "distillation_topk": 21})
     with (
         pytest.raises(ConfigError, match="distillation_topk=21 is above what the server gives"),

@@ -134,6 +134,12 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
     note()
     if fleet:
         fleet.roster._start = lambda number: ReceivingEngine(policy.shape)
+        fleet.roster.lost(0, fleet.engines[0], "killed")
+    lead.run(lambda: wait_for(2, "syncing"))
+    # Learners are ahead of the engines, and of the one that is back in between.
+    weights.keep(4, step=4, reseed=True)
+    note()
+    if fleet:
         for number in (0, 1):
             fleet.roster.lost(number, fleet.engines[number], "killed")
     lead.run(lambda: wait_for(1, "open"), may_stop=True, rejoining=weights)

@@ -39,6 +39,8 @@ def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
     assert seats[:3] == [{0: 0, 1: 0}, {1: 0}, {0: last, 1: 0}]
     versions = [versions for _, versions in rank_0["found"]]
     assert versions[0] == [1, 1] and versions[1][1] == 2 and versions[2] == [3, 3]
-    # While the learners wait, those that are back get what was sent last.
-    assert 3 in versions[3] and set(versions[3]) <= {0, 3}
+    # Between two syncs only those that are back get weights: the learners' own, by their own version.
+    assert versions[3] == [4, 3]
+    # And so they do while the learners wait.
+    assert 4 in versions[4] and set(versions[4]) <= {0, 4}
     assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0

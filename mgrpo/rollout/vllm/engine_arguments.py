@@ -171,9 +171,9 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
 
 def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
     """Reasons why engines of this machine cannot have adapters beside the model."""
-    found = []
     if not are_apart(config.adapter.lora):
-        return found
+        return []
+    found = []
     if _is_megatron_folder(config.model_path):
         found.append(
             f"lora_sync=adapter needs a model that engines can load, but {config.model_path} is in Megatron's layout; convert it with "

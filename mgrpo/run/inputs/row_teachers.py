@@ -108,13 +108,14 @@ def row_teacher_problems(config: Config, train: Mixture) -> list[str]:
 
 
 def template_remarks(
-    config: Config, columns: Collection[str], *, longest: int, num_tokens: Callable[[str], int]
+    config: Config, columns: Collection[str], *, longest: int, limit: int, num_tokens: Callable[[str], int]
 ) -> Iterator[str]:
     """Sentences for the user about what the template cannot do.
 
     Args:
         columns: of the training rows.
         longest: tokens of the longest prompt.
+        limit: of the longest sequence that every teacher is asked about.
         num_tokens: of a text.
     """
     text = config.distillation.teacher_prompt_template
@@ -126,11 +127,11 @@ def template_remarks(
         yield f"teacher_prompt_template: {{{name}}} is {what}, not the column {name}; to show that, rename it"
     response = config.rollout.response_length
     own = num_tokens("".join(literal for literal, _ in template.parts)) + (response if ANSWER in template.names else 0)
-    if (needed := longest + own + response) > config.max_taught_length:
+    if (needed := longest + own + response) > limit:
         parts = f"a prompt of {longest} tokens, {own} of the template{' with an answer' if ANSWER in template.names else ''}"
         yield (
-            f"pack_length={config.parallel.pack_length} is less than {needed}, which {parts} and a completion of {response} can have: what "
-            "is longer is not taught (distillation/untaught/too_long); raise it, or lower response_length"
+            f"a teacher reads up to {limit} tokens (pack_length={config.parallel.pack_length}, its positions), and {parts} and a completion of "
+            f"{response} can have {needed}: what is longer is not taught (distillation/untaught/too_long)"
         )
 
 

@@ -38,9 +38,9 @@ def _problems(config: Config, path: str, shape: ModelShape | None) -> Iterator[s
         return
     yield from _sizes(config, path, vocab=size_of(hf_config, "vocab_size"), shape=shape)
     positions = size_of(hf_config, "max_position_embeddings")
-    if positions and positions < config.max_taught_length:
+    if positions and positions < config.max_model_length:
         yield (
-            f"{path} has {positions} positions (max_position_embeddings), and it is asked about sequences of up to {config.max_taught_length} tokens; "
+            f"{path} has {positions} positions (max_position_embeddings), and sequences of this run up to {config.max_model_length} tokens; "
             "shorten prompts or completions, or take another teacher"
         )
     own = None

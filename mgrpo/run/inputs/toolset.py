@@ -50,7 +50,7 @@ class Toolset:
     def plays_in_rounds(self, config: Config) -> bool:
         """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
         how = config.tools.turn_scheduling
-        repeats = not config.max_age and config.tools.pool_size is None and self.description.is_repeatable
+        repeats = not config.steps_ahead and config.tools.pool_size is None and self.description.is_repeatable
         return how == "rounds" or (how == "auto" and repeats)
 
 

@@ -95,6 +95,7 @@ class Groups:
             ahead=rollout.async_steps,
             bound=config.max_age,
             extra=config.num_extra_groups,
+            sync_steps=config.engine.weight_sync_steps,
         )
         self.scores_cohorts = scores_cohorts and self.stream.is_ordered
         self.most_returned = (algorithm.active_sampling_max_rounds - 1) * wanted if algorithm.active_sampling else 0
@@ -286,10 +287,9 @@ class Groups:
 
         Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, with the same result.
         """
-        is_repeatable = self.stream.is_ordered and not self.config.rollout.inflight_updates
         has_just_begun = self.stream.born[number] == self.stream.steps
         group = self.out[number]
-        return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
+        return group.prompt is None or (group.sampled is not None and not (self.config.repeats and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
         """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score; others may

@@ -23,13 +23,13 @@ class Lessons:
     """Makes the lessons of groups. For one thread at a time."""
 
     def __init__(
-        self, template: TeacherTemplate | None, *, reworded: Reworded, scale: RewardScale | None, longest: int
+        self, template: TeacherTemplate | None, *, reworded: Reworded, scale: RewardScale | None, longest: Sequence[int]
     ) -> None:
         """
         Args:
             template: None: teachers read what the policy reads.
             scale: of the rewards, if they have one.
-            longest: tokens of a prompt by the template and the completion after it, at most.
+            longest: for each teacher the tokens of a prompt by the template and the completion after it, at most.
         """
         self.template, self.reworded, self.scale, self.longest = template, reworded, scale, longest
 
@@ -59,7 +59,7 @@ class Lessons:
         if not np.array_equal(context[: len(prompt.tokens)], prompt.tokens):
             return Lesson(prompt=None, untaught="branch")
         rest = context[len(prompt.tokens) :]
-        if len(head) + len(rest) + num_tokens > self.longest:
+        if len(head) + len(rest) + num_tokens > self.longest[prompt.teacher]:
             return Lesson(prompt=None, untaught="too_long")
         return Lesson(prompt=np.concatenate([head, rest]) if len(rest) else head)
 

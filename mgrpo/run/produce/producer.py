@@ -31,8 +31,9 @@ The queues, and the limit of each:
 - `Scoring.waiting`: sampled groups. The rewarder is called for them one by one; slow rewards delay steps, and sampling only by
   the first limit.
 
-Engines pause for a weight sync: `pause` begins it after a step's training, or `hand_over` where sampling and training take turns; `begin`
-or the next `take` ends it. Groups that have begun are sampled to their end first, or go on after it (`inflight_updates`).
+Engines pause for a weight sync, and where a run repeats after every step: `pause` begins it after a step's training, or `hand_over`
+where sampling and training take turns; `begin` or the next `take` ends it. Groups that have begun are sampled to their end first, or go
+on after it (`inflight_updates`).
 
 A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run.
 """
@@ -109,7 +110,7 @@ class Producer:
         dispatcher.listen(self)
 
     def begin(self) -> None:
-        """The engines have the weights of the last step: sample. Returns at once, and may be called again."""
+        """The engines go on after the last step: sample. Returns at once, and may be called again."""
         self.dispatcher.post(self._begin)
 
     def take(self) -> Future[Rollouts]:
@@ -155,19 +156,20 @@ class Producer:
         self._ask_teachers(list(self.groups.out))
 
     def _begin(self) -> None:
-        if self.is_running:
-            return
-        self.is_running, self.dispatcher.holds_training = True, False
+        has_paused, self.is_running = not self.is_running, True
+        self.dispatcher.holds_training = False
         self.groups.stream.update()
-        # Groups that no engine has been given begin with the new weights.
+        # Groups that no engine has been given begin with the present weights.
         self.groups.stream.replay(self.dispatcher.numbers_that_wait())
         self._admit()
-        self._resume()
+        if has_paused:
+            self._resume()
         self._advance()
 
     def _ask(self, taking: Future[Rollouts], asked_at: float) -> None:
         self.taking, self.asked_at = taking, asked_at
-        self._begin()
+        if not self.is_running:
+            self._begin()
         self._advance()
 
     def _pause(self) -> Future[None]:

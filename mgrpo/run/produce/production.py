@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.config import Config
+from mgrpo.config.distillation import SELF
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
-from mgrpo.rollout.start import started_engines
+from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
+from mgrpo.rollout.vllm.teacher_engine import most_tokens
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
@@ -95,7 +97,12 @@ def started(
         rewarder.start()
         startup.say(_beginning(config))
         with (
-            started_engines(config, num_local_learners=num_local_learners, on_failure=on_failure) as engines,
+            started_engines(
+                config,
+                num_local_learners=num_local_learners,
+                on_failure=on_failure,
+                sample=_sample(config, inputs.prompts.tokenizer),
+            ) as engines,
             _interacting(config, inputs) as interaction,
         ):
             yield Started(
@@ -190,10 +197,18 @@ def prepare(config: Config, parts: Started) -> Production:
                 config,
                 parts.inputs.train.columns,
                 longest=prompts.longest,
+                limit=min(_most_tokens(config), default=0),
                 num_tokens=lambda text: len(token_ids(tokenizer, [text])[0]),
             ),
         ],
     )
+
+
+def _sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> TextSample | None:
+    """What teachers on servers must read as the policy does."""
+    from mgrpo.data.tokenizer import text_of_all_tokens
+
+    return TextSample(*text_of_all_tokens(tokenizer)) if config.distillation.teacher_server_base_url else None
 
 
 def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
@@ -205,9 +220,7 @@ def _samples_per_engine(config: Config) -> int | None:
 
     None where a run must repeat: then engines are given whole batches.
     """
-    rollout, algorithm = config.rollout, config.algorithm
-    is_ordered = config.max_age == rollout.async_steps and not algorithm.active_sampling_oversample
-    if is_ordered and not rollout.inflight_updates:
+    if config.repeats:
         return None
     return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
 
@@ -242,8 +255,19 @@ def _lessons(config: Config, prompts: Prompts, rewarder: Rewarder) -> Lessons | 
         None if text is None else TeacherTemplate.read(text),
         reworded=prompts.reworded,
         scale=rewarder.scale,
-        longest=config.max_taught_length,
+        longest=_most_tokens(config),
     )
+
+
+def _most_tokens(config: Config) -> list[int]:
+    """For each teacher the tokens of the longest sequence that it is asked about."""
+    own = config.distillation
+    return [
+        most_tokens(config, config.model_path if teacher.model == SELF else config.teacher_path(teacher))
+        if teacher.model == SELF or teacher in own.loaded_teachers
+        else config.max_taught_length
+        for teacher in own.teachers
+    ]
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacements: Mapping[str, str]) -> Prompt:

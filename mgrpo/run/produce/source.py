@@ -41,28 +41,26 @@ class Source:
         self.config, self.layout, self.hidden, self.rejoining = config, layout, hidden, rejoining
 
     def begin(self, done: int) -> None:
-        """The engines have the weights of step `done`: sample, unless an evaluation comes first, which samples alone."""
+        """The engines go on after step `done`: sample, unless an evaluation comes first, which samples alone."""
         if not self._evaluates_alone(done):
             self.producer.begin()
 
     def pause(self) -> bool:
-        """The weights are about to change: have the engines sample no more. Collective.
+        """Have the engines sample no more, for example because the weights are about to change. Collective.
 
         False when rank 0 was asked to end; the engines may still be sampling then.
         """
-        # Where sampling and training take turns, the engines have paused already.
-        if self.config.max_age:
-            try:
-                self._run(self.producer.pause)
-            except Stopped:
-                return False
+        try:
+            self._run(self.producer.pause)
+        except Stopped:
+            return False
         return True
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
 
         Args:
-            policy_version: the version of the engines' weights.
+            policy_version: the version of the weights that train.
         Raises:
             Stopped: rank 0 was asked to end.
         """
@@ -133,11 +131,10 @@ class SilentSource:
 
     def pause(self) -> bool:
         """See `Source`."""
-        if self.config.max_age:
-            try:
-                self.lead.follow(self.rejoining)
-            except Stopped:
-                return False
+        try:
+            self.lead.follow(self.rejoining)
+        except Stopped:
+            return False
         return True
 
     def evaluate(self, done: int) -> None:

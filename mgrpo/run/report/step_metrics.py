@@ -89,7 +89,7 @@ def step_metrics(
 
 
 def asynchrony(config: Config, batch: Batch, clock: Clock) -> dict[str, float]:
-    """The age of the groups, and the waits of learners and engines; empty where sampling and training take turns."""
+    """The age of the groups, and the waits of learners and engines; empty where all tokens are of the weights that train."""
     rollouts, seconds = batch.rollouts, clock.seconds
     if rollouts is None or not config.max_age:
         return {}

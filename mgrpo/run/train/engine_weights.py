@@ -1,4 +1,4 @@
-"""The weight sync as one object: one transfer group per engine, then a version of the weights after every step.
+"""The weight sync as one object: one transfer group per engine, then a version of the weights after every `weight_sync_steps` steps.
 
 Rank 0 decides which engines take part, and tells all learners before each sync: no learner waits for an engine that another one has
 dropped. An engine that was started again joins with a group of its own, and gets its weights like all others.
@@ -56,12 +56,16 @@ class EngineWeights:
         self.lead, self._fleet, self.host_group = lead, fleet, host_group
         self.host = host
         self.present: tuple[int, int] | None = None
-        """The version that was sent last, and the training step that is sampled with it."""
+        """The version of the policy's weights, and the training step that is sampled next."""
+        self.version: int | None = None
+        """The version that engines have, except for those that have been started since it was sent: these have a newer one."""
+        self.has_moved = False
+        """Whether weights have moved in the last `send` or `keep`."""
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that the last sync has moved."""
-        return self.sender.bytes_moved
+        """Bytes that the last `send` or `keep` has moved."""
+        return self.sender.bytes_moved if self.has_moved else 0
 
     @property
     def plan(self) -> ReshardPlan:
@@ -116,7 +120,7 @@ class EngineWeights:
             RuntimeError: a digest differs, it names engine, worker and tensors; or too few engines are left.
             Stopped: the run was asked to end while it waited for engines.
         """
-        self.present = version, step
+        self.present, self.version = (version, step), version
         # A run that is asked to end finishes the step that it is in, and only stops waiting.
         if not self.lead.share(lambda: self.fleet.are_members_there):
             self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
@@ -128,14 +132,23 @@ class EngineWeights:
         return not self.settings.takes_turns and self.fleet.needs_sync
 
     def rejoin(self) -> None:
-        """Give the weights that were sent last to engines that have been started since."""
+        """Give the policy's weights to engines that have been started since the last sync."""
         if self.present is not None:
             self._sync(self._begin(only_stale=True))
 
-    def keep(self, *, step: int) -> None:
-        """No new weights: only begin the random stream of training step `step`."""
-        self.present = self.present and (self.present[0], step)
-        self.lead.run(lambda: self.fleet.reseed(step))
+    def keep(self, version: int, *, step: int, reseed: bool) -> None:
+        """Leave the engines the weights that they have, and give those that have been started since the present ones.
+
+        Args:
+            version: that of the policy's weights.
+            step: the training step that is sampled next.
+            reseed: begin its random stream, which takes engines that are paused.
+        """
+        self.present, self.has_moved = (version, step), False
+        if reseed:
+            self.lead.run(lambda: self.fleet.reseed(step))
+        if stale := self._begin(only_stale=True):
+            self._sync(stale)
 
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
         """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
@@ -162,6 +175,7 @@ class EngineWeights:
     def _sync(self, seats: Mapping[int, int], *, check: bool = False) -> None:
         assert self.present is not None, "`send` comes first"
         version, step = self.present
+        self.has_moved = True
         # The first weights of an engine are always checked.
         check |= self._join(seats)
         joined = {engine: seat for engine, seat in seats.items() if engine in self.sender.generations}

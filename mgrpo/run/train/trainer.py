@@ -1,6 +1,6 @@
 """One GRPO run: open this file first.
 
-Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights, report.
+Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights where they are due, report.
 
     prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives its own
                  ^                                  |
@@ -28,7 +28,7 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.records import Learned, evaluates_after, is_due
+from mgrpo.run.records import evaluates_after, is_due, pauses_after, syncs_after
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
@@ -155,7 +155,14 @@ class Trainer:
             with suppress(OutputError):
                 clauses.append(f"the model of step {self.done} is in {self._export()}")
             return clauses, False
-        return [self.states.how_to_go_on(self.saved)], True
+        clauses = [self.states.how_to_go_on(self.saved)]
+        if not syncs_after(self.config, self.done):
+            steps = self.config.engine.weight_sync_steps
+            clauses.append(
+                f"weight_sync_steps={steps}: its engines then begin with the weights of step {self.done}, and not with older ones as in a "
+                "run that was not stopped"
+            )
+        return clauses, True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
@@ -179,9 +186,11 @@ class Trainer:
             self.done, self.is_followed_up = step, False
             self.version += learned.has_updated
             with self.part(f"step {step}, waiting for the engines", "drain"):
-                goes_on = self.source.pause()
+                # Where sampling and training take turns, the engines have paused already.
+                pauses = self.config.steps_ahead > 0 and pauses_after(self.config, step)
+                goes_on = self.source.pause() if pauses else True
             with self.part(f"step {step}, weight sync", "sync"):
-                goes_on = goes_on and self.hand_over(learned)
+                goes_on = goes_on and self.hand_over()
         sync_bytes = self.weights.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=self.clock)
         if self.reporter.failure:
@@ -197,29 +206,34 @@ class Trainer:
         yield
         self.clock.split(split)
 
-    def hand_over(self, learned: Learned) -> bool:
-        """Give the engines the weights of step `done`, and have them sample; False if the run was asked to end meanwhile."""
-        check = learned.has_updated and is_due(self.done, self.config.engine.weight_sync_check_every)
+    def hand_over(self) -> bool:
+        """Have the engines go on after step `done`, with its weights if these are due; False if the run was asked to end meanwhile."""
+        settings = self.config.engine
+        every = settings.weight_sync_check_every
         try:
-            self.send_weights(have_changed=learned.has_updated, check=check)
+            self.send_weights(
+                are_due=syncs_after(self.config, self.done),
+                check=every > 0 and self.done % every < settings.weight_sync_steps,
+            )
         except Stopped:
             return False
         if not self.turns:
             self.source.begin(self.done)
         return True
 
-    def send_weights(self, *, have_changed: bool = True, check: bool = False) -> None:
-        """Give the engines the weights, and the next step's random stream; to those that have slept also unchanged ones.
+    def send_weights(self, *, are_due: bool = True, check: bool = False) -> None:
+        """Give the engines the weights that they do not have, if these are due, and the next step's random stream; to those that have
+        slept always.
 
         Where learners and engines take turns, it is the engines' turn from here on.
         """
         send = partial(self.weights.send, self.version, step=self.done + 1, check=check)
         if self.turns:
             self.turns.engines(send)
-        elif have_changed:
+        elif are_due and self.weights.version != self.version:
             send()
         else:
-            self.weights.keep(step=self.done + 1)
+            self.weights.keep(self.version, step=self.done + 1, reseed=pauses_after(self.config, self.done))
 
     def follow_up(self) -> None:
         """Do what is due after step `done`: an evaluation, an export, a saved state."""
@@ -240,6 +254,10 @@ class Trainer:
         if self.evaluated and self.evaluated[0] == self.done:
             return self.evaluated[1]
         if self.turns:
+            self.send_weights()
+        elif self.weights.version != self.version:
+            # The run ends earlier than it was to, between two weight syncs.
+            self.source.pause()
             self.send_weights()
         self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():

@@ -81,6 +81,7 @@ RULES = [
         "vllm_data_parallel_size=2 must be 1 with vllm_mode=server; start 2 times as many servers",
     ),
     ("servers", {"vllm_server_timeout": 0}, "vllm_server_timeout=0.0 must be above 0 and finite"),
+    ("old names", {"accumulate_inference_batches_timeout": float("nan")}, "rollout_timeout=nan must be a whole number"),
     ("R6", {"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256"),
     ("R7", {"num_samples_per_prompt_rollout": 0}, "num_samples_per_prompt_rollout=0 must be at least 1"),
     (
@@ -169,6 +170,33 @@ RULES = [
         "async",
         RHO | {"async_steps": 2, "max_staleness": 3, "active_sampling": True, "active_sampling_oversample": 1.5},
         "max_staleness=3 must be at least async_steps=2 + active_sampling_oversample=1.5 rounded up, because",
+    ),
+    (
+        "async",
+        RHO | {"async_steps": 1, "weight_sync_steps": 4, "max_staleness": 3},
+        "max_staleness=3 must be at least async_steps=1 + weight_sync_steps=4 less 1, because a group may wait that long for its step, "
+        "and engines for new weights; use 4 or more",
+    ),
+    (
+        "async",
+        OFF | {"weight_sync_steps": 4},
+        "weight_sync_steps=4 trains on tokens of policies up to 3 steps older, which needs a correction",
+    ),
+    (
+        "async",
+        OFF | {"weight_sync_steps": 2, "async_steps": 1},
+        "async_steps=1 with weight_sync_steps=2 trains on tokens of policies up to 2 steps older",
+    ),
+    (
+        "weight syncs",
+        RHO | {"weight_sync_steps": 3, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+        "weight_sync_steps=3 with vllm_enable_sleep_mode=true: engines that sleep drop their weights",
+    ),
+    (
+        "weight syncs",
+        RHO | {"weight_sync_steps": 3, "checkpoint_state_freq": 10},
+        "checkpoint_state_freq=10 must be a multiple of weight_sync_steps=3: from a state between two weight syncs a run would go on with "
+        "other weights in its engines than it had; use checkpoint_state_freq=12",
     ),
     (
         "async",
@@ -413,6 +441,8 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
         RHO | {"active_sampling": True, "active_sampling_oversample": 1.5},
         RHO | {"active_sampling": True, "active_sampling_oversample": 1.5, "async_steps": 2, "max_staleness": 4},
         {"use_vllm_logprobs": True, "async_steps": 8},
+        {"use_vllm_logprobs": True, "weight_sync_steps": 4, "async_steps": 1, "max_staleness": 4},
+        RHO | {"weight_sync_steps": 3, "checkpoint_state_freq": 9, "local_eval_every": 4, "vllm_mode": "colocate"},
         {"async_steps": 0, "max_staleness": 4},
         {"async_steps": 2, "policy_loss": "package.module:loss"},
         {"preset": "open_instruct_main", "async_steps": 0},

@@ -18,6 +18,7 @@ from mgrpo.data.tokenizer import (
     fingerprint,
     load_tokenizer,
     stop_token_ids,
+    text_of_all_tokens,
     token_ids,
 )
 from tests.unit.data.conftest import CHARS, make_tokenizer
@@ -170,6 +171,18 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path, folder: Path) -> None
     (copy / "tokenizer.json").write_text(json.dumps(edited))
     found = {fingerprint(load_tokenizer(path)) for path in (*others, copy)}
     assert len(found) == 3 and first not in found
+
+
+@pytest.mark.parametrize("name", ["characters", "bytes"])
+def test_a_text_of_all_tokens_has_those_that_a_text_can_hold(quick_tokenizers: dict, name: str) -> None:
+    """Two tokenizers that read it alike read everything alike: one more or one less, or two that are exchanged, would show."""
+    tokenizer = quick_tokenizers[name]
+    text, tokens = text_of_all_tokens(tokenizer)
+    assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
+    alone = [tokenizer.decode([number], skip_special_tokens=True) for number in range(len(tokenizer))]
+    again = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in alone]
+    whole = {number for number, (one, ids) in enumerate(zip(alone, again, strict=True)) if one and ids == [number]}
+    assert len(whole) > 10 and whole <= set(tokens)
 
 
 def test_code_that_lies_in_the_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

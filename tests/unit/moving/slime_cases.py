@@ -33,6 +33,7 @@ SEPARATE = f"""
     --tensor-model-parallel-size 2 --context-parallel-size 2 --max-tokens-per-gpu 4608 --advantage-estimator gspo
     --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k3 --eps-clip 4e-4 --lr 1e-6 --lr-decay-style cosine --min-lr 1e-7
     --lr-warmup-iters 10 --rollout-num-gpus-per-engine 2 --use-tis --tis-clip 2.0 --use-wandb --wandb-project p
+    --update-weights-interval 2
 """
 EXPERTS = f"""
     train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate {MODEL} {MISC}

@@ -148,6 +148,15 @@ def test_presets_differ_where_the_trainers_do(preset, expected):
         ({"max_staleness": 5, "preset": "trl_main"}, (3, 5, True), "async_steps is 3, half of max_staleness=5"),
         ({"max_staleness": 1}, (1, 1, True), "async_steps is 1, half of max_staleness=1"),
         ({"max_staleness": 4, "async_steps": 1}, (1, 4, True), None),
+        ({"weight_sync_steps": 3}, (0, 2, True), None),
+        ({"weight_sync_steps": 3, "async_steps": 1}, (1, 3, True), None),
+        (
+            {"weight_sync_steps": 3, "max_staleness": 6},
+            (2, 6, True),
+            "async_steps is 2, half of max_staleness=6 less the 2 between weight syncs: steps then take what has finished first, where "
+            "async_steps=4",
+        ),
+        ({"weight_sync_steps": 3, "max_staleness": 2}, (0, 2, True), None),
         ({"max_staleness": 4, "async_steps": 0}, (0, 0, False), None),
         ({"max_staleness": 0}, (0, 0, False), None),
         ({"max_staleness": None}, (0, 0, False), None),
@@ -181,6 +190,7 @@ def test_how_far_ahead_and_how_old_follow_from_either_number(given, expected, no
     ("given", "cause"),
     [
         ({"async_steps": 3}, "async_steps=3"),
+        ({"async_steps": 3, "weight_sync_steps": 2}, "async_steps=3 and weight_sync_steps=2"),
         ({"async_steps": 3, "max_staleness": 6}, "async_steps=3"),
         ({"max_staleness": 4}, "async_steps=2"),
         ({"replay_buffer_size": 64}, "replay_buffer_size=64"),

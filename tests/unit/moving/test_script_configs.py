@@ -56,6 +56,7 @@ SLIME = {
         "active_sampling": True, "active_sampling_oversample": 1.0, "beta": 0.001, "kl_estimator": 2, "clip_lower": 4e-4,
         "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "min_lr": 1e-7, "warm_up_steps": 10, "use_rho_correction": True,
         "rho_clamp_upper_bound": 2.0, "report_to": ("tensorboard", "wandb"), "wandb_project": "p", "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
+        "weight_sync_steps": 2,
     },
     "EXPERTS": {
         "expert_model_parallel_size": 8, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": False,

@@ -107,6 +107,13 @@ def published(values: dict[str, Any], hf: dict[str, Any], response_share: float)
     return plan_run(config, shape_of(hf), hardware, num_learners=sum(learners))
 
 
+def test_a_step_has_its_share_of_a_weight_sync() -> None:
+    """A cluster with a slow network would be refused a plan that avoids most of its syncs."""
+    values, hf = {"num_learners_per_node": [8], "vllm_num_engines": 8, "beta": 0.0}, shipped_config("qwen3-30b-a3b")
+    each, fourth = (published({**values, "weight_sync_steps": steps}, hf, 0.8) for steps in (1, 4))
+    assert fourth.sync_s == each.sync_s / 4 > 0
+
+
 def test_step_times_are_near_those_that_others_publish() -> None:
     """docs.nvidia.com/nemo/rl, performance summary of v0.7: with other kernels, but the same work on the same GPUs.
 

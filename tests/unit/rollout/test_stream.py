@@ -16,9 +16,10 @@ def stream(**settings) -> Stream:
 
 def random_stream(rng: random.Random) -> Stream:
     count, ahead = rng.randint(1, 6), rng.randint(0, 4)
-    extra = rng.choice((0, 0, rng.randint(0, 2 * count)))
-    bound = ahead + ceil(extra / count) + rng.choice((0, 0, 1, 3))
-    return Stream(group_count=count, num_steps=rng.randint(1, 30), ahead=ahead, bound=bound, extra=extra)
+    extra, sync_steps = rng.choice((0, 0, rng.randint(0, 2 * count))), rng.choice((1, 1, 2, 5))
+    bound = ahead + ceil(extra / count) + sync_steps - 1 + rng.choice((0, 0, 1, 3))
+    num_steps = rng.randint(1, 30)
+    return Stream(group_count=count, num_steps=num_steps, ahead=ahead, bound=bound, extra=extra, sync_steps=sync_steps)
 
 
 class History:
@@ -79,7 +80,7 @@ def test_with_equal_numbers_the_order_is_that_of_admission_and_the_age_is_exactl
     for seed in range(2000):
         history = History(seed, is_calm=True)
         own = history.own
-        own.bound, own.extra = own.ahead, 0
+        own.bound, own.extra = own.ahead + own.sync_steps - 1, 0
         while own.steps < own.num_steps:
             own.update()
             own.admit(own.room)
@@ -90,7 +91,24 @@ def test_with_equal_numbers_the_order_is_that_of_admission_and_the_age_is_exactl
             own.take(chosen)
         taken = [number for step in history.steps for number in step]
         assert taken == list(range(own.num_steps * own.group_count)), seed
-        assert history.ages == [[min(step, own.ahead)] * own.group_count for step in range(own.num_steps)], seed
+        begun = [max(step - own.ahead, 0) for step in range(own.num_steps)]
+        ages = [step - at + at % own.sync_steps for step, at in enumerate(begun)]
+        assert history.ages == [[age] * own.group_count for age in ages], seed
+
+
+def test_between_weight_syncs_groups_begin_with_the_age_of_the_weights() -> None:
+    """Counted from the step before them, tokens of older weights would pass for younger ones, and the limit would not hold."""
+    own = stream(sync_steps=3, bound=2)
+    ages = []
+    for step in range(7):
+        own.admit(own.room)
+        for number in own.born:
+            own.finish(number)
+        chosen = own.choose()
+        ages.append({step - own.born[number] for number in chosen})
+        own.take(chosen)
+        own.update()
+    assert own.is_ordered and ages == [{0}, {1}, {2}, {0}, {1}, {2}, {0}]
 
 
 def test_a_synchronous_run_has_one_step_out_and_nothing_before_its_weights() -> None:

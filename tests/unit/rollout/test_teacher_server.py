@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mgrpo.rollout.engine import Completions, Sampling, WrongAnswerError
 from mgrpo.rollout.vllm.server import server_calls
 from mgrpo.rollout.vllm.server.http_engine import HttpEngine
 from mgrpo.rollout.vllm.server.server_calls import ServerError
+from mgrpo.rollout.vllm.server.server_facts import TextSample
 from mgrpo.rollout.vllm.server.teacher_server import TeacherServer, read_teacher_answer
 from tests.sampling import prompt_batch
 from tests.unit.rollout.test_http_engine import MODEL, Scripted
@@ -115,6 +117,29 @@ def test_a_server_that_cannot_teach_is_refused_before_anything_starts(server, pa
     """In the middle of a run it would be found with the first group."""
     server.answers[path] = said
     assert failure(server).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ((200, {"tokens": [3, 4, 5]}), None),
+        ((400, refused("there is no tokenizer")), None),
+        (
+            (200, {"tokens": [3, 9, 5]}),
+            "where the policy reads id 4 it reads id 9 (token 1 of a text of all tokens), so its",
+        ),
+        ((200, {"tokens": [3, 4]}), "where the policy reads id 5 it reads nothing (token 2 of"),
+        ((200, {"count": 3}), "/tokenize: the answer cannot be read: Object missing required field `tokens`"),
+    ],
+)
+def test_a_server_with_another_tokenizer_is_refused_with_the_first_id_that_differs(server, said, sentence) -> None:
+    """The same ids would be another text there. A server without a tokenizer needs none: it is given ids."""
+    server.answers["/tokenize"] = said
+    make = partial(TeacherServer, sample=TextSample("a b c", [3, 4, 5]))
+    engine = HttpEngine(server.url, config_of(server.url), make=make)
+    failed = engine.ready.exception(10)
+    engine.close()
+    assert (failed is None) if sentence is None else sentence in str(failed)
 
 
 def test_each_teacher_has_the_servers_of_its_model_and_one_without_is_refused(server, monkeypatch) -> None:

@@ -78,7 +78,7 @@ def taught(
         rewards,
         engine=engine,
         prompt=prompt_of,
-        lessons=Lessons(None, reworded=lambda prompt, change: prompt.tokens, scale=None, longest=100),
+        lessons=Lessons(None, reworded=lambda prompt, change: prompt.tokens, scale=None, longest=[100, 100]),
         teachers=teachers,
         teacher_model_name_or_path="math:BIG1,code:BIG2",
         teacher_mode="engine",
@@ -301,7 +301,9 @@ def test_the_text_of_an_environment_is_there_again_after_a_resume() -> None:
 def test_teachers_on_the_learners_are_not_asked_and_have_their_prompts() -> None:
     """Learners score the packs with them, as they do with the reference."""
     template = TeacherTemplate.read("{prompt}{answer}")
-    lessons = Lessons(template, reworded=lambda prompt, change: np.array([9, 9, 9], np.int32), scale=None, longest=100)
+    lessons = Lessons(
+        template, reworded=lambda prompt, change: np.array([9, 9, 9], np.int32), scale=None, longest=[100, 100]
+    )
     own = producer(
         lambda index: (0.0, 1.0), prompt=prompt_of, lessons=lessons, teacher_model_name_or_path="math:BIG1,code:BIG2"
     )

@@ -30,7 +30,7 @@ KEPT_IN_BOTH = {
     *("vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_extra_args"),
     *("vllm_server_allow_public", "ray_address", "engine_start_timeout", "engine_heartbeat_timeout"),
     *("engine_max_restarts", "min_engines", "weight_sync_bucket_mb", "weight_sync_timeout"),
-    "weight_sync_check_every",
+    *("weight_sync_steps", "weight_sync_check_every"),
 }
 KEPT_FOR_EVALUATION = KEPT_IN_BOTH | {"local_eval_every", "reward_weights", "overlong_cache_length"}
 KEPT_FOR_ONE_STEP = (

@@ -24,7 +24,7 @@ def reworded(prompt: Prompt, change) -> np.ndarray:
 
 def lessons_of(template: str | None, *, scale: RewardScale | None = SCALE, longest: int = 1000) -> Lessons:
     read = None if template is None else TeacherTemplate.read(template)
-    return Lessons(read, reworded=reworded, scale=scale, longest=longest)
+    return Lessons(read, reworded=reworded, scale=scale, longest=[longest])
 
 
 def group(rewards: Sequence[float], completions: Sequence[Completion] | None = None, **fields: object) -> ScoredGroup:

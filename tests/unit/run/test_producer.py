@@ -109,6 +109,24 @@ def test_prompts_queued_ahead_are_submitted_once_and_sampled_after_the_update() 
     assert [call[0] for call in engine.calls] == ["resume", "pause"] * 2
 
 
+def test_without_new_weights_engines_go_on_and_further_groups_begin() -> None:
+    """Few weight syncs are to save the pause, which waits for the longest answer; a step that starts nothing anew would dry them up."""
+    own = producer(
+        engine=(engine := ScriptedEngine()),
+        **{"async_steps": 1, "max_staleness": 4, "weight_sync_steps": 3, "use_rho_correction": True},
+    )
+    for done in range(1, 4):
+        assert indices(collect(own).groups) == [4 * done - 4 + place for place in range(4)]
+        if done == 3:
+            own.pause()
+        own.begin()
+    # Of the weights that all of them had.
+    assert own.dispatcher.thread.submit(lambda: own.groups.stream.born).result() == {
+        number: 0 if number < 16 else 3 for number in range(12, 20)
+    }
+    assert [call[0] for call in engine.calls] == ["resume", "pause", "resume"]
+
+
 def test_an_aborted_batch_ends_the_wait_for_it() -> None:
     """The state is saved at once after SIGTERM, not when the longest answer is there."""
     own = producer(engine=ScriptedEngine(answers=False))

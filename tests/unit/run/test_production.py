@@ -108,7 +108,10 @@ def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Call
 
 def test_rows_and_template_decide_what_the_teacher_reads(configured: Callable[..., Config]) -> None:
     """With a real tokenizer: the question in the template's place, and in the right teacher's hands."""
-    settings = {"teacher_model_name_or_path": "gsm8k:BIG,self", "teacher_prompt_template": "{prompt}{ground_truth}"}
+    settings = {
+        "teacher_model_name_or_path": f"gsm8k:{MODEL},self",
+        "teacher_prompt_template": "{prompt}{ground_truth}",
+    }
     production = prepared(configured(4, 2, **settings))
     assert production.producer is not None
     trained = collect(production.producer).groups

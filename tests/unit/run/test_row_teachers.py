@@ -111,17 +111,18 @@ def test_what_a_template_cannot_do_is_remarked() -> None:
     settings = {
         "teacher_model_name_or_path": "self",
         "teacher_prompt_template": "{prompt}: {answer}",
-        "pack_length": 600,
+        "pack_length": 700,
     }
 
     def said(longest: int, columns: tuple[str, ...] = (), **more: object) -> list[str]:
         own = from_values({"response_length": 256, "max_prompt_token_length": 100, **settings, **more})
-        return list(template_remarks(own, columns, longest=longest, num_tokens=len))
+        return list(template_remarks(own, columns, longest=longest, limit=600, num_tokens=len))
 
     assert said(86) == []
     (remark,) = said(87)
-    assert remark.startswith(
-        "pack_length=600 is less than 601, which a prompt of 87 tokens, 258 of the template with an answer and a"
+    assert remark == (
+        "a teacher reads up to 600 tokens (pack_length=700, its positions), and a prompt of 87 tokens, 258 of the template with an "
+        "answer and a completion of 256 can have 601: what is longer is not taught (distillation/untaught/too_long)"
     )
     (remark,) = said(20, ("answer", "level"))
     assert remark == (

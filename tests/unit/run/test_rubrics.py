@@ -19,7 +19,7 @@ IN_ORDER = {"async_steps": 1, "use_rho_correction": True}
 IN_FLIGHT = IN_ORDER | {"inflight_updates": True}
 
 
-def rubric_prompt(prompt_id: PromptId) -> Prompt:
+def rubric_prompt(prompt_id: PromptId, opening: str = "") -> Prompt:
     """Of three questions, some of which a step has twice."""
     label = {"query": f"question {prompt_id[1] % 5 // 2}", "rubrics": [{"description": "row"}]}
     return prompt(id=prompt_id, verifiers=["rubric"], ground_truths=(label,))

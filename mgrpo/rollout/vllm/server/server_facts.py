@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from mgrpo.config.schema import MOST_KEPT, Config
@@ -14,6 +14,13 @@ from mgrpo.rollout.vllm.kept_sets import num_logprobs, second_model
 
 _SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TextSample(NamedTuple):
+    """A text, and the policy's tokens of it."""
+
+    text: str
+    tokens: Sequence[int]
 
 
 def config_problems(info: Mapping[str, Any], config: Config) -> list[str]:

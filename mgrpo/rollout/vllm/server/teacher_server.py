@@ -6,6 +6,7 @@ answers are compared with the questions: another program made them, on another m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mgrpo.rollout.vllm.calls import flattened, of_prompt
 from mgrpo.rollout.vllm.server.server_answers import LEAST_LOGPROB, MOST_LOGPROB
 from mgrpo.rollout.vllm.server.server_calls import ServerCalls
 from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ServerRefusal
+from mgrpo.rollout.vllm.server.server_facts import TextSample
 
 COMPLETIONS = "/v1/completions"
 CANDIDATE_BYTES = 512
@@ -52,6 +54,13 @@ class TeacherAnswer(msgspec.Struct):
     choices: list[PromptChoice]
 
 
+class Tokens(msgspec.Struct):
+    """The answer to a text."""
+
+    tokens: list[int]
+
+
+_TOKENS = msgspec.json.Decoder(Tokens)
 _DECODER = msgspec.json.Decoder(TeacherAnswer)
 
 
@@ -61,8 +70,13 @@ class TeacherServer(ServerCalls):
     setting = "teacher_server_base_url"
     token = "MGRPO_TEACHER_SERVER_TOKEN"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, sample: TextSample | None = None) -> None:
+        """
+        Args:
+            sample: it must have the same tokens there, if the server has a tokenizer.
+        """
         super().__init__(url)
+        self.sample = sample
         self.model = ""
         """The teacher's, by the name that both sides use."""
         self.most_tokens = 0
@@ -92,7 +106,7 @@ class TeacherServer(ServerCalls):
                 f"with --max-model-len {least}, or lower them"
             ]
         self.most_tokens = own - 1
-        return await self._trial_problems(config.distillation.num_likeliest)
+        return await self._trial_problems(config.distillation.num_likeliest) or await self._tokenizer_problems()
 
     async def _trial_problems(self, num_likeliest: int) -> list[str]:
         """Sentences about the answer to a question with the last token of the policy's vocabulary."""
@@ -117,6 +131,27 @@ class TeacherServer(ServerCalls):
             return [self._answer(err)]
         read_teacher_answer(answer, tokens, 1, num_likeliest)
         return []
+
+    async def _tokenizer_problems(self) -> list[str]:
+        """A sentence if the server's tokens of the sample are others."""
+        if self.sample is None:
+            return []
+        body = {"model": self.model, "prompt": self.sample.text, "add_special_tokens": False}
+        try:
+            theirs = _TOKENS.decode(await self.connection.post("/tokenize", body)).tokens
+        except ServerRefusal:
+            return []  # it needs no tokenizer
+        except (ValueError, RecursionError) as err:
+            return [f"/tokenize: the answer cannot be read: {str(err)[:200]}"]
+        pairs = enumerate(itertools.zip_longest(self.sample.tokens, theirs))
+        difference = next(((place, own, other) for place, (own, other) in pairs if own != other), None)
+        if difference is None:
+            return []
+        place, own, other = difference
+        return [
+            f"the server has another tokenizer: where the policy reads id {own} it reads {'nothing' if other is None else f'id {other}'} (token "
+            f"{place} of a text of all tokens), so its log-probabilities would be of other texts; take a teacher of the policy's family"
+        ]
 
     def _question(self, tokens: list[int], num_likeliest: int) -> dict[str, Any]:
         return {

@@ -213,9 +213,17 @@ def test_ctrl_c_on_another_node_ends_all(nodes):
     assert nodes.codes() == [130, 130, 130]
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def test_a_node_that_waits_for_the_others_can_be_ended(nodes):
     nodes.start(1, "wait()")
-    time.sleep(1)
+    while not catches(nodes.processes[1].pid, signal.SIGTERM):
+        time.sleep(0.05)
     nodes.processes[1].send_signal(signal.SIGTERM)
     assert nodes.codes() == [143]
 
