@@ -63,10 +63,15 @@ def folder_of(folder: Path, name: str, seed: int) -> Path:
     return folder / f"{name.replace(', ', '_')}_{seed}"
 
 
+def has_ended(folder: Path) -> bool:
+    """Whether a run came to its end there."""
+    status = folder / "status.json"
+    return status.is_file() and json.loads(status.read_text())["state"] == "finished"
+
+
 def train(folder: Path, name: str, seed: int, *, steps: int, teacher: Path) -> None:
     """One quickstart as a command, unless the folder holds its end."""
-    status = folder / "status.json"
-    if status.is_file() and json.loads(status.read_text())["state"] == "finished":
+    if has_ended(folder):
         return
     flags = {
         "exp_name": name,
@@ -147,7 +152,7 @@ def collect(folder: Path, seeds: list[int], steps: int) -> dict[str, Any]:
     settings = []
     for name, flags in SETTINGS.items():
         folders = [folder_of(folder, name, seed) for seed in seeds]
-        runs = [read_run(each) for each in folders if (each / "status.json").is_file()]
+        runs = [read_run(each) for each in folders if has_ended(each)]
         settings.append({"name": name, "flags": flags, "runs": runs})
     goal = SHARE * running_mean(settings[0]["runs"][0]["rewards"], WINDOW)[-1]
     for setting in settings:

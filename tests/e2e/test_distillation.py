@@ -54,9 +54,8 @@ def test_a_run_that_dies_goes_on_with_its_average_of_policies_as_if_it_had_not(t
     assert origins(run) == [3]
     ours, theirs = untimed(run), untimed(whole)
     assert ours == theirs and weights(run) == weights(whole)
-    steps = [line for line in ours if "distillation/kl" in line]
-    assert len(steps) == STEPS and steps[0]["distillation/kl"] == pytest.approx(0, abs=1e-6)
-    assert all(step["distillation/kl"] > 1e-6 for step in steps[2:])
+    distances = [line["distillation/kl"] for line in ours if "distillation/kl" in line]
+    assert len(distances) == STEPS and 0 <= distances[0] < 1e-3 < 1e-2 < distances[-1], distances
 
 
 def test_with_updates_in_flight_every_group_keeps_what_its_teacher_has_said(tmp_path: Path) -> None:
