@@ -36,6 +36,9 @@ BY_TURNS = "--vllm_kv_cache_mb 2000 --total_episodes 3840"
 GRAPHS = "--vllm_enforce_eager false"
 MINI_BATCHES = "--num_mini_batches 4 --use_vllm_logprobs false"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+TRAINED = "QUICKSTART"
+TEACHER = f"--teacher_model_name_or_path {TRAINED} --distillation_only true"
+"""The last export of the stage quickstart teaches the model that this began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,16 @@ VARIANTS = {
     "fp8": Variant(
         "keys and values in 8 bits", f"--vllm_kv_cache_dtype fp8 --use_rho_correction true {GRAPHS}", apart=FP8_APART
     ),
+    "teacher": Variant(
+        "a teacher on an engine of its own", f"{TEACHER} --teacher_mode engine --teacher_gpu_memory_utilization 0.1"
+    ),
+    "teacher_learner": Variant(
+        "a teacher beside the learner, its likeliest tokens", f"{TEACHER} --distillation_loss jsd"
+    ),
+    "adapter": Variant(
+        "adapters that vLLM adds itself",
+        f"--use_peft true --lora_r 8 --learning_rate 0.004 --lora_sync adapter {GRAPHS}",
+    ),
     "zero0": Variant("nothing sharded", "--zero_stage 0"),
     "zero2": Variant("Megatron-FSDP, gradients", "--zero_stage 2", is_by_turns=True),
     "cispo": Variant(
@@ -99,7 +112,11 @@ def variant(place: Place, site: Site, name: str) -> Outcome:
     chosen = VARIANTS[name]
     if chosen.needs_gpu and place.device == "cpu":
         return Outcome(status="skipped", note="there is no GPU")
-    outcome = train(place, site, name, *chosen.words, apart=chosen.apart)
+    exports = sorted(site.runs.glob("quickstart/hf/step_*"))
+    if TRAINED in chosen.words and not exports:
+        return Outcome(status="failed", note="it needs the stage quickstart, whose model teaches")
+    flags = [str(exports[-1]) if word == TRAINED else word for word in chosen.words]
+    outcome = train(place, site, name, *flags, apart=chosen.apart)
     outcome.note = f"{chosen.proves}: {outcome.note}"
     return outcome
 

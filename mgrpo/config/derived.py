@@ -14,6 +14,8 @@ from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
+from mgrpo.models.cuts import size_of
+from mgrpo.models.family import read_hf_config
 
 COUNTED = ("total_episodes", "save_freq", "local_eval_every", "max_prompt_token_length", "pack_length")
 """Settings that may follow from the number of training prompts and their lengths, all of them whole numbers."""
@@ -24,6 +26,12 @@ def state_root(config: Config) -> str:
     own = config.checkpoint
     default = os.path.join(config.experiment.output_dir, "checkpoints")
     return own.gs_checkpoint_state_dir or own.checkpoint_state_dir or default
+
+
+def most_tokens(config: Config, folder: str) -> int:
+    """Tokens of the longest sequence that the teacher in this folder is asked about."""
+    positions = size_of(read_hf_config(folder), "max_position_embeddings")
+    return min(config.max_taught_length, positions or config.max_taught_length)
 
 
 def num_exports(config: Config) -> int:

@@ -257,8 +257,11 @@ class Policy:
             num_likeliest: its likeliest tokens that are wanted beside their own; of the kept set where there are sets.
             temperature: what its logits are divided by, whatever the micro-batches say; None: its own.
         """
-        wanted = {"temperature": temperature or self.temperature, "num_likeliest": num_likeliest}
-        asked = [replace(batch, response=replace(batch.response, **wanted)) for batch in microbatches]
+        divisor = temperature or self.temperature
+        asked = [
+            replace(batch, response=replace(batch.response, temperature=divisor, num_likeliest=num_likeliest))
+            for batch in microbatches
+        ]
         outputs = passes.forward(self.chunks, asked, routing=self.routing)
         return [Taught.of(output, num_likeliest) for output in outputs] if self.is_last_stage else []
 

@@ -2,7 +2,7 @@
 
 `verifier` has their interface, `verifiers/` holds them, `registry` finds them by name; `worker` is the program they run in,
 `worker_pool` keeps the workers, `remote_endpoint` asks servers, `scorer` combines them in one call; `compose` builds rewards
-from scores, `reward_functions` from the user's own functions; `rewarder` is the door that a run uses.
+from scores, `rubrics/` also lets criteria evolve, `reward_functions` from the user's own functions; `rewarder` is the door that a run uses.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import most_tokens
 from mgrpo.config.distillation import Distillation, Teacher
 from mgrpo.models.family import read_hf_config
 from mgrpo.processes.background import announced
@@ -23,7 +24,7 @@ from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import policy_kind, serving_gpus
 from mgrpo.rollout.vllm.ray_processes.node import RayNode
 from mgrpo.rollout.vllm.server.server_facts import TextSample, host_elsewhere, meeting_host
-from mgrpo.rollout.vllm.teacher_engine import most_tokens, teacher_kinds, teacher_machine_problems
+from mgrpo.rollout.vllm.teacher_engine import teacher_kinds, teacher_machine_problems
 
 if TYPE_CHECKING:
     from mgrpo.rollout.vllm.server.http_engine import HttpEngine
@@ -35,6 +36,7 @@ __all__ = [
     "TextSample",
     "engines_are_local",
     "machine_problems",
+    "most_tokens",
     "serving_gpus",
     "started_engines",
     "started_fleet",

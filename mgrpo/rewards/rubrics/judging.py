@@ -41,11 +41,11 @@ def score_evolving(
     verdicts = iter(judge.verdicts)
     found = [replace(own, group=group) for own, group in zip(scored, groups, strict=True)]
     for place in places:
-        label = _label(extended[place].prompt)
-        assert isinstance(label, JudgedRubric)
-        none = (math.nan,) * len(label.criteria)
+        judged = _label(extended[place].prompt)
+        assert isinstance(judged, JudgedRubric)
+        none = (math.nan,) * len(judged.criteria)
         given = tuple(none if is_lost(completion) else next(verdicts) for completion in groups[place].completions)
-        found[place] = replace(found[place], rubric=replace(label, verdicts=given))
+        found[place] = replace(found[place], rubric=replace(judged, verdicts=given))
     return found
 
 

@@ -36,6 +36,8 @@ class Proposer(Asker):
         return list(await asyncio.gather(*map(self._propose, rubrics, answers)))
 
     async def _propose(self, rubric: JudgedRubric, completions: Sequence[str]) -> list[Criterion] | None:
+        if len(completions) < 2:
+            return []  # nothing to tell apart
         try:
             prompt, mark = self._prompt(rubric, [encodable(final_answer(text)) for text in completions])
             return await self.client.ask(prompt, functools.partial(read_proposals, mark=mark))

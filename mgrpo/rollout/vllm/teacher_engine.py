@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mgrpo.config.derived import most_tokens
 from mgrpo.config.schema import Config
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import read_hf_config
@@ -98,12 +99,6 @@ def teacher_kinds(config: Config, *, on_gpu: bool, num_gpus: int, num_local_lear
             )
         )
     return kinds
-
-
-def most_tokens(config: Config, folder: str) -> int:
-    """Tokens of the longest sequence that a teacher's engine reads."""
-    positions = size_of(read_hf_config(folder), "max_position_embeddings")
-    return min(config.max_taught_length, positions or config.max_taught_length)
 
 
 def teacher_args(

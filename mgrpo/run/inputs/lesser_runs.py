@@ -13,7 +13,7 @@ from mgrpo.config import Config
 from mgrpo.config.distillation import Distillation
 from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
-from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
+from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel, Reward
 from mgrpo.config.tracking import Tracking
 
 
@@ -32,6 +32,13 @@ def for_evaluation(config: Config) -> Config:
         data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
         rollout=dataclasses.replace(
             rollout, async_steps=0, max_staleness=None, inflight_updates=False, save_traces=False
+        ),
+        reward=dataclasses.replace(
+            config.reward,
+            apply_evolving_rubric_reward=False,
+            rubric_generation_model=None,
+            max_active_rubrics=Reward().max_active_rubrics,
+            cache_evolving_rubric_data_dir=None,
         ),
         loss=LossConfig(),
         algorithm=Algorithm(
@@ -74,6 +81,7 @@ def for_one_step(config: Config, folder: str) -> Config:
             local_eval_every=-1,
         ),
         rollout=dataclasses.replace(config.rollout, save_traces=False),
+        reward=dataclasses.replace(config.reward, cache_evolving_rubric_data_dir=None),
         # A model that is always right or always wrong must do its step as well.
         algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
         checkpoint=Checkpoint(save_final=False, resume="never"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.config import Config
+from mgrpo.config.derived import most_tokens
 from mgrpo.config.distillation import SELF
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
@@ -23,7 +24,6 @@ from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
-from mgrpo.rollout.vllm.teacher_engine import most_tokens
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
 from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings

@@ -18,7 +18,7 @@ from mgrpo.telemetry.report.sample_pages import Gallery, by_prompt, choose_promp
 from mgrpo.telemetry.report.text import percent, shown, table, text
 from mgrpo.telemetry.samples import tables
 
-OWN = {"output_dir", "exp_name", "run_name", "rollouts_save_path"}
+OWN = {"output_dir", "exp_name", "run_name", "rollouts_save_path", "cache_evolving_rubric_data_dir"}
 """Settings that identify a run and do not change what it computes."""
 MAX_SIDE_BY_SIDE = 6
 

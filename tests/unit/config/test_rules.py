@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from mgrpo.config import Config, adapter, validate
+from mgrpo.config import Config, adapter, distillation, validate
 from mgrpo.config.fields import alternatives, build, problem_of, section_types, settings
 from mgrpo.config.model_rules import MODEL_RULES
 from mgrpo.config.provenance import Provenance
@@ -20,7 +20,7 @@ from mgrpo.config.rules import Reading, parameters
 from mgrpo.config.validate import LATER_WARNINGS, RULES, WARNINGS, problems
 from mgrpo.layout import Layout
 
-EVERY_RULE = (*RULES, *adapter.MODEL, *MODEL_RULES, *WARNINGS, *LATER_WARNINGS)
+EVERY_RULE = (*RULES, *adapter.MODEL, *distillation.MODEL, *MODEL_RULES, *WARNINGS, *LATER_WARNINGS)
 NEEDS = {need: name for name, setting in settings().items() for need in setting.needs}
 FACTS: dict[str, object] = {
     "world_size": 1,

@@ -194,6 +194,15 @@ def test_a_criterion_without_a_verdict_and_a_lost_answer_have_no_score():
     assert "answer 3" not in blocks_of(asked_for_proposals(server)[0].prompt)
 
 
+def test_one_answer_is_compared_with_nothing():
+    """Where environments have failed, what is left of a group shows no difference that a criterion could be about."""
+    lost = builders.completion(text="bad", trajectory=builders.trajectory("11", ended_by="error"))
+    sampled = group("good")
+    sampled = builders.rollout_group([*sampled.completions, lost], sampled.prompt)
+    (scored,), server, _ = score([sampled], judge(VERDICTS, lambda request: Reply(status=500)))
+    assert not asked_for_proposals(server) and scored.rubric.num_new == 0 and scored.scores[0].reward == 1.0
+
+
 def test_other_verifiers_of_the_row_score_as_ever():
     """One call of the pool has the items of all verifiers, which must not be exchanged."""
     sampled = group("4", "5", verifiers=("integer", "rubric", "rubric"), truths=("5", LABEL, json.dumps(LABEL)))

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from mgrpo.config.derived import most_tokens
 from mgrpo.moving import from_values
 from mgrpo.rollout import start
 from mgrpo.rollout.vllm import engine_arguments, teacher_engine
-from mgrpo.rollout.vllm.teacher_engine import STEP_TOKENS, gpu_share, most_tokens, teacher_args, teacher_kinds
+from mgrpo.rollout.vllm.teacher_engine import STEP_TOKENS, gpu_share, teacher_args, teacher_kinds
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 3}
 LENGTHS = {"max_prompt_token_length": 24, "response_length": 1000, "pack_length": 4096}

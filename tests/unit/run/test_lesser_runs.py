@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config.fields import flat, settings
+from mgrpo.config.schema import Reward
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.lesser_runs import for_evaluation, for_one_step
 
@@ -12,10 +13,12 @@ CHANGED_FOR_EVALUATION = {
     *("total_episodes", "num_train_epochs", "output_dir", "dataset_mixer_list", "dataset_mixer_list_splits"),
     *("async_steps", "max_staleness", "inflight_updates", "save_traces"),
     *("vllm_mode", "vllm_num_engines", "vllm_server_base_url", "vllm_server_timeout"),
+    *("apply_evolving_rubric_reward", "rubric_generation_model", "max_active_rubrics"),
+    "cache_evolving_rubric_data_dir",
 }
 CHANGED_FOR_ONE_STEP = {
     *("total_episodes", "num_train_epochs", "output_dir", "local_eval_every", "save_traces"),
-    *("filter_zero_std_samples", "active_sampling"),
+    *("filter_zero_std_samples", "active_sampling", "cache_evolving_rubric_data_dir"),
 }
 KEPT_IN_BOTH = {
     *("exp_name", "seed", "backend_timeout", "learner_timeout", "profile_steps", "profile_ranks"),
@@ -31,6 +34,15 @@ KEPT_IN_BOTH = {
     *("vllm_server_allow_public", "ray_address", "engine_start_timeout", "engine_heartbeat_timeout"),
     *("engine_max_restarts", "min_engines", "weight_sync_bucket_mb", "weight_sync_timeout"),
     *("weight_sync_steps", "weight_sync_check_every"),
+    *("apply_verifiable_reward", "verification_reward", "apply_r1_style_format_reward"),
+    *("r1_style_format_reward", "additive_format_reward", "non_stop_penalty", "non_stop_penalty_value"),
+    *("remap_verifier", "verifier_weights", "reward_funcs", "reward_funcs_timeout", "reward_model_gpu"),
+    *("reward_model_threads", "verifier_modules", "max_length_verifier_max_length", "code_api_url"),
+    *("code_max_execution_time", "code_pass_rate_reward_threshold", "code_apply_perf_penalty"),
+    *("code_sandbox_memory_mb", "code_sandbox_accept_risk", "llm_judge_model", "llm_judge_base_url"),
+    *("llm_judge_max_tokens", "llm_judge_max_context_length", "llm_judge_temperature", "llm_judge_timeout"),
+    *("rubric_judge_model", "remote_verifier_concurrency", "verifier_memory_mb", "verifier_timeout"),
+    "verifier_workers",
 }
 KEPT_FOR_EVALUATION = KEPT_IN_BOTH | {"local_eval_every", "reward_weights", "overlong_cache_length"}
 KEPT_FOR_ONE_STEP = (
@@ -50,7 +62,7 @@ KEPT_FOR_ONE_STEP = (
         *("entropy_coef_delta", "entropy_target", "num_epochs", "num_mini_batches", "reshuffle_mini_batches"),
     }
 )
-WHOLE = {"model", "adapter", "reward", "tools", "hub"}
+WHOLE = {"model", "adapter", "tools", "hub"}
 """Sections that both keep as they are."""
 AFRESH_FOR_EVALUATION = {"loss", "algorithm", "distillation", "optimizer", "parallel", "checkpoint", "tracking"}
 """Sections that begin with their defaults."""
@@ -81,6 +93,7 @@ def test_what_is_said_to_be_kept_is_kept_and_the_rest_is_changed_or_a_default(vl
         **{"temperature": 0.5, "seed": 9, "num_epochs": 2, "lr_scheduler_type": "linear", "beta": 0.1},
         **{"checkpoint_state_freq": 3, "load_best_model_at_end": True, "save_traces": True, "async_steps": 2},
         **{"reward_weights": (2.0,), "local_eval_every": 4, "tensor_model_parallel_size": 2, "resume": "auto"},
+        **{"apply_evolving_rubric_reward": True, "cache_evolving_rubric_data_dir": "rubrics"},
         **{"dataset_mixer_list": ("rows.jsonl", "1.0"), "report_to": ("tensorboard",), "active_sampling": True},
         **({"vllm_mode": "server", "vllm_server_base_url": ("http://a", "http://b")} if vllm_mode == "server" else {}),
     }
@@ -104,3 +117,5 @@ def test_what_is_said_to_be_kept_is_kept_and_the_rest_is_changed_or_a_default(vl
     assert step.num_training_steps == 1 and step.experiment.output_dir == "folder"
     assert (step.checkpoint.resume, step.checkpoint.save_final, step.tracking.report_to) == ("never", False, ("none",))
     assert step.loss == config.loss and not step.algorithm.active_sampling
+    assert step.reward.apply_evolving_rubric_reward and step.reward.cache_evolving_rubric_data_dir is None
+    assert for_evaluation(config).reward == Reward()
