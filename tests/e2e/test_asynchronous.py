@@ -20,6 +20,11 @@ JOB = Job(flags=FLAGS)
 TIMES = ("async/learner_waited_s", "async/engine_idle_share", "async/admitted")
 
 
+def untimed(run: Run) -> list[dict]:
+    """Every line without what depends on how fast the machine is."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(run)]
+
+
 def prompts(run: Run) -> Counter[str]:
     """How often each prompt was trained on, or left out by a step."""
     folder = run.output_dir / "rollouts"
@@ -45,9 +50,7 @@ def test_a_drained_run_that_dies_goes_on_as_if_it_had_not(tmp_path, flags, step,
     JOB.fail(folder, flags, fault="kill sync", step=step)
     run = JOB.finish(folder, flags)
     assert origins(run) == [3]
-    ours, theirs = (
-        [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(each)] for each in (run, whole)
-    )
+    ours, theirs = untimed(run), untimed(whole)
     assert ours == theirs and weights(run) == weights(whole)
     assert [line["async/age_max"] for line in ours if "async/age_max" in line] == ages
     moved = [line["step"] for line in ours if line.get("sync/bytes")]

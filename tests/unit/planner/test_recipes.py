@@ -53,19 +53,29 @@ def num_learners(name: str, config: Config) -> int:
     return sum(config.parallel.num_learners_per_node) or RANKS.get(name, 1)
 
 
+def model_in_place(path: str, folder: Path) -> Path:
+    """The model's folder, or one in its place with the sizes and a tokenizer."""
+    model = Path(path)
+    if (model / "config.json").is_file():
+        return model
+    shape, model = shipped_config(path), folder / model.name
+    if shape is None:
+        make, package, modules = REAL["smollm2"]
+        if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+            pytest.skip(f"the tokenizer of {package} takes {', '.join(missing)}, not installed")
+        make().save_pretrained(model)
+    else:
+        make_tokenizer(model)
+    (model / "config.json").write_text(json.dumps(shape or SMOLLM2))
+    return model
+
+
 def standing_in(config: Config, folder: Path) -> Config:
     """The configuration with local files in the place of a model and of data that are elsewhere."""
-    model, data = Path(config.model_path), config.data
-    if not (model / "config.json").is_file():
-        shape, model = shipped_config(config.model_path), folder / model.name
-        if shape is None:
-            make, package, modules = REAL["smollm2"]
-            if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-                pytest.skip(f"the tokenizer of {package} takes {', '.join(missing)}, not installed")
-            make().save_pretrained(model)
-        else:
-            make_tokenizer(model)
-        (model / "config.json").write_text(json.dumps(shape or SMOLLM2))
+    model, data = model_in_place(config.model_path, folder), config.data
+    teachers = (
+        f"{name}:{model_in_place(path, folder)}".removeprefix(":") for name, path in config.distillation.teachers
+    )
     changes: dict[str, Any] = {}
     for field in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         words = list(getattr(data, field))
@@ -76,6 +86,7 @@ def standing_in(config: Config, folder: Path) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, model_name_or_path=str(model)),
+        distillation=dataclasses.replace(config.distillation, teacher_model_name_or_path=tuple(teachers)),
         data=dataclasses.replace(data, dataset_local_cache_dir=str(folder / "cache"), **changes),
     )
 
