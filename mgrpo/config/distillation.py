@@ -58,7 +58,7 @@ class Distillation:
     """Share of a GPU's memory that such an engine may use; on a GPU that several share, their shares add up to at most 1."""
     teacher_prompt_template: Annotated[str | None, WITH_TEACHER] = None
     """What a teacher reads in place of the last message of the user: a text with {prompt} and any of {answer} (a right answer of the group),
-    {feedback} (the verifier's) and columns of the row, {solution}; the completion's tokens stay the same. none: what the policy read."""
+    {feedback} (of a reward function or an environment) and columns of the row, {solution}; the completion's tokens stay the same. none: what the policy read."""
     teacher_update_rate: Annotated[float, SHARE, WITH_SELF] = 1.0
     """Of the teacher self: below 1 it is an average of the policies so far, average <- rate x policy + (1 - rate) x average after
     every step."""
@@ -261,7 +261,11 @@ def template_problems(text: str) -> Iterator[str]:
 
 
 def _template(
-    distills: bool, teacher_prompt_template: str | None, num_samples_per_prompt_rollout: int
+    distills: bool,
+    teacher_prompt_template: str | None,
+    num_samples_per_prompt_rollout: int,
+    num_reward_funcs: int,
+    has_turns: bool,
 ) -> Iterator[str]:
     if teacher_prompt_template is None or not distills:
         return
@@ -272,6 +276,11 @@ def _template(
         yield (
             f"teacher_prompt_template={teacher_prompt_template!r} shows another answer of the group, but num_samples_per_prompt_rollout=1; "
             "sample at least 2, or use a column of the row"
+        )
+    if "feedback" in names and not num_reward_funcs and not has_turns:
+        yield (
+            f"teacher_prompt_template={teacher_prompt_template!r} shows feedback, which reward functions, tools and environments give, and "
+            "verifiers do not; use {answer} or a column of the row"
         )
 
 

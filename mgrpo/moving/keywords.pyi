@@ -374,7 +374,7 @@ class Keywords(TypedDict, total=False):
     teacher_gpu_memory_utilization: float
     """Share of a GPU's memory that such an engine may use; on a GPU that several share, their shares add up to at most 1. (default: 0.9)"""
     teacher_prompt_template: str | None
-    """What a teacher reads in place of the last message of the user: a text with {prompt} and any of {answer} (a right answer of the group), {feedback} (the verifier's) and columns of the row, {solution}; the completion's tokens stay the same. none: what the policy read. (default: none)"""
+    """What a teacher reads in place of the last message of the user: a text with {prompt} and any of {answer} (a right answer of the group), {feedback} (of a reward function or an environment) and columns of the row, {solution}; the completion's tokens stay the same. none: what the policy read. (default: none)"""
     teacher_update_rate: float
     """Of the teacher self: below 1 it is an average of the policies so far, average <- rate x policy + (1 - rate) x average after every step. (default: 1.0)"""
     teacher_temperature: float

@@ -50,8 +50,12 @@ class Group:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its teacher, on an engine or a server, has answered."""
-        return self.sampled is not None and any(completion.taught for completion in self.sampled.completions)
+        """Whether its teacher, on an engine or a server, has answered all that it is asked."""
+        assert self.scored is not None, "teachers are asked about scored groups"
+        return all(
+            completion.taught or not any(lesson.prompt is not None for lesson in lessons)
+            for completion, lessons in zip(self.scored.group.completions, self.scored.lessons, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +279,7 @@ class Groups:
                     "scores": group.scored and plain_scores(group.scored),
                     "is_kept": group.is_kept,
                     "excludes": group.excludes,
+                    "teacher": group.prompt and self._teacher_of(group.prompt),
                     **plain_rubric(group.prompt, group.scored),
                 }
                 for number, group in kept.items()
@@ -338,18 +343,22 @@ class Groups:
             self.stream.finish(number)
             return
         opened = with_criteria(self.prompt(group.prompt.id, record["sampled"].get("opening", "")), record)
-        group.sampled = self._asked_as_now(unpacked(opened, record["sampled"], arrays))
+        group.sampled = unpacked(opened, record["sampled"], arrays)
+        if record.get("teacher") != self._teacher_of(opened):
+            untaught = (replace(completion, taught=None) for completion in group.sampled.completions)
+            group.sampled = replace(group.sampled, completions=tuple(untaught))
         if record["scores"] is not None:
             scores, rubric = read_scores(record["scores"]), read_rubric(record)
             scored = ScoredGroup(group=group.sampled, scores=scores, rubric=rubric)
             group.scored = self.lessons.added(scored) if self.lessons else scored
-            group.is_kept, group.excludes = record["is_kept"], record["excludes"]
+            group.is_kept, group.excludes = record["is_kept"] or group.scored.is_taught, record["excludes"]
             if not self.awaits_teacher(number):
                 self.stream.finish(number)
 
-    def _asked_as_now(self, group: RolloutGroup) -> RolloutGroup:
-        """Without what a teacher has said, if it would be asked for something else now, or not at all."""
-        k = self.config.distillation.num_likeliest if self.asks and group.prompt.teacher >= 0 else None
-        if all(completion.taught is None or completion.taught.num_likeliest == k for completion in group.completions):
-            return group
-        return replace(group, completions=tuple(replace(completion, taught=None) for completion in group.completions))
+    def _teacher_of(self, prompt: Prompt) -> list[Any] | None:
+        """Who is asked about the prompt's groups, and what, in JSON; None where nobody is. What was said to another question is of no use."""
+        own = self.config.distillation
+        if not self.asks or prompt.teacher < 0:
+            return None
+        model = own.teachers[prompt.teacher].model
+        return [model, own.teacher_temperature, own.teacher_prompt_template, own.num_likeliest]

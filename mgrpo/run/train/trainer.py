@@ -257,7 +257,8 @@ class Trainer:
             self.send_weights()
         elif self.weights.version != self.version:
             # The run ends earlier than it was to, between two weight syncs.
-            self.source.pause()
+            if not self.source.pause():
+                raise Stopped
             self.send_weights()
         self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():

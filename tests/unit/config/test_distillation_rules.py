@@ -122,6 +122,10 @@ MISTAKES = [
         "{answer!r:>9} is not the name of a column",
     ),
     (
+        {"teacher": "M", "teacher_prompt_template": "{prompt} {feedback}"},
+        "shows feedback, which reward functions, tools",
+    ),
+    (
         {"teacher": SELF, **HINT, "num_samples_per_prompt_rollout": 1},
         "shows another answer of the group, but num_samples_per_prompt_rollout=1; sample at least 2",
     ),

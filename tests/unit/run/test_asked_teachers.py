@@ -73,14 +73,13 @@ def prompt_of(prompt_id: PromptId, opening: str = "") -> Prompt:
 def taught(
     teachers: ScriptedTeachers, engine: ScriptedEngine | None = None, *, rewards=lambda index: EQUAL, **settings
 ):
-    distillation = {"distillation_topk": K} | settings
+    distillation = {"distillation_topk": K, "teacher_model_name_or_path": "math:BIG1,code:BIG2"} | settings
     return producer(
         rewards,
         engine=engine,
         prompt=prompt_of,
         lessons=Lessons(None, reworded=lambda prompt, change: prompt.tokens, scale=None, longest=[100, 100]),
         teachers=teachers,
-        teacher_model_name_or_path="math:BIG1,code:BIG2",
         teacher_mode="engine",
         distillation_loss="forward_kl",
         **distillation,
@@ -267,9 +266,18 @@ def test_a_resumed_run_asks_again_only_about_what_was_not_answered() -> None:
                 assert a.dtype == b.dtype and a.tolist() == b.tolist()
 
 
-@pytest.mark.parametrize(("distillation_topk", "asked"), [(K, []), (K + 1, [1, 2, 4, 5, 7])])
-def test_a_run_that_asks_for_something_else_asks_again(distillation_topk, asked) -> None:
-    """What was said before would be of another shape."""
+@pytest.mark.parametrize(
+    ("changed", "asked"),
+    [
+        ({"distillation_topk": K}, []),
+        ({"distillation_topk": K + 1}, [1, 2, 4, 5, 7]),
+        ({"teacher_temperature": 0.5}, [1, 2, 4, 5, 7]),
+        ({"teacher_prompt_template": "{prompt} {solution}"}, [1, 2, 4, 5, 7]),
+        ({"teacher_model_name_or_path": "math:OTHER,code:BIG2"}, [1, 4, 7]),
+    ],
+)
+def test_a_run_that_asks_for_something_else_asks_again(changed, asked) -> None:
+    """What was said before would be of another shape, or of another question."""
     settings = {"use_rho_correction": True, "async_steps": 1, "inflight_updates": True}
     own = taught(ScriptedTeachers(), engine := ScriptedEngine(answers=False), **settings)
     own.begin()
@@ -277,7 +285,7 @@ def test_a_run_that_asks_for_something_else_asks_again(distillation_topk, asked)
     engine.answer(*range(8))
     settle(own)
     fresh = ScriptedTeachers(answers=False)
-    again = resumed(own, fresh, **settings, distillation_topk=distillation_topk)
+    again = resumed(own, fresh, **settings, **changed)
     taking = again.take()
     settle(again)
     assert taking.done() == (not asked)
