@@ -7,7 +7,7 @@ room, so that the result does not depend on how the tokens were divided.
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.aggregation import denominators, loss_denominator
 from mgrpo.algo.agreement import agreement
-from mgrpo.algo.distillation import Lesson
+from mgrpo.algo.distillation import TeacherSignal
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
 from mgrpo.algo.kl import kl_penalty
@@ -19,12 +19,12 @@ from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "AdaptiveEntropy",
-    "Lesson",
     "LossConfig",
     "LossFunction",
     "LossInputs",
     "MetricSums",
     "PolicyLoss",
+    "TeacherSignal",
     "add_metrics",
     "advantages",
     "agreement",

@@ -26,7 +26,7 @@ from mgrpo.config.distillation import Distillation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TeacherSignal:
     """What teachers say of the tokens of a micro-batch, and how it is learned."""
 
     settings: Distillation

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mgrpo import ops
-from mgrpo.algo.distillation import Lesson
+from mgrpo.algo.distillation import TeacherSignal
 from mgrpo.algo.kl import at_least_fp32
 from mgrpo.algo.loss_inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.losses import NAMED
@@ -30,7 +30,7 @@ def policy_loss(
     keep: Tensor | None = None,
     denominator: float | Tensor | None = None,
     function: LossFunction | None = None,
-    lesson: Lesson | None = None,
+    signal: TeacherSignal | None = None,
     candidates: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss that `config` names, over the response tokens of some sequences, and what it reports.
@@ -54,8 +54,8 @@ def policy_loss(
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
         denominator: `loss_denominator` of the whole mini-batch, a number or `[num_seqs]`; None: of these sequences alone.
         function: a user's loss in place of the named one; the formulas above are then its own.
-        lesson: what is learned from teachers, see `mgrpo.algo.distillation`; `loss_mask` is then what it leaves of one.
-        candidates: `[tokens, 1 + k]`, see `Lesson.added`.
+        signal: what is learned from teachers, see `mgrpo.algo.distillation`; `loss_mask` is then what it leaves of one.
+        candidates: `[tokens, 1 + k]`, see `TeacherSignal.added`.
     Returns:
         The scalar loss with a graph to `logprobs`, and metrics as sums with their counts.
     Raises:
@@ -70,8 +70,8 @@ def policy_loss(
     if len(advantages) != len(logprobs):
         advantages = ops.per_token(advantages, cu_seqlens, len(logprobs))
     old = torch.where(old.isfinite(), old, logprobs.detach())
-    if lesson is not None:
-        advantages = lesson.advantages(advantages, old)
+    if signal is not None:
+        advantages = signal.advantages(advantages, old)
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
@@ -83,9 +83,9 @@ def policy_loss(
         keep=None if keep is None else constant(keep),
         config=config,
         denominator=denominator,
-        teacher_logprobs=None if lesson is None else constant(lesson.logprobs),
+        teacher_logprobs=None if signal is None else constant(signal.logprobs),
     )
     if function is None and config.policy_loss not in NAMED:
         raise ValueError(f"policy_loss={config.policy_loss!r} is unknown; choose one of {', '.join(NAMED)}")
     result = own_loss(function, inputs) if function is not None else NAMED[config.policy_loss].loss(inputs)
-    return result if lesson is None else lesson.added(result, inputs, candidates)
+    return result if signal is None else signal.added(result, inputs, candidates)

@@ -97,11 +97,11 @@ def test_a_teacher_names_the_likeliest_tokens(run_ranks, models, layout, logits_
         np.testing.assert_allclose(got.likeliest, want.likeliest, atol=2e-5)
 
 
-def lessons(samples: list[TrainSample], teacher: torch.nn.Module, *, num_likeliest: int) -> list[TrainSample]:
+def taught_samples(samples: list[TrainSample], teacher: torch.nn.Module, *, num_likeliest: int) -> list[TrainSample]:
     """The samples as they reach a learner: of two teachers, some of none; some tokens are missing, of which rank 0 knew half."""
     random = np.random.default_rng(5)
 
-    def lesson(number: int, sample: TrainSample) -> TrainSample:
+    def one(number: int, sample: TrainSample) -> TrainSample:
         scores = taught_by(teacher, sample)
         missing = random.random(len(sample.tokens)) < 0.2
         is_known = ~missing & sample.is_predicted
@@ -121,7 +121,7 @@ def lessons(samples: list[TrainSample], teacher: torch.nn.Module, *, num_likelie
             ),
         )
 
-    return [lesson(number, sample) for number, sample in enumerate(samples)]
+    return [one(number, sample) for number, sample in enumerate(samples)]
 
 
 def coarse(row: torch.Tensor, chosen: list[int]) -> torch.Tensor:
@@ -207,7 +207,9 @@ def test_what_a_teacher_teaches_does_not_depend_on_the_layout(run_ranks, models,
     }
     teacher = load_hf(models[1])
     num_likeliest = K if signal["distillation_loss"] != "sampled" else 0
-    samples = lessons(cases.with_sets(SAMPLES) if "sets" in name else SAMPLES, teacher, num_likeliest=num_likeliest)
+    samples = taught_samples(
+        cases.with_sets(SAMPLES) if "sets" in name else SAMPLES, teacher, num_likeliest=num_likeliest
+    )
     ranks = run_ranks(world_size, distillation_cases.step, settings=settings, samples=samples)
     expected = oracle(load_hf(models[0]), teacher, samples, signal)
     norm = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in expected["gradients"].values()))

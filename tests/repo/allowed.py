@@ -83,7 +83,7 @@ APPLICATION = {"cli", "__init__", "__main__", "rehearsal", "trl"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 
 INNER = {
-    "algo.losses": {"correction", "loss_inputs", "surrogate"},
+    "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},
     "environments.loop": {"environment", "formats", "offered"},
@@ -185,6 +185,7 @@ DOUBLED_FILES = {
     "__main__": "what `python -m` runs",
     "checkpoint": "a room and its section of the settings",
     "data": "a room and its section of the settings",
+    "distillation": "what is learned from teachers, and its section of the settings",
     "engine": "the protocol of an engine, and its section of the settings",
     "engines": "those of a run; the command about them",
     "hub": "the Hugging Face Hub, and its section of the settings",

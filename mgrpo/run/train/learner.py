@@ -257,8 +257,8 @@ class Learner:
         def grpo_loss(
             logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch, candidates: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, Measured]:
-            pack, lesson = batch.loss_inputs, self._lesson(batch)
-            mask = pack.loss_mask if lesson is None else lesson.trained(pack.loss_mask, pack.rollout_logprobs)
+            pack, signal = batch.loss_inputs, self._signal(batch)
+            mask = pack.loss_mask if signal is None else signal.trained(pack.loss_mask, pack.rollout_logprobs)
             old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
             result = algo.policy_loss(
                 logprobs,
@@ -272,7 +272,7 @@ class Learner:
                 keep=batch.keep,
                 denominator=mini_batch.denominator(batch),
                 function=self.own_loss,
-                lesson=lesson,
+                signal=signal,
                 candidates=candidates,
             )
             loss, num_trained = result.loss, mask.sum()
@@ -289,12 +289,12 @@ class Learner:
 
         return grpo_loss
 
-    def _lesson(self, batch: Microbatch) -> algo.Lesson | None:
+    def _signal(self, batch: Microbatch) -> algo.TeacherSignal | None:
         """What the micro-batch learns from teachers; None: nothing."""
         pack, taught = batch.loss_inputs, batch.taught
         if taught is None or pack.teachers is None:
             return None
-        return algo.Lesson(
+        return algo.TeacherSignal(
             settings=self.config.distillation,
             teachers=pack.teachers,
             logprobs=taught.logprobs,

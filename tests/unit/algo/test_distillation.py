@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgrpo.algo import Lesson, policy_loss
+from mgrpo.algo import TeacherSignal, policy_loss
 from mgrpo.algo.distillation import divergence
 from mgrpo.config.distillation import Distillation
 from mgrpo.ops import KeptSets, linear_logprobs, token_logprobs
@@ -25,7 +25,7 @@ def settings(**values) -> Distillation:
     return Distillation(**{"teacher_model_name_or_path": ("math:A", "code:B"), "distillation_coef": 0.7} | values)
 
 
-def lesson_of(b: dict[str, Tensor], **values) -> Lesson:
+def signal_of(b: dict[str, Tensor], **values) -> TeacherSignal:
     """Two teachers and a sequence without; of some tokens nothing is known, of which one was not sampled."""
     generator = torch.Generator().manual_seed(1)
     logprobs = b["logprobs"].detach() + torch.randn(TOKENS, generator=generator, dtype=torch.float64).to(b["logprobs"])
@@ -33,12 +33,14 @@ def lesson_of(b: dict[str, Tensor], **values) -> Lesson:
     b["rollout_logprobs"][9], b["old_logprobs"][2] = math.nan, math.nan
     b["loss_mask"][[2, 4, 6, 9]] = True
     teachers = torch.tensor([0, 1, 1, -1, 0, 1], dtype=torch.int8).repeat_interleave(torch.tensor(LENGTHS))
-    return Lesson(settings=settings(**values), teachers=teachers, logprobs=logprobs, targets=torch.arange(TOKENS))
+    return TeacherSignal(
+        settings=settings(**values), teachers=teachers, logprobs=logprobs, targets=torch.arange(TOKENS)
+    )
 
 
-def expected_mask_and_advantages(b: dict[str, list], lesson: Lesson) -> tuple[list[bool], list[float]]:
+def expected_mask_and_advantages(b: dict[str, list], signal: TeacherSignal) -> tuple[list[bool], list[float]]:
     """By loops over Python floats."""
-    chosen, teachers, logprobs = lesson.settings, lesson.teachers.tolist(), lesson.logprobs.tolist()
+    chosen, teachers, logprobs = signal.settings, signal.teachers.tolist(), signal.logprobs.tolist()
     mask, advantages = list(b["loss_mask"]), []
     for t in range(TOKENS):
         sequence = next(s for s in range(len(LENGTHS)) if b["cu_seqlens"][s] <= t < b["cu_seqlens"][s + 1])
@@ -69,17 +71,17 @@ def test_sampled_advantages_equal_a_loop_over_tokens(policy_loss_name, of_turns,
     b = batch()
     if of_turns:
         b["advantages"] = per_token(b)
-    lesson = lesson_of(b, **values)
-    mask, advantages = expected_mask_and_advantages(plain(b), lesson)
+    signal = signal_of(b, **values)
+    mask, advantages = expected_mask_and_advantages(plain(b), signal)
     config = loss_config(policy_loss=policy_loss_name, use_rho_correction=True, rho_clamp_upper_bound=1.1, beta=0.02)
-    b["loss_mask"] = lesson.trained(b["loss_mask"], b["rollout_logprobs"])
+    b["loss_mask"] = signal.trained(b["loss_mask"], b["rollout_logprobs"])
     assert b["loss_mask"].tolist() == mask and sum(mask) > 8
 
     keep = (torch.arange(TOKENS) % 3).double()
     logprobs = b.pop("logprobs").requires_grad_()
     given = b | {"advantages": torch.tensor(advantages, dtype=torch.float64)}
     for factor in (None, keep):
-        taught = policy_loss(logprobs, **b, config=config, lesson=lesson, keep=factor)
+        taught = policy_loss(logprobs, **b, config=config, signal=signal, keep=factor)
         told = policy_loss(logprobs, **given, config=config, keep=factor)
         got, want = (torch.autograd.grad(x.loss, logprobs)[0] for x in (taught, told))
         assert taught.loss.item() == pytest.approx(told.loss.item(), rel=1e-12)
@@ -94,7 +96,7 @@ def test_sampled_advantages_equal_a_loop_over_tokens(policy_loss_name, of_turns,
         if math.isnan(known["rollout_logprobs"][t]):
             known["rollout_logprobs"][t] = known["old_logprobs"][t]
     loss, _ = loop_loss(known, config)
-    assert policy_loss(logprobs, **b, config=config, lesson=lesson).loss.item() == pytest.approx(loss, rel=1e-10)
+    assert policy_loss(logprobs, **b, config=config, signal=signal).loss.item() == pytest.approx(loss, rel=1e-10)
 
 
 def chain() -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +123,7 @@ def test_the_expected_sampled_gradient_is_that_of_the_exact_reverse_kl(policy_lo
     logprobs = logits.log_softmax(1)[state, token]
     rollout = engine[state, token] if by_engine else logprobs.detach()
     sequences = rollout.reshape(-1, 2).sum(1).exp()
-    lesson = Lesson(
+    signal = TeacherSignal(
         settings=settings(distillation_only=True),
         teachers=torch.zeros(50, dtype=torch.int8),
         logprobs=teacher[state, token],
@@ -138,7 +140,7 @@ def test_the_expected_sampled_gradient_is_that_of_the_exact_reverse_kl(policy_lo
         rollout_logprobs=rollout,
         # Each sequence's probability as the inverse of its denominator.
         denominator=1 / sequences,
-        lesson=lesson,
+        signal=signal,
     ).loss
     # The contexts are those of the sequences' own sampler.
     first = (engine if by_engine else logits.detach().log_softmax(1))[0].exp()
@@ -192,7 +194,7 @@ def test_a_divergence_has_the_value_and_gradient_of_whole_distributions(name, k,
     likeliest, ids = taught.topk(k)
     ids[likeliest == -torch.inf], likeliest[likeliest == -torch.inf] = -1, math.nan
     ids[0, 0], likeliest[0, 0] = -1, math.nan  # the teacher gave fewer
-    lesson = Lesson(
+    signal = TeacherSignal(
         settings=settings(
             distillation_loss=name, distillation_topk=k, distillation_jsd_beta=0.3, distillation_only=True
         ),
@@ -202,7 +204,7 @@ def test_a_divergence_has_the_value_and_gradient_of_whole_distributions(name, k,
         ids=ids,
         likeliest=likeliest,
     )
-    mask = lesson.trained(torch.ones(ROWS, dtype=torch.bool), torch.zeros(ROWS))
+    mask = signal.trained(torch.ones(ROWS, dtype=torch.bool), torch.zeros(ROWS))
     assert mask.tolist() == [True, True, True, False, False, True]
 
     leaf = student.to(dtype).requires_grad_()
@@ -222,7 +224,7 @@ def test_a_divergence_has_the_value_and_gradient_of_whole_distributions(name, k,
         torch.tensor([0, 4, 6]),
         config=loss_config(aggregation="seq_mean"),
         denominator=2.0,
-        lesson=lesson,
+        signal=signal,
         candidates=candidates,
     )
     (gradient,) = torch.autograd.grad(result.loss, leaf)
@@ -235,10 +237,10 @@ def test_a_divergence_has_the_value_and_gradient_of_whole_distributions(name, k,
     for row, weight in weights.items():
         chosen = sorted({int(targets[row]), *(token for token in ids[row].tolist() if token >= 0)})
         p_row, q_row = coarse(taught[row].exp(), chosen), coarse(q[row], chosen)
-        values.append(exact_divergence(p_row, q_row, lesson.settings))
+        values.append(exact_divergence(p_row, q_row, signal.settings))
         total = total + 0.7 * weight * values[-1]
         if k == VOCAB and row:
-            whole = exact_divergence(taught[row].exp()[is_kept[row]], q[row][is_kept[row]], lesson.settings)
+            whole = exact_divergence(taught[row].exp()[is_kept[row]], q[row][is_kept[row]], signal.settings)
             assert values[-1].item() == pytest.approx(whole.item(), rel=1e-12)
     (want,) = torch.autograd.grad(total, exact_leaf)
     assert result.loss.item() == pytest.approx(total.item(), rel=tolerance, abs=tolerance)
@@ -298,18 +300,18 @@ def test_a_small_rest_counts(name):
 def test_tokens_that_are_not_trained_add_nothing_whatever_they_hold(name, poison):
     """A token between turns, or without a teacher, would end the step or move the policy."""
     b = batch()
-    lesson = lesson_of(b, distillation_loss=name)
-    b["loss_mask"] = lesson.trained(b["loss_mask"], b["rollout_logprobs"])
+    signal = signal_of(b, distillation_loss=name)
+    b["loss_mask"] = signal.trained(b["loss_mask"], b["rollout_logprobs"])
     generator = torch.Generator().manual_seed(2)
     ids = torch.stack([torch.randperm(50, generator=generator)[:3] for _ in range(TOKENS)])
     likeliest = torch.randn(TOKENS, 3, generator=generator, dtype=torch.float64) - 3
     others = torch.randn(TOKENS, 3, generator=generator, dtype=torch.float64) - 3
-    is_out = ~b["loss_mask"] | (lesson.teachers < 0)
+    is_out = ~b["loss_mask"] | (signal.teachers < 0)
     is_untrained = ~b["loss_mask"]
     found = []
     for value in (None, poison):
         own = dict(b)
-        logprobs, candidates, teacher, likely = own.pop("logprobs"), others, lesson.logprobs, likeliest
+        logprobs, candidates, teacher, likely = own.pop("logprobs"), others, signal.logprobs, likeliest
         if value is not None:
             logprobs, candidates = (
                 logprobs.masked_fill(is_untrained, value),
@@ -318,9 +320,9 @@ def test_tokens_that_are_not_trained_add_nothing_whatever_they_hold(name, poison
             teacher, likely = teacher.masked_fill(is_out, value), likeliest.masked_fill(is_out[:, None], value)
         logprobs = logprobs.clone().requires_grad_()
         candidates = torch.cat((logprobs[:, None], candidates), 1)
-        taught = replace(lesson, logprobs=teacher, ids=ids, likeliest=likely)
+        taught = replace(signal, logprobs=teacher, ids=ids, likeliest=likely)
         result = policy_loss(
-            logprobs, **own, config=loss_config(), lesson=taught, candidates=None if name == "sampled" else candidates
+            logprobs, **own, config=loss_config(), signal=taught, candidates=None if name == "sampled" else candidates
         )
         found.append((result, torch.autograd.grad(result.loss, logprobs)[0]))
     (clean, gradient), (poisoned, other) = found
@@ -331,18 +333,18 @@ def test_tokens_that_are_not_trained_add_nothing_whatever_they_hold(name, poison
 
 def test_metrics_follow_the_hand_worked_case():
     """A run is steered by them: whether the policy has reached its teacher, and whether the teacher answers."""
-    lesson = Lesson(
+    signal = TeacherSignal(
         settings=settings(distillation_clip=1.0),
         teachers=torch.tensor([0, 0, 0, 1, 1, -1, 0], dtype=torch.int8),
         logprobs=torch.tensor([-1.0, -4.0, math.nan, -2.0, -2.5, math.nan, math.nan]),
         targets=torch.arange(7),
     )
     rollout = torch.tensor([-2.0] * 6 + [math.nan])
-    mask = lesson.trained(torch.ones(7, dtype=torch.bool), rollout)
+    mask = signal.trained(torch.ones(7, dtype=torch.bool), rollout)
     assert mask.tolist() == [True, True, False, True, True, True, True]
     logprobs = torch.full((7,), -2.0, requires_grad=True)
     values = (logprobs, logprobs.detach(), torch.ones(1), mask, torch.tensor([0, 7]))
-    logged = reduced(policy_loss(*values, config=loss_config(), rollout_logprobs=rollout, lesson=lesson).metrics)
+    logged = reduced(policy_loss(*values, config=loss_config(), rollout_logprobs=rollout, signal=signal).metrics)
     assert {name: value for name, value in logged.items() if name.startswith("distillation/")} == pytest.approx(
         {
             "distillation/kl": (-1 + 2 + 0 + 0.5) / 4,
@@ -353,8 +355,8 @@ def test_metrics_follow_the_hand_worked_case():
         }
     )
 
-    lesson = replace(
-        lesson,
+    signal = replace(
+        signal,
         settings=settings(distillation_loss="forward_kl", teacher_model_name_or_path=("A",)),
         teachers=torch.zeros(7, dtype=torch.int8),
         logprobs=torch.full((7,), -1.5),
@@ -366,7 +368,7 @@ def test_metrics_follow_the_hand_worked_case():
     candidates = torch.tensor(rows, requires_grad=True)
     mask = torch.tensor([True] * 6 + [False])
     values = (candidates[:, 0], candidates[:, 0].detach(), torch.ones(1), mask, torch.tensor([0, 7]))
-    logged = reduced(policy_loss(*values, config=loss_config(), lesson=lesson, candidates=candidates).metrics)
+    logged = reduced(policy_loss(*values, config=loss_config(), signal=signal, candidates=candidates).metrics)
     # Agree: the target itself, the first of the likeliest, and where the target is all that is known.
     assert logged["distillation/top1_agreement"] == pytest.approx(4 / 6)
     assert "distillation/clipped" not in logged and not any("/A/" in name for name in logged)
@@ -375,7 +377,7 @@ def test_metrics_follow_the_hand_worked_case():
 def test_a_loss_of_ones_own_is_given_the_teacher_and_what_is_learned_of_it():
     """A user's distillation reads it; the named signals are his as well."""
     b = batch()
-    lesson = lesson_of(b)
+    signal = signal_of(b)
     seen = []
 
     def function(inputs):
@@ -383,8 +385,8 @@ def test_a_loss_of_ones_own_is_given_the_teacher_and_what_is_learned_of_it():
         return inputs.total(-inputs.advantages * inputs.logprobs)
 
     logprobs = b.pop("logprobs").requires_grad_()
-    policy_loss(logprobs, **b, config=loss_config(), function=function, lesson=lesson)
+    policy_loss(logprobs, **b, config=loss_config(), function=function, signal=signal)
     policy_loss(logprobs, **b, config=loss_config(), function=function)
-    assert torch.equal(seen[0].teacher_logprobs.nan_to_num(), lesson.logprobs.nan_to_num())
-    assert torch.equal(seen[0].advantages, lesson.advantages(seen[1].advantages, seen[1].old_logprobs))
+    assert torch.equal(seen[0].teacher_logprobs.nan_to_num(), signal.logprobs.nan_to_num())
+    assert torch.equal(seen[0].advantages, signal.advantages(seen[1].advantages, seen[1].old_logprobs))
     assert seen[1].teacher_logprobs is None
