@@ -305,9 +305,14 @@ MODEL: tuple[Rule, ...] = (_choices,)
 
 
 def _no_difference(
-    teachers: tuple[Teacher, ...], model_name_or_path: str | None, teacher_prompt_template: str | None
+    teachers: tuple[Teacher, ...],
+    model_name_or_path: str | None,
+    teacher_prompt_template: str | None,
+    teacher_temperature: float,
+    temperature: float,
 ) -> Iterator[str]:
-    if teacher_prompt_template is None and any(teacher.model == model_name_or_path for teacher in teachers):
+    is_same = teacher_prompt_template is None and teacher_temperature == temperature
+    if is_same and any(teacher.model == model_name_or_path for teacher in teachers):
         yield (
             f"teacher_model_name_or_path={model_name_or_path} is the model that is trained: its teacher holds it where it begins, as beta does"
         )
