@@ -131,7 +131,7 @@ def group(place: Place, site: Site) -> Outcome:
 
 
 def gpu_tests(place: Place, site: Site, folder: str) -> Outcome:
-    """The tests with the mark `gpu` of a folder of tests/unit, but those of `group`."""
+    """The tests with the mark `gpu` of a folder of tests/unit, but those of `group`. Those of policy need the GPU for themselves."""
     if place.device == "cpu":
         return Outcome(status="skipped", note="there is no GPU")
     files = [file for file in gpu_check.files_with_gpu_tests() if folder in file.parts and file != GROUP]

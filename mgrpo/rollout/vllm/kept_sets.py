@@ -5,7 +5,7 @@ ones of a position are its set if they are complete, that is if their probabilit
 
 Above `MOST_KEPT` tokens they would be too many, and vLLM is asked for masks (`return_sampling_mask`), the finite logits of each
 position. Only its V2 model runner has them, which needs a GPU: tests compare the code for masks with the types of vLLM 0.32.0,
-and a run with `top_k` 100 has trained on an H200.
+and runs with `top_k` 100 have trained on an H200 and an H100.
 """
 
 from __future__ import annotations

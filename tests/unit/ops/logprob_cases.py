@@ -76,7 +76,7 @@ def check_distant_rows(ops: Any, make_rows: Callable[[], Tensor]) -> None:
     # Where a row begins between two multiples of 16 bytes decides how it is loaded, and so in which order it is summed up.
     near_stride = x.shape[1] + (x.stride(0) - x.shape[1]) % 16
     near, expected_grad = (x.new_full((2, near_stride), torch.nan)[:, : x.shape[1]] for _ in range(2))
-    x.copy_(near.copy_(torch.randn(x.shape, device=x.device).mul(4)))
+    x.copy_(near.copy_(torch.randn(x.shape, device=x.device)))
     valid = x.shape[1] - 3
     targets = torch.tensor([valid - 1, 3], device=x.device)
     inv_temp, g_logprob, g_entropy = torch.tensor([[1.0, 1.5], [1.0, -2.0], [0.5, 0.25]], device=x.device).unbind(0)
@@ -86,7 +86,8 @@ def check_distant_rows(ops: Any, make_rows: Callable[[], Tensor]) -> None:
     merged = ops.logprob_merge(ops.logprob_stats(near, targets, None, 0, valid, inv_temp, True)[None], inv_temp)[2]
     rest = (targets, None, 0, valid, inv_temp, merged, g_logprob, g_entropy)
     ops.logprob_grad_out(near, expected_grad, *rest)
-    assert expected_grad.count_nonzero(1).min() > valid // 4  # in fp16 the small ones are 0
+    # Zeros say nothing about where they were written; of the smallest some are 0 in fp16.
+    assert expected_grad.count_nonzero(1).min() > 0.9 * valid
 
     out.fill_(torch.nan)
     ops.logprob_grad_out(x, out, *rest)

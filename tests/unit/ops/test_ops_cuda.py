@@ -188,16 +188,21 @@ def test_the_loss_does_not_wait_for_the_device() -> None:
     assert torch.isfinite(logprobs.grad).all()
 
 
-def test_operands_on_another_device_are_refused() -> None:
+@pytest.mark.parametrize(
+    "name", ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "weights", "keep", "cu_seqlens"]
+)
+def test_operands_on_another_device_are_refused(name: str) -> None:
     """A host pointer read on the device is an illegal access, which ends the process and not the call."""
     operands, settings = chosen(to(make_operands((5,), smooth=True), "cuda"), {})
-    for name in operands:
-        if name != "logprobs":
-            with pytest.raises(RuntimeError, match=f"{name} must be on the device of the first argument"):
-                policy_loss(**operands | {name: operands[name].cpu()}, settings=LossSettings(**settings))
-    x, weights, cu_seqlens = (operands[name] for name in ("logprobs", "weights", "cu_seqlens"))
+    with pytest.raises(RuntimeError, match=f"{name} must be on the device of the first argument"):
+        policy_loss(**operands | {name: operands[name].cpu()}, settings=LossSettings(**settings))
+
+
+def test_weights_of_a_sum_on_another_device_are_refused() -> None:
+    """The same of the op that a sequence's ratio is made of."""
+    operands = to(make_operands((5,), smooth=True), "cuda")
     with pytest.raises(RuntimeError, match="weights must be on the device of the first argument"):
-        segment_sums(x, weights.cpu(), cu_seqlens)
+        segment_sums(operands["logprobs"], operands["weights"].cpu(), operands["cu_seqlens"])
 
 
 # A bf16 logit near 8 is rounded by up to 2^-6 when it is stored, and is then divided by a temperature down to 0.5.

@@ -60,7 +60,10 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 def test_memory_goes_back_to_the_device_and_the_steps_are_the_same(
     policies: Callable[[int], tuple[Policy, Step]], zero_stage: int
 ) -> None:
-    """What torch's allocator keeps, no engine on this GPU can use; a value that is not restored trains another model."""
+    """What torch's allocator keeps, no engine on this GPU can use; a value that is not restored trains another model.
+
+    It needs the GPU for itself: the driver says how much is free, whoever takes it.
+    """
     plain, step = policies(zero_stage)
     truth = [step() for _ in range(3)]
     weights = [values.cpu() for _, values in plain.boxes()]

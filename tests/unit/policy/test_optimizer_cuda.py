@@ -39,7 +39,10 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     from tests.tiny_models import save_tiny
 
     folder = save_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+    # Two trainings then differ by what is compared, not by the order of sums.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield Training(str(folder), cases.random_samples(seed=0))
+    torch.use_deterministic_algorithms(False)
     backend.leave_process_groups()
 
 
