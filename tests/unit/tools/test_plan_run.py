@@ -55,7 +55,7 @@ def test_the_tool_plans_32b_without_torch_in_seconds(tmp_path) -> None:
     for text in ("parameters", "gradients", "optimizer", "passes, recompute full", "KV cache", "weight sync"):
         assert text in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["fits"] and plan["gpus"] == {"learners": 64, "engines": 64, "idle": 0}
+    assert plan["fits"] and plan["gpus"] == {"learners": 64, "engines": 64, "teachers": 0, "idle": 0}
     worst = max(stage["total"] for stage in plan["learners"])
     assert f"{worst / 2**30:.1f}" in first
     assert plan["seconds"]["step"] == pytest.approx(sum(plan["seconds"]["phases"].values()))
