@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mgrpo.data.templates import with_bos
-from mgrpo.data.tokenizer import token_ids
+from mgrpo.data.tokenizer import decode, token_ids
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.formats import Format
-from mgrpo.environments.loop.bridge import Bridges
+from mgrpo.environments.formats import Format, Parsed
+from mgrpo.environments.formats.format import without_end
+from mgrpo.environments.formats.thoughts import thought_in, without_thoughts
+from mgrpo.environments.loop.bridge import BridgeError, Bridges
 from mgrpo.environments.loop.language import TemplateLanguage
+from mgrpo.environments.normal_form import whole
+
+_MOST_KNOWN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A turn as a client sees it."""
+
+    parsed: Parsed
+    thought: str
+    """"" where there is none."""
+    stop: str | None
+    """The client's string that ended it."""
 
 
 class ProgramLanguage(TemplateLanguage):
@@ -48,6 +67,9 @@ class ProgramLanguage(TemplateLanguage):
             return self
         key = json.dumps([tool.schema for tool in tools], sort_keys=True)
         if key not in self._known:
+            # Clients choose their tools.
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
             self._known[key] = ProgramLanguage(
                 self.tokenizer,
                 format_of=self._format_of,
@@ -58,10 +80,58 @@ class ProgramLanguage(TemplateLanguage):
             )
         return self._known[key]
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
-        text = self.bridges.opening([dict(message) for message in messages])
+    def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Container[int] = ()) -> list[int]:
+        """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it.
+
+        Args:
+            untrusted: places of messages in which special tokens are text.
+        """
+        plain = [whole(dict(message)) for message in messages]
+        if any(place in untrusted for place in range(len(plain))):
+            bos = with_bos("", self.tokenizer) if self._add_bos else ""
+            return self.bridges.guarded_opening(plain, untrusted, bos=bos)
+        text = self.bridges.opening(plain)
         return token_ids(self.tokenizer, [with_bos(text, self.tokenizer) if self._add_bos else text])[0]
+
+    def after(self, messages: Sequence[tuple[str, str, str]], last: int) -> list[int]:
+        """Ids between a turn and the next one.
+
+        Args:
+            messages: role, text, and the name of the tool that answers, or "", of each message that follows the turn.
+            last: the last id of the turn.
+        Raises:
+            BridgeError: the template writes such messages in a way that cannot be followed.
+        """
+        roles, texts, names = zip(*messages, strict=True)
+        if self.format.tags is not None and "tool" in roles:
+            if set(roles) != {"tool"}:
+                raise BridgeError("tools answer within the turn, which no other message can follow there")
+            return self.bridges.in_turn(texts, self.format.tags)
+        if set(roles) == {"tool"}:
+            return self.bridges.after_tools(texts, names, last=last)
+        return self.bridges.after(roles, texts, names, last=last)
+
+    def shown(self, tokens: np.ndarray, *, calls: bool, stop: Sequence[str] = ()) -> Shown:
+        """A turn as a client sees it.
+
+        Args:
+            tokens: `[len]` int32.
+            calls: whether calls are read.
+            stop: strings before the first of which the text ends.
+        """
+        text = self._written(tokens)
+        places = [(place, one) for one in stop if (place := text.find(one)) >= 0]
+        cut = min(places, default=None)
+        text = text if cut is None else text[: cut[0]]
+        thought = thought_in(text, is_thinking=self.is_thinking)
+        if calls:
+            parsed = self.format.parse(text, is_thinking=self.is_thinking)
+        else:
+            # Special tokens are not shown, unless they mark a thought.
+            if cut is None and not thought and not self.is_thinking:
+                text = decode(self.tokenizer, [tokens])[0]
+            parsed = Parsed(content=without_thoughts(without_end(text), is_thinking=self.is_thinking).strip())
+        return Shown(parsed=parsed, thought=thought, stop=None if cut is None else cut[1])
 
     def written(self, ids: Sequence[int]) -> str:
         """Their text, with special tokens; ValueError for ids that the tokenizer does not have."""
