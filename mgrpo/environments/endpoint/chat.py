@@ -14,14 +14,38 @@ from mgrpo.environments.endpoint.messages import BadRequest, Fault
 from mgrpo.environments.endpoint.session import Turned, TurnRequest
 
 SAMPLING = frozenset(
-    "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty".split()
+    ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
 )
 ANSWERED = frozenset(
-    "model messages max_tokens max_completion_tokens tools tool_choice stop stream stream_options logprobs".split()
+    [
+        "model",
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "tools",
+        "tool_choice",
+        "stop",
+        "stream",
+        "stream_options",
+        "logprobs",
+    ]
 )
 IGNORED = frozenset(
-    "metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_options prompt_cache_retention reasoning "
-    "reasoning_effort safety_identifier service_tier store user verbosity".split()
+    [
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    ]
 )
 """What changes neither the text that the model sees nor how it samples here."""
 _OTHER_DISTRIBUTION = "it would sample from another distribution than the one that is trained"

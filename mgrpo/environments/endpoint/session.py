@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
-from mgrpo.environments.endpoint.tree import Ask, Language, Node, Tree
-from mgrpo.environments.endpoint.wishes import Wishes
+from mgrpo.environments.endpoint.tree import Ask, Node, Tree
+from mgrpo.environments.endpoint.wishes import Answer, Wishes
+from mgrpo.environments.loop.program_language import ProgramLanguage
 
 LONG_BYTES = 32_000
 """Requests of more are read in a thread, so that others need not wait for the tokenizer."""
@@ -65,7 +66,8 @@ class Turned:
     node: Node
     token_logprobs: np.ndarray
     """`[sampled]` float32."""
-    language: Language
+    written: Callable[[Sequence[int]], str]
+    """The text of ids, with special tokens."""
 
     @property
     def message(self) -> Mapping[str, Any]:
@@ -84,16 +86,17 @@ class Turned:
     @property
     def logprobs(self) -> list[dict[str, Any]]:
         """The sampled tokens as OpenAI writes them, special ones and those of calls and thoughts included."""
-        texts = self.language.pieces(self.node.tokens)
         return [
-            {
-                "token": text,
-                "logprob": float(logprob),
-                "bytes": None if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, logprob in zip(texts, self.token_logprobs, strict=True)
+            {"token": text, "logprob": logprob, "bytes": _bytes_of(text), "top_logprobs": []}
+            for text, logprob in zip(map(self._text, self.node.tokens), self.token_logprobs.tolist(), strict=True)
         ]
+
+    def _text(self, number: int) -> str:
+        try:
+            return self.written([number])
+        except ValueError:
+            # Models have more ids than their tokenizers.
+            return f"token_id:{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,7 @@ class Session:
     def __init__(
         self,
         name: str,
-        language: Language,
+        language: ProgramLanguage,
         wishes: Wishes,
         *,
         bounds: Bounds,
@@ -166,11 +169,13 @@ class Session:
         """Set once no further turn may be asked for."""
         self.why_over: str | None = None
         """"ended" or "late"."""
-        self._wishes, self._say = wishes, say
+        self._language, self._wishes, self._say = language, wishes, say
         self._began = time.monotonic()
         self._num_asked = self._num_branches = self._num_used = 0
         self._continued: set[int] = set()
         """Turns after which another one was asked for."""
+        self._instructed: set[int] = set()
+        """Turns whose conversation begins with instructions."""
 
     def close(self, why: str) -> None:
         """Let no further turn be asked for."""
@@ -202,7 +207,7 @@ class Session:
                 "stop": list(request.stop),
             },
         )
-        return self._take(number, ask, request, answer.tokens, answer.logprobs, answer.finish_reason)
+        return self._take(number, ask, request, answer)
 
     async def ask(self, request: TurnRequest, *, num_bytes: int) -> Ask:
         """What would be sampled for a request."""
@@ -248,8 +253,7 @@ class Session:
                     "previous_response_not_found",
                     "previous_response_id",
                 )
-            messages = self.tree.history(request.previous) + messages
-            ...
+            messages = self.tree.history(request.previous)[request.previous in self._instructed :] + messages
         if request.instructions is not None and isinstance(messages, list):
             messages = [{"role": "system", "content": request.instructions}, *messages]
         return messages
@@ -290,20 +294,20 @@ class Session:
         """The most tokens that the turn may have."""
         if self._num_asked >= self.limits.max_turns:
             raise over(f"it has had all of its {self.limits.max_turns} turns")
-        limit, own = self.bounds.max_model_length, self._own_tokens(ask)
-        left = self.bounds.max_tokens - self._num_used - own
-        if left < 1:
+        if self._num_used >= self.bounds.max_tokens:
             raise over(f"it has used its {self.bounds.max_tokens} tokens")
-        if ask.length >= limit:
+        left = self.bounds.max_tokens - self._num_used - self._own_tokens(ask)
+        room = min(left, self.bounds.max_model_length - ask.length)
+        if room < 1:
+            # What an agent makes shorter and sends anew is no longer counted.
+            limit = ask.length + room
             raise ContextFull(
                 f"This model's maximum context length is {limit} tokens. However, your messages resulted in {ask.length} "
                 "tokens. Please reduce the length of the messages.",
                 num_tokens=ask.length,
                 limit=limit,
             )
-        return min(
-            left, limit - ask.length, *(each for each in (max_tokens, self.bounds.per_turn_max_tokens) if each is not None)
-        )
+        return min(room, *(each for each in (max_tokens, self.bounds.per_turn_max_tokens, room) if each is not None))
 
     @staticmethod
     def _own_tokens(ask: Ask) -> int:
@@ -327,29 +331,29 @@ class Session:
         self._num_asked += 1
         return number
 
-    def _take(
-        self,
-        number: int,
-        ask: Ask,
-        request: TurnRequest,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        finish_reason: str,
-    ) -> Turned:
-        self._num_used += self._own_tokens(ask) + len(tokens)
+    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: Answer) -> Turned:
+        self._num_used += self._own_tokens(ask) + len(answer.tokens)
         if self._num_used > self.bounds.max_tokens:
             raise over(f"it has used its {self.bounds.max_tokens} tokens, by turns that were sampled meanwhile")
         node = self.tree.add(
             ask,
             number,
-            tokens,
-            finish_reason,
+            answer.tokens,
+            answer.finish_reason,
             reads_calls=request.reads_calls and bool(request.tools),
             stop=request.stop,
         )
-        return Turned(node=node, token_logprobs=np.array(logprobs, np.float32), language=ask.language)
+        if request.instructions is not None:
+            self._instructed.add(number)
+        logprobs = np.array(answer.logprobs, np.float32)
+        return Turned(node=node, token_logprobs=logprobs, written=self._language.written)
 
 
 def over(why: str) -> Fault:
     """No turn may follow."""
     return Fault(400, "invalid_request_error", f"This trajectory is over: {why}.", "trajectory_over")
+
+
+def _bytes_of(text: str) -> list[int] | None:
+    """None: the token is a part of a character."""
+    return None if "\ufffd" in text else list(text.encode())
