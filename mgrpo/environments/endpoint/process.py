@@ -22,6 +22,7 @@ import json
 import os
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -41,6 +42,9 @@ _MAX_QUESTION_BYTES = 1 << 30
 
 def main() -> None:
     die_with_parent()
+    # Tokenizers and templates need no torch, which transformers would load if it found it: 260 MB and two seconds.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     questions, answers = take_standard_streams()
     _take_descriptors()
     asyncio.run(_Process().serve(questions, answers))
