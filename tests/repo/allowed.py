@@ -86,6 +86,7 @@ INNER = {
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},
+    "environments.agents": {"loop"},
     "environments.endpoint": {"environment", "loop", "normal_form"},
     "environments.loop": {"environment", "formats", "normal_form", "offered"},
     "environments.offered": {"environment"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,10 @@ from mgrpo.environments.normal_form import Chat, essence, text_of
 class Language(Protocol):
     """The language of chats with these tools."""
 
+    @property
+    def strips(self) -> bool:
+        """Whether thinking is left out of earlier turns once a user speaks again."""
+
     def with_tools(self, tools: Sequence[Tool]) -> Language:
         """The same for chats in which these may be called."""
 
@@ -39,6 +44,11 @@ class Language(Protocol):
 
     def after(self, messages: Sequence[tuple[str, str, str]], last: int) -> list[int]:
         """Ids after a turn that ends with the id `last`; BridgeError where the template cannot be followed."""
+
+    def rewritten(
+        self, context: Sequence[int], turns: Sequence[tuple[int, int]], messages: Sequence[tuple[str, str, str]]
+    ) -> list[int] | None:
+        """The whole context of the next turn, where the template leaves thinking out of these turns; None where it does not."""
 
     def shown(self, tokens: np.ndarray, *, calls: bool, stop: Sequence[str] = ()) -> Shown:
         """A turn as a client sees it."""
@@ -149,7 +159,9 @@ class Tree:
             added = messages[place:]
             node = self._meant(self._by_key[keys[place]], added, previous)
             try:
-                ids = language.after(_following(node, added), node.tokens[-1])
+                following = _following(node, added)
+                rewritten = self._rewritten(language, node, following)
+                ids = language.after(following, node.tokens[-1]) if rewritten is None else rewritten
             except BridgeError as err:
                 why = str(err)
             else:
@@ -157,8 +169,8 @@ class Tree:
                     parent=node,
                     key=keys[-1],
                     added=ids,
-                    rewrites=False,
-                    length=node.end + len(ids),
+                    rewrites=rewritten is not None,
+                    length=len(ids) if rewritten is not None else node.end + len(ids),
                     messages=added,
                     language=language,
                 )
@@ -230,6 +242,27 @@ class Tree:
             parts.append([*node.messages, node.message])
             node = node.parent
         return [message for part in reversed(parts) for message in part]
+
+    def context(self, node: Node) -> list[int]:
+        """All ids that a turn was sampled after."""
+        parts: list[list[int]] = []
+        while node.parent is not None and not node.rewrites:
+            parts += [node.added, node.parent.tokens]
+            node = node.parent
+        return list(chain(node.added, *reversed(parts)))
+
+    def _rewritten(self, language: Language, node: Node, following: Sequence[tuple[str, str, str]]) -> list[int] | None:
+        """The context after a turn where a user speaks again and the template leaves out earlier thinking; else None."""
+        if not language.strips or "user" not in {role for role, _, _ in following}:
+            return None
+        turns: list[tuple[int, int]] = []
+        one: Node | None = node
+        while one is not None:
+            turns.append((one.length, one.end))
+            # What the user has said before this turn has left out the thinking of those before it.
+            is_first = one.rewrites or any(message["role"] == "user" for message in one.messages)
+            one = None if is_first else one.parent
+        return language.rewritten([*self.context(node), *node.tokens], turns[::-1], following)
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         # Mistral's templates ask for nine letters and digits.

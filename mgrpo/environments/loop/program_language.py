@@ -17,6 +17,7 @@ from mgrpo.environments.formats.format import without_end
 from mgrpo.environments.formats.thoughts import thought_in, without_thoughts
 from mgrpo.environments.loop.bridge import BridgeError, Bridges
 from mgrpo.environments.loop.language import TemplateLanguage
+from mgrpo.environments.loop.stripping import find_stripping
 from mgrpo.environments.normal_form import whole
 
 _MOST_KNOWN = 64
@@ -45,9 +46,11 @@ class ProgramLanguage(TemplateLanguage):
         tools: Sequence[Tool] = (),
         add_bos: bool,
         max_observation_tokens: int,
+        strips: bool = False,
     ) -> None:
         """
         Args:
+            strips: whether thinking is left out of earlier turns where the template does so.
             format_of, bridges_of: the format and the bridges of a chat in which these tools may be called.
         """
         bridges = bridges_of(tools)
@@ -56,9 +59,10 @@ class ProgramLanguage(TemplateLanguage):
             format_of(tools),
             bridges,
             max_observation_tokens=max_observation_tokens,
+            stripping=find_stripping(bridges) if strips else None,
             is_thinking=bridges.opening([{"role": "user", "content": "Q"}]).rstrip().endswith("<think>"),
         )
-        self._format_of, self._bridges_of, self._add_bos = format_of, bridges_of, add_bos
+        self._format_of, self._bridges_of, self._add_bos, self._asked_to_strip = format_of, bridges_of, add_bos, strips
         self._known: dict[str, ProgramLanguage] = {}
 
     def with_tools(self, tools: Sequence[Tool]) -> ProgramLanguage:
@@ -77,6 +81,7 @@ class ProgramLanguage(TemplateLanguage):
                 tools=tools,
                 add_bos=self._add_bos,
                 max_observation_tokens=self.max_observation_tokens,
+                strips=self._asked_to_strip,
             )
         return self._known[key]
 
@@ -110,6 +115,41 @@ class ProgramLanguage(TemplateLanguage):
         if set(roles) == {"tool"}:
             return self.bridges.after_tools(texts, names, last=last)
         return self.bridges.after(roles, texts, names, last=last)
+
+    @property
+    def strips(self) -> bool:
+        """Whether thinking is left out of earlier turns once a user speaks again."""
+        return self.stripping is not None
+
+    def rewritten(
+        self, context: Sequence[int], turns: Sequence[tuple[int, int]], messages: Sequence[tuple[str, str, str]]
+    ) -> list[int] | None:
+        """The whole context of the next turn, where thinking is left out of earlier ones; None where there is none in them.
+
+        Args:
+            context: everything up to and with the last turn.
+            turns: first place and end in it of each turn whose thinking is left out; the last one ends it.
+            messages: as for `after`.
+        Raises:
+            BridgeError: as for `after`.
+        """
+        if self.stripping is None:
+            return None
+        found: list[int] = []
+        at, last = 0, context[-1]
+        for start, end in turns:
+            is_ended = self.bridges.ends(context[end - 1])
+            said = self._written(np.array(context[start : end - is_ended], np.int32))
+            past = self.stripping.past_ids(context[:start], said)
+            if past is None:
+                continue
+            found += [*context[at : start - len(self.stripping.opening_ids)], *past]
+            # The template's end of a turn follows, with what stands behind it.
+            at = end if end == len(context) else end - is_ended
+            last = -1 if end == len(context) else last
+        if not at:
+            return None
+        return [*found, *context[at:], *self.after(messages, last)]
 
     def shown(self, tokens: np.ndarray, *, calls: bool, stop: Sequence[str] = ()) -> Shown:
         """A turn as a client sees it.
