@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mgrpo.data.templates import with_bos
-from mgrpo.data.tokenizer import decode, token_ids
+from mgrpo.data.tokenizer import decode, load_tokenizer, token_ids
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.formats import Format, Parsed
+from mgrpo.environments.formats import Format, Parsed, named
 from mgrpo.environments.formats.format import without_end
 from mgrpo.environments.formats.thoughts import thought_in, without_thoughts
 from mgrpo.environments.loop.bridge import BridgeError, Bridges
@@ -179,3 +180,53 @@ class ProgramLanguage(TemplateLanguage):
         if unknown:
             raise ValueError(f"the id {unknown[0]} is not among the tokenizer's {len(self.tokenizer)}")
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageSpec:
+    """All that a `ProgramLanguage` needs, as JSON: for a process that has neither the run's configuration nor its objects."""
+
+    tokenizer: str
+    """A folder."""
+    template: str
+    """The chat template's text."""
+    template_kwargs: Mapping[str, object]
+    format: str
+    """The name of the format of calls."""
+    stop_ids: Sequence[int]
+    """All ids that end a turn."""
+    add_bos: bool
+    max_observation_tokens: int
+    shows_tools: bool = True
+    """Whether the template is given the tools."""
+    strips: bool = False
+    """See `ProgramLanguage`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LanguageSpec:
+        return cls(**values)
+
+    def make(self, tokenizer: Any = None) -> ProgramLanguage:
+        """The language of chats without tools. `tokenizer`: that of the folder, if it is loaded already."""
+        tokenizer = tokenizer or load_tokenizer(self.tokenizer)
+
+        def bridges_of(tools: Sequence[Tool]) -> Bridges:
+            return Bridges(
+                tokenizer,
+                self.template,
+                template_kwargs=self.template_kwargs,
+                tools=tools if self.shows_tools else (),
+                stop_token_ids=self.stop_ids,
+            )
+
+        return ProgramLanguage(
+            tokenizer,
+            format_of=partial(named, self.format, tokenizer=tokenizer),
+            bridges_of=bridges_of,
+            add_bos=self.add_bos,
+            max_observation_tokens=self.max_observation_tokens,
+            strips=self.strips,
+        )
