@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from mgrpo.environments.endpoint import chat
+from mgrpo.environments.endpoint import anthropic, chat, responses
 from mgrpo.environments.endpoint.calls import name_of
 from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Held, Receive, Send, parsed
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
@@ -55,7 +55,7 @@ class HandsOut(Protocol):
         """A task for a worker with this key, once there is one; None: ask again."""
 
 
-DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat}
+DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": anthropic, "v1/responses": responses}
 
 
 class Endpoint:
