@@ -42,9 +42,6 @@ _MAX_QUESTION_BYTES = 1 << 30
 
 def main() -> None:
     die_with_parent()
-    # Tokenizers and templates need no torch, which transformers would load if it found it: 260 MB and two seconds.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     questions, answers = take_standard_streams()
     _take_descriptors()
     asyncio.run(_Process().serve(questions, answers))
@@ -105,7 +102,10 @@ class _Process:
 
     async def _load(self, question: Message) -> str:
         """Serve; returns the address for agents."""
-        language = await asyncio.to_thread(LanguageSpec.from_json(question["language"]).make)
+        spec = LanguageSpec.from_json(question["language"])
+        if not spec.format.startswith("vllm:"):
+            _do_without_torch()
+        language = await asyncio.to_thread(spec.make)
         listening = listen(question["host"], question["port"])
         url = (question.get("public_url") or _url(question["host"], listening)).rstrip("/")
         limits = Limits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
@@ -149,6 +149,12 @@ def _url(host: str, listening: socket.socket) -> str:
         host = socket.gethostname()
     port = listening.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _do_without_torch() -> None:
+    """Have transformers not find it: tokenizers and templates do not need it, and it takes 260 MB and two seconds."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def _take_descriptors() -> None:
