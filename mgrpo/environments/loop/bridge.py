@@ -7,6 +7,7 @@ added to the vocabulary: such tokens are markup, special or not, of this templat
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -250,7 +251,7 @@ class Bridges:
 
 def _absent(messages: Sequence[Message]) -> str:
     """A character for private use that no message has."""
-    text = str(messages)
+    text = json.dumps(messages, ensure_ascii=False, default=str)
     return next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)
 
 
