@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from mgrpo.environments.endpoint.process import MAX_QUESTION_BYTES, Asked
+from mgrpo.environments.endpoint.process import MAX_QUESTION_BYTES, AskedEndpoint
 from mgrpo.processes.address import own_address
 from mgrpo.processes.distant import join
 
@@ -35,10 +35,10 @@ def endpoint_command(argv: Sequence[str]) -> int:
         return _refused(f"no run has answered at --join {options.join} within --timeout {options.timeout:g} s: {err}")
     except (OSError, ValueError) as err:
         return _refused(f"--join {options.join} does not lead to a run: {err}")
-    return asyncio.run(_serve(connection, Asked(host=own, port=options.port)))
+    return asyncio.run(_serve(connection, AskedEndpoint(host=own, port=options.port)))
 
 
-async def _serve(connection: socket.socket, asked: Asked) -> int:
+async def _serve(connection: socket.socket, asked: AskedEndpoint) -> int:
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_QUESTION_BYTES)
     with contextlib.suppress(ConnectionError):
         await asked.serve(reader, writer.write)

@@ -55,12 +55,12 @@ async def _serve(questions: BinaryIO, answers: int) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
     # The learner reads when it has time, which no client may wait for.
     writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(answers, "wb"))
-    await Asked().serve(reader, writer.write)
+    await AskedEndpoint().serve(reader, writer.write)
     # An orderly end would wait for clients.
     os._exit(0)
 
 
-class Asked:
+class AskedEndpoint:
     """The endpoint of this process, once it is loaded."""
 
     def __init__(self, *, host: str | None = None, port: int | None = None) -> None:
