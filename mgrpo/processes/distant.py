@@ -15,13 +15,13 @@ import socket
 import time
 from collections.abc import Callable
 
-from mgrpo.processes.json_lines import Asker
+from mgrpo.processes.json_lines import AskingEnd
 from mgrpo.processes.tcp_links import GREETING_S, MAX_PROOF_BYTES, MAX_STRANGERS, is_proof, notice_silence, reach
 
 RETRY_S = 0.5
 
 
-class Distant(Asker):
+class Distant(AskingEnd):
     """A process that has joined. Always `end` it."""
 
     def __init__(self, connection: socket.socket, *, max_line_bytes: int) -> None:
@@ -55,7 +55,7 @@ class Door:
         Args:
             listener: at which others are taken from now on.
             secret: which they must know.
-            max_line_bytes: see `Asker`.
+            max_line_bytes: see `AskingEnd`.
         """
         listener.setblocking(False)
         self._listener, self._secret, self._on_joined, self._max_line_bytes = (

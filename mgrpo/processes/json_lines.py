@@ -1,6 +1,6 @@
 """Programs of this package as child processes: one JSON object per line each way, over their standard pipes.
 
-`Child` is the parent's side, `serve` the program's; `Asker` is the former without a process. Every question gets one answer, in
+`Child` is the parent's side, `serve` the program's; `AskingEnd` is the former without a process. Every question gets one answer, in
 order. Nothing is pickled, and the parent, which has threads, is not forked.
 """
 
@@ -33,7 +33,7 @@ class ChildError(RuntimeError):
     """The process ended, or broke the protocol."""
 
 
-class Asker:
+class AskingEnd:
     """The end of two pipes that asks. They never block it, whatever the other end does."""
 
     def __init__(self, questions: IO[bytes], answers: IO[bytes], *, max_line_bytes: int) -> None:
@@ -138,7 +138,7 @@ class Asker:
         self.is_over = True
 
 
-class Child(Asker):
+class Child(AskingEnd):
     """One child process. Always `end` it."""
 
     def __init__(

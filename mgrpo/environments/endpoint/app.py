@@ -22,6 +22,7 @@ from mgrpo.environments.endpoint import anthropic, chat, responses
 from mgrpo.environments.endpoint.calls import name_of
 from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Held, Receive, Send, parsed
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
+from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
 from mgrpo.environments.endpoint.sessions import Opened, Sessions
 
@@ -60,8 +61,12 @@ DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": a
 class Endpoint:
     """The application."""
 
-    def __init__(self, sessions: Sessions, *, tasks: HandsOut | None = None) -> None:
-        self._sessions, self._tasks, self._held = sessions, tasks, Held()
+    def __init__(self, sessions: Sessions, passing: Passing, *, tasks: HandsOut | None = None) -> None:
+        """
+        Args:
+            passing: the way to the sessions of other endpoints.
+        """
+        self._sessions, self._passing, self._tasks, self._held = sessions, passing, tasks, Held()
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither a lifespan nor websockets are asked for"
@@ -69,7 +74,10 @@ class Endpoint:
         dialect = _dialect(exchange.parts)
         try:
             try:
-                await self._route(exchange)
+                if (url := self._passing.url_of(scope)) is not None:
+                    await self._passing.pass_on(url, scope, receive, send)
+                else:
+                    await self._route(exchange)
             except (Fault, ClientGone):
                 raise
             except Exception as err:

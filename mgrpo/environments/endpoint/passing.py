@@ -54,9 +54,10 @@ class Passing:
     async def pass_on(self, url: str, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Have it answered there, until the answer has ended or the client has gone.
 
+        An answer that is broken off there is left incomplete, for which the server closes the client's connection.
+
         Raises:
             Fault: 503, the other endpoint is not reached; nothing has been sent.
-            ConnectionError: it broke off its answer.
         """
         body: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
         answering = asyncio.create_task(self._answer(url, scope, body, send))
@@ -100,7 +101,7 @@ class Passing:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except aiohttp.ClientError as err:
             if has_begun:
-                raise ConnectionError("another endpoint of the run broke off its answer") from err
+                return
             raise Fault(503, "server_error", "the endpoint of this session is not reached; try again") from err
 
     def _connected(self) -> aiohttp.ClientSession:

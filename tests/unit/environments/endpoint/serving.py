@@ -27,8 +27,11 @@ class Served:
     """One endpoint, as the learner sees it."""
 
     link: Link
-    url: str
     learner: Learner
+    url: str = ""
+    direct: str = ""
+    delay_s: float = 0.0
+    """How long an answer takes."""
 
     async def ask(self, question: str, **fields: Any) -> dict[str, Any]:
         answer = await self.link.ask({"ask": question, **fields}, LONG_S)
@@ -44,6 +47,7 @@ class Served:
         """Sample whatever is wished for, until cancelled."""
         while True:
             for wish in (await self.ask("wishes"))["wishes"]:
+                await asyncio.sleep(self.delay_s)
                 await self.ask("sampled", **self.learner.answer(wish))
 
 
@@ -82,12 +86,13 @@ async def endpoints(folder: Path, *, num: int = 1, children: Any = None, **load:
         found = []
         learner = Learner(Engine(tokenizer))
         for number, link in enumerate(links):
-            served = Served(link, "", learner)
-            served.url = (await served.ask("load", number=number, **given | load))["url"]
+            served = Served(link, learner)
+            answer = await served.ask("load", number=number, **given | load)
+            served.url, served.direct = answer["url"], answer["direct"]
             found.append(served)
             tasks.append(asyncio.create_task(served.answer_wishes()))
-        if num > 1:
-            urls = {str(number): served.url for number, served in enumerate(found)}
+        if len(found) > 1:
+            urls = {str(number): served.direct for number, served in enumerate(found)}
             for served in found:
                 await served.ask("peers", urls=urls)
         yield found
