@@ -111,7 +111,6 @@ class _Rules:
         result = self._library.seccomp_rule_add_array(self._context, action, ctypes.c_int(number), count, array)
         _check(result, f"the rule for {name}")
 
-
     def refuse_sockets(self, name: str, *, internet: bool) -> None:
         """All but streams between processes and, with `internet`, TCP and UDP."""
         if not internet:
