@@ -24,7 +24,7 @@ from mgrpo.rewards.trajectory_rewards import TurnRewards
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
-    from mgrpo.environments.agents.agents import Agents
+    from mgrpo.environments.agents.agent_episodes import Agents
     from mgrpo.environments.environment import Tool
     from mgrpo.environments.loop.language import TemplateLanguage
     from mgrpo.rollout.interaction import Asked, Interaction, Opened
@@ -238,7 +238,7 @@ def make_interaction(
 
 def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]:
     """Makes the trajectories of a run's agents."""
-    from mgrpo.environments.agents.agents import AgentBounds, Agents
+    from mgrpo.environments.agents.agent_episodes import AgentBounds, Agents
     from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
     from mgrpo.environments.loop.program_language import ProgramLanguage
 
