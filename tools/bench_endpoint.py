@@ -84,7 +84,9 @@ def make_tokenizer(folder: Path) -> LanguageSpec:
     files = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("mgrpo/**/*.py"))]
     made.train_from_iterator((file.read_text() for file in files), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<|im_start|>", "<|im_end|>")], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("<|im_start|>", "<|im_end|>")], special_tokens=True
+    )
     tokenizer.save_pretrained(folder)
     return LanguageSpec(
         tokenizer=str(folder),
@@ -240,17 +242,33 @@ def bare_main(answer: str) -> None:
 @contextmanager
 def bare_server(cores: set[int]) -> Iterator[tuple[psutil.Process, list[dict[str, str]]]]:
     """The process of the bare server, and an address of it as a session."""
-    call = {"id": "call00000", "type": "function", "function": {"name": "bash", "arguments": '{"command": "sed -n 1,40p src/shapes.py"}'}}
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "bash", "arguments": '{"command": "sed -n 1,40p src/shapes.py"}'},
+    }
     message = {"role": "assistant", "content": "I look at the file.", "tool_calls": [call], "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
     usage = {"prompt_tokens": 500, "completion_tokens": 40, "total_tokens": 540}
-    answer = json.dumps({"id": "chatcmpl-0", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice], "usage": usage})
+    answer = json.dumps(
+        {
+            "id": "chatcmpl-0",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "policy",
+            "choices": [choice],
+            "usage": usage,
+        }
+    )
     process = subprocess.Popen([sys.executable, __file__, "--bare", answer], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     port = process.stdout.readline().strip()
     os.sched_setaffinity(process.pid, cores)
     try:
-        yield psutil.Process(process.pid), [{"base_url": f"http://127.0.0.1:{port}/s/0-0123456789abcdef", "api_key": "k" * 32}]
+        yield (
+            psutil.Process(process.pid),
+            [{"base_url": f"http://127.0.0.1:{port}/s/0-0123456789abcdef", "api_key": "k" * 32}],
+        )
     finally:
         process.kill()
         process.wait()
@@ -373,7 +391,11 @@ def goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for each in rows:
-        print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in each.items()))
+        print(
+            "  ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in each.items()
+            )
+        )
     print(flush=True)
 
 
