@@ -124,7 +124,11 @@ def test_draws_that_the_agent_threw_away_are_dropped_if_wished() -> None:
     """Of several draws for one request one was gone on with: the reward says nothing of the others."""
     tree = grown((None, [1], [2]), (0, [3], [4]), (0, [3], [5]), (0, [9], [6]), (2, [7], [8]), (None, [1], [10]))
     every = set(range(6))
-    kept = [([1], [2, 3, 5, 7, 8], [True, False, True, False, True], -1), ([1, 2, 9], [6], [True], 0), ([1], [10], [True], -1)]
+    kept = [
+        ([1], [2, 3, 5, 7, 8], [True, False, True, False, True], -1),
+        ([1, 2, 9], [6], [True], 0),
+        ([1], [10], [True], -1),
+    ]
     # Another request at the same place is no draw, and the last turn that was read counts whatever it is.
     assert branches(tree, every, "drop") == kept
     assert len(branches(tree, every, "train")) == 4
