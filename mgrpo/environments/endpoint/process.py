@@ -24,6 +24,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ MAX_QUESTION_BYTES = 1 << 30
 
 def main() -> None:
     die_with_parent()
+    # Python would raise in the middle of a call; the learner, not the terminal, ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(_serve(*take_standard_streams()))
 
 
@@ -146,6 +149,7 @@ class AskedEndpoint:
                 log_level="error",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 # The connection ends one that is idle.
                 timeout_keep_alive=int(2 * HEAD_LIMIT_S),
             )
