@@ -186,9 +186,12 @@ SMALL = {
 
 DOUBLED_FILES = {
     "__main__": "what `python -m` runs",
+    "app": "what agents are served by; what the sandbox is",
+    "calls": "of an agent, over HTTP; of an engine, in order",
     "checkpoint": "a room and its section of the settings",
     "data": "a room and its section of the settings",
     "distillation": "what is learned from teachers, and its section of the settings",
+    "endpoint": "where agents' turns are recorded; where a judge is asked",
     "engine": "the protocol of an engine, and its section of the settings",
     "engines": "those of a run; the command about them",
     "hub": "the Hugging Face Hub, and its section of the settings",
@@ -199,12 +202,14 @@ DOUBLED_FILES = {
     "parallel": "a room and its section of the settings",
     "plan": "of a run; of a weight sync, where users import it from",
     "policy": "a room and its main class",
-    "process": "the process of a rank; that of a tracker",
+    "process": "the process of a rank; that of a tracker; that of an endpoint",
     "report": "a run tells of itself; the page that shows a run",
     "rollout": "a room and its section of the settings",
     "run": "a room, and the run that a report reads",
     "sandbox": "a room and its main class",
     "server": "engines behind HTTP; the sandbox behind HTTP",
+    "session": "an agent's trajectory; a code interpreter's state",
+    "sessions": "those of agents; those of code interpreters",
     "start": "of the engines; of a run",
     "teachers": "on engines of their own; whether they suit a run",
     "tools": "tools of a model, and their section of the settings",
@@ -217,5 +222,7 @@ DOUBLED_CLASSES = {
     "Engine": "a section of the settings; the protocol of an engine",
     "Given": "a value of a command line; a value of a configuration",
     "Model": "a section of the settings; the model that a user's program talks to",
+    "Session": "an agent's trajectory, there and on its way; a code interpreter's state",
+    "Sessions": "those of agents; those of code interpreters",
 }
 """Names of public classes that are defined more than once, and why."""
