@@ -223,6 +223,9 @@ DOUBLED_FILES = {
 """Names of files and folders that occur more than once, and why. A grep for such a name finds two things."""
 
 DOUBLED_CLASSES = {
+    "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
+    "ContextFull": "of a user's program; of a request to the endpoint",
+    "Fault": "a call that cannot be read; a request that is answered with an error",
     "Engine": "a section of the settings; the protocol of an engine",
     "Given": "a value of a command line; a value of a configuration",
     "Model": "a section of the settings; the model that a user's program talks to",
