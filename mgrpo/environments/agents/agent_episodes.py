@@ -226,7 +226,6 @@ class _Play:
         trajectory.metrics.update({f"agent/{name}": value for name, value in report.get("metrics", {}).items()})
         if has_score:
             self.reward = reward
-            trajectory.ended_by = "length" if trajectory.parts[-1].finish_reason != "stop" else "stop"
         else:
             trajectory.ended_by = "error"
             why = str(outcome.get("output", "")).strip()[-300:]
