@@ -119,7 +119,9 @@ def address_of(url: str) -> tuple[str, int]:
     """Host and port of an endpoint's URL; ValueError where a box could not pass its bytes on."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"the endpoint's URL is {url!r}; a box without network needs http://HOST:PORT; set agent_network=true")
+        raise ValueError(
+            f"the endpoint's URL is {url!r}; a box without network needs http://HOST:PORT; set agent_network=true"
+        )
     return parts.hostname, parts.port or 80
 
 

@@ -48,9 +48,7 @@ class Instance(Protocol):
             EnvironmentLost: it has failed, or was late.
         """
 
-    async def run_agent(
-        self, endpoint: dict[str, Any], *, truth: dict[str, Any], limit_s: float
-    ) -> Mapping[str, Any]:
+    async def run_agent(self, endpoint: dict[str, Any], *, truth: dict[str, Any], limit_s: float) -> Mapping[str, Any]:
         """Have the trajectory's agent play to its end; how that came, see `Outcome`.
 
         Args:
