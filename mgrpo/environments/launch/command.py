@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,8 @@ from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHAR
 _TASK, _RESULT = "task.json", "result.json"
 _LEAST_MASKED_CHARS = 6
 """Shorter values of variables are words that occur anywhere."""
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_checked: set[tuple[str, Bounds]] = set()
+"""Kinds of boxes that this process has opened before."""
 
 
 class CommandAgent(Agent):
@@ -49,7 +49,7 @@ class CommandAgent(Agent):
         """The settings `agent_*`, see `config.agent`; a relative path in a command names a file of the current folder.
 
         Raises:
-            ValueError: there cannot be such boxes, or a file or a variable is missing.
+            ValueError: a file or a variable is missing.
         """
         self._words, self._check = _words("agent", command), None if check is None else _words("agent_check", check)
         self._files = Files({}) if files is None else files_of_folder(files)
@@ -60,23 +60,32 @@ class CommandAgent(Agent):
         self._where = box
         self._has_own_word = sets_reward and check is None
         self._own = _variables(env)
-        absolute = {word for word in (*self._words, *(self._check or ())) if os.path.isabs(word) and os.path.exists(word)}
+        absolute = {
+            word for word in (*self._words, *(self._check or ())) if os.path.isabs(word) and os.path.exists(word)
+        }
         self._bounds = Bounds(
             image=image,
             network=network,
-            readable=tuple(sorted(absolute)),
+            # In an image they name what that holds.
+            readable=() if image is not None else tuple(sorted(absolute)),
             memory_bytes=memory_mb * MIB,
             max_processes=max_processes,
             output_bytes=8 * MOST_OUTPUT_CHARS,
         )
-        check_box(box, self._bounds)
         self._box: Box | None = None
+
+    async def setup(self) -> None:
+        """Raises ValueError where there cannot be such boxes."""
+        if (kind := (self._where, self._bounds)) not in _checked:
+            await check_box(*kind)
+            _checked.add(kind)
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> None:
         await self.end()
         self.row, self.seed = row, seed
-        image = row.get("image")
-        bounds = dataclasses.replace(self._bounds, image=image) if isinstance(image, str) else self._bounds
+        bounds = self._bounds
+        if isinstance(image := row.get("image"), str):
+            bounds = dataclasses.replace(bounds, image=image, readable=())
         self._box = await open_box(self._where, bounds)
         await self._files.put_into(self._box)
 
@@ -89,7 +98,9 @@ class CommandAgent(Agent):
         assert self._box is not None, "a reset comes first"
         hidden = [*self._own.values(), endpoint.api_key, endpoint.reward_key or ""]
         task = await _Task.put_into(self._box, ".mgrpo", self.row)
-        process = await self._box.start(self._words, env={**await self._addresses(endpoint), **self._own, **task.variables})
+        process = await self._box.start(
+            self._words, env={**await self._addresses(endpoint), **self._own, **task.variables}
+        )
         done = await process.wait(limit_s)
         # Nothing of it may change what a check sees.
         await self._box.end_processes()
@@ -138,17 +149,17 @@ class CommandAgent(Agent):
             await self._check_files.put_into(box)
         except OSError as err:
             raise ResultError(f"the files of agent_check cannot be written: {err.strerror or err}") from err
-        done = await box.exec(self._check, env={**self._path(), **self._own, **task.variables}, timeout_s=CHECK_S)
+        done = await box.exec(self._check, env={**self._own, **task.variables}, timeout_s=CHECK_S)
         await box.end_processes()
         how = f"took more than {CHECK_S:g} s" if done.timed_out else f"ended with the status {done.status}"
         try:
             found = await result_in(box, task.result)
         except ResultError as err:
-            how, found = f"{how}, and {err}", Result()
+            raise Unjudged(f"agent_check {how}, and {err}") from err
         if found.reward is not None:
             return found
         if done.timed_out or (reward := reward_of_status(done.status)) is None:
-            raise Unjudged(f"agent_check {how}: {_shown(done, [*self._own.values()])[-1000:]}")
+            raise Unjudged(f"agent_check {how} and wrote no reward: {_shown(done, [*self._own.values()])[-1000:]}")
         return dataclasses.replace(found, reward=reward)
 
     async def _addresses(self, endpoint: Endpoint) -> dict[str, str]:
@@ -162,13 +173,7 @@ class CommandAgent(Agent):
         }
         if self._has_own_word and endpoint.reward_key is not None:
             found["MGRPO_REWARD_KEY"] = endpoint.reward_key
-        return self._path() | found
-
-    def _path(self) -> dict[str, str]:
-        """Has `python` be this interpreter, where the box shows this machine's programs."""
-        if self._where not in ("none", "local") or self._bounds.image is not None or "image" in self.row:
-            return {}
-        return {"PATH": f"{os.path.dirname(sys.executable)}:{_SYSTEM_PATH}"}
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,9 +55,7 @@ async def result_in(box: Box, path: str) -> Result:
         )
     # Bytes that are no text are a ValueError; lists in each other are a RecursionError.
     except (ValueError, RecursionError) as err:
-        raise ResultError(
-            f'its result is not {{"reward": number, "metrics": {{name: number}}}}: {_said(err)}'
-        ) from err
+        raise ResultError(f'its result is not {{"reward": number, "metrics": {{name: number}}}}: {_said(err)}') from err
 
 
 def reward_of_status(status: int) -> float | None:
