@@ -229,5 +229,7 @@ DOUBLED_CLASSES = {
     "Engine": "a section of the settings; the protocol of an engine",
     "Given": "a value of a command line; a value of a configuration",
     "Model": "a section of the settings; the model that a user's program talks to",
+    "Session": "an agent's trajectory, at the endpoint and as the learner holds it; a program's in the sandbox",
+    "Sessions": "those of the endpoint; those of the sandbox",
 }
 """Names of public classes that are defined more than once, and why."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
 from mgrpo.environments.endpoint.tree import Ask, Node, Tree
-from mgrpo.environments.endpoint.wishes import Answer, Wishes
+from mgrpo.environments.endpoint.wishes import SampledTurn, Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
 LONG_BYTES = 32_000
@@ -52,7 +51,7 @@ class TurnRequest:
     """A system prompt in front of everything; that of the turn before does not count."""
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Numbers of tokens."""
 
     context: int
@@ -80,8 +79,8 @@ class Turned:
         return self.node.stop
 
     @property
-    def usage(self) -> Usage:
-        return Usage(self.node.length, len(self.node.tokens))
+    def usage(self) -> TokenUsage:
+        return TokenUsage(self.node.length, len(self.node.tokens))
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class TrajectoryBounds:
     """What one trajectory may use."""
 
     max_tokens: int
@@ -109,13 +108,13 @@ class Bounds:
     """Tokens of a context and the turn after it."""
     per_turn_max_tokens: int | None = None
     deadline_s: float | None = None
-    """Seconds from its beginning."""
+    """Seconds from its beginning, which `Sessions` counts."""
     sampling: Mapping[str, float | None] = field(default_factory=dict)
     """How all its turns are sampled; what is missing is neutral."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EndpointLimits:
     """What holds for every trajectory."""
 
     max_turns: int = 1024
@@ -155,8 +154,8 @@ class Session:
         language: ProgramLanguage,
         wishes: Wishes,
         *,
-        bounds: Bounds,
-        limits: Limits,
+        bounds: TrajectoryBounds,
+        limits: EndpointLimits,
         say: Callable[[str, str], None],
     ) -> None:
         """
@@ -176,12 +175,15 @@ class Session:
         self.left: Mapping[str, Any] = {}
         """What was said of its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say
-        self._began = time.monotonic()
         self._num_asked = self._num_branches = self._num_used = 0
         self._continued: set[int] = set()
         """Turns after which another one was asked for."""
         self._instructed: set[int] = set()
         """Turns whose conversation begins with instructions."""
+
+    def begin(self) -> None:
+        """Let its time run from now on."""
+        self._began = time.monotonic()
 
     def close(self, why: str) -> None:
         """Let no further turn be asked for."""
@@ -265,9 +267,6 @@ class Session:
         return messages
 
     def _check_open(self) -> None:
-        deadline = self.bounds.deadline_s
-        if deadline is not None and time.monotonic() >= self._began + deadline:
-            self.close("late")
         if self.why_over == "late":
             raise over("it has taken longer than it may")
         if self.why_over is not None:
@@ -336,7 +335,7 @@ class Session:
         self._num_asked += 1
         return number
 
-    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: Answer) -> Turned:
+    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: SampledTurn) -> Turned:
         self._num_used += self._own_tokens(ask) + len(answer.tokens)
         if self._num_used > self.bounds.max_tokens:
             raise over(f"it has used its {self.bounds.max_tokens} tokens, by turns that were sampled meanwhile")
