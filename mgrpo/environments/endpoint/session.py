@@ -181,10 +181,6 @@ class Session:
         self._instructed: set[int] = set()
         """Turns whose conversation begins with instructions."""
 
-    def begin(self) -> None:
-        """Let its time run from now on."""
-        self._began = time.monotonic()
-
     def close(self, why: str) -> None:
         """Let no further turn be asked for."""
         self.why_over = self.why_over or why

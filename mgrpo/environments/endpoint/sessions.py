@@ -80,10 +80,7 @@ class Sessions:
 
     def begin(self, name: str) -> None:
         """Let the time of a session run, unless it has ended."""
-        if (opened := self._open.get(name)) is None:
-            return
-        opened.session.begin()
-        if (limit_s := opened.session.bounds.deadline_s) is not None:
+        if (opened := self._open.get(name)) is not None and (limit_s := opened.session.bounds.deadline_s) is not None:
             self._timers[name] = asyncio.get_running_loop().call_later(limit_s, opened.close, "late")
 
     def lose(self, name: str) -> None:

@@ -79,13 +79,13 @@ class Tasks:
                 401, "authentication_error", "This is not the key of this run's agent workers.", "invalid_api_key"
             )
         self._asked_at = time.monotonic()
-        ends_at = self._asked_at + self._ask_s
-        while not self._waiting:
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), ends_at - time.monotonic())
-            except TimeoutError:
-                return None
+        try:
+            async with asyncio.timeout(self._ask_s):
+                while not self._waiting:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return None
         session, (task, _) = next(iter(self._waiting.items()))
         del self._waiting[session]
         self._taken[session] = task

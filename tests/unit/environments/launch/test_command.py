@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from mgrpo.environments.launch.command import CommandAgent
 from mgrpo.environments.launch.results import Unjudged
 from mgrpo.environments.offered.agent import MOST_OUTPUT_CHARS, Endpoint, Outcome
 
-HERE = Path(__file__).parent
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/s/0-1", api_key="the-api-key", reward_key="the-reward-key")
 JUDGE = "python -I judge.py"
 LIMIT_S = 120.0
@@ -26,12 +24,6 @@ FORKS_AWAY = 'trap "" TERM; setsid sh -c "sleep 1000000; true" "$0" & echo away'
 @pytest.fixture(params=["none", "local"])
 def box(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def _beside_the_commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(HERE)
-    yield
 
 
 def played(
