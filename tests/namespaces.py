@@ -77,18 +77,3 @@ become_somebody()
         pytest.skip("this machine has no user namespace within a user namespace")
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def _descendants(of: int | None = None) -> set[int]:
-    """All descendants of a process, by default of this one."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, new = set(), {of or os.getpid()}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new}
-        found |= new
-    return found

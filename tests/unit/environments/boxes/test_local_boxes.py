@@ -325,7 +325,7 @@ from mgrpo.environments.boxes.local import open_local
 async def main():
     box = await open_local(Bounds(max_processes=20))
     done = await box.exec(["sh", "-c", "id -u; pwd; kill -9 1; cat /proc/1/environ /proc/1/mem; touch /usr/x; echo on"], timeout_s=60)
-    attempt = "import os\\ntry:\\n  for _ in range(200):\\n    os.fork() or __import__('time').sleep(100)\\nexcept OSError: print('no more')\nelse: __import__('time').sleep(100)"
+    attempt = "import os\\ntry:\\n  for _ in range(200):\\n    os.fork() or __import__('time').sleep(100)\\nexcept OSError: print('no more')\\nelse: __import__('time').sleep(100)"
     bomb = await box.exec(["python", "-S", "-c", attempt], timeout_s=60)
     await box.end_processes()
     await box.put("a", b"1"); kept = await box.get("a", max_bytes=10)
