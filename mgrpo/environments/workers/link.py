@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mgrpo.environments.loop.losses import EnvironmentLost
+from mgrpo.processes.distant import Distant
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import TOOL_VARIABLES, without_secrets
 
@@ -19,11 +21,16 @@ PATIENCE_S = 10.0
 _MAX_ANSWER_BYTES = 1 << 26
 
 
-def new_child(folders: Sequence[str], python: str | None) -> Child:
-    """A worker process, without the secrets of this one: its tools read untrusted text."""
+def new_child(folders: Sequence[str], python: str | None, variables: Collection[str] = ()) -> Child:
+    """A worker process, without the secrets of this one: its tools read untrusted text.
+
+    Args:
+        variables: names of those that it is given all the same.
+    """
+    named = {name: os.environ[name] for name in variables if name in os.environ}
     return Child(
         PROGRAM,
-        environment=without_secrets(TOOL_VARIABLES),
+        environment=without_secrets(TOOL_VARIABLES) | named,
         folders=folders,
         python=python,
         max_line_bytes=_MAX_ANSWER_BYTES,
@@ -35,9 +42,9 @@ class Frozen(EnvironmentLost):
 
 
 class Link:
-    """One worker process. Always `end` it."""
+    """One worker process, here or on another machine. Always `end` it."""
 
-    def __init__(self, child: Child, when_over: Callable[[str], None]) -> None:
+    def __init__(self, child: Child | Distant, when_over: Callable[[str], None]) -> None:
         """`when_over` is called once with the way it ended, unless `end` was called."""
         self._child, self._when_over = child, when_over
         self._loop = asyncio.get_running_loop()
@@ -52,6 +59,8 @@ class Link:
 
     @property
     def pid(self) -> int:
+        """Of a child."""
+        assert isinstance(self._child, Child)
         return self._child.process.pid
 
     async def ask(self, question: Message, limit_s: float) -> Message:

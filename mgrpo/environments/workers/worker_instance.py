@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.instance import Ending
 from mgrpo.environments.loop.losses import EnvironmentLost
+from mgrpo.environments.offered.agent import ENDING_S
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.row_columns import is_plain, sendable
@@ -77,6 +79,11 @@ class WorkerInstance:
         """Have the trajectory's program go on: its next wish, or its result."""
         return await self._ask({"ask": "resume", "answer": answer}, self._limits.tool_timeout_s)
 
+    async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
+        """Have the trajectory's agent play to its end, see `Instance.run_agent`."""
+        question = {"ask": "run", "endpoint": endpoint, "truth": sendable(truth), "limit_s": limit_s}
+        return await self._ask(question, limit_s + ENDING_S)
+
     async def ending(self) -> Ending:
         """The reward and the state at the end."""
         if not self._tells:
@@ -99,7 +106,9 @@ class WorkerInstance:
         # It stays so if the caller is cancelled.
         self._is_asked = True
         try:
-            with tally.asked(is_step=question["ask"] in ("step", "resume")):
+            # An agent that plays waits for the model, not the run for it.
+            is_play = question["ask"] == "run"
+            with contextlib.nullcontext() if is_play else tally.asked(is_step=question["ask"] in ("step", "resume")):
                 answer = await host.link.ask(question | {"instance": self._number}, limit_s)
         except EnvironmentLost as err:
             self._is_asked = False

@@ -1,0 +1,149 @@
+"""All open sessions of one endpoint, each with its keys: who may use which, from its beginning to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.environments.endpoint.calls import Calls
+from mgrpo.environments.endpoint.messages import Fault
+from mgrpo.environments.endpoint.session import EndpointLimits, Session, TrajectoryBounds
+from mgrpo.environments.endpoint.wishes import Wishes
+from mgrpo.environments.loop.program_language import ProgramLanguage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenSession:
+    """A session to which calls come."""
+
+    session: Session
+    calls: Calls
+    api_key: str
+    reward_key: str
+    """Of those who may set its reward."""
+
+    def close(self, why: str) -> None:
+        """Let no further turn be asked for, and cancel what is being sampled."""
+        self.session.close(why)
+        self.calls.cancel()
+
+
+class Sessions:
+    """Those that have not been asked to end. Belongs to one event loop."""
+
+    def __init__(
+        self, language: ProgramLanguage, wishes: Wishes, *, number: int, url: str, limits: EndpointLimits
+    ) -> None:
+        """
+        Args:
+            language: of chats without tools.
+            number: of this endpoint, with which its sessions' names begin.
+            url: of this endpoint, as agents know it.
+        """
+        self._language, self._wishes = language, wishes
+        self._number, self._url, self.limits = number, url, limits
+        self._open: dict[str, OpenSession] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._nobody = secrets.token_urlsafe(24)
+        self._said: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, bounds: TrajectoryBounds, *, begins: bool = True) -> dict[str, str]:
+        """A new session: its name, its address and its keys.
+
+        Args:
+            begins: whether its time runs from now on, and not from `begin`.
+        """
+        name = f"{self._number}-{secrets.token_hex(8)}"
+        session = Session(name, self._language, self._wishes, bounds=bounds, limits=self.limits, say=self._say)
+        opened = self._open[name] = OpenSession(
+            session=session,
+            calls=Calls(session),
+            api_key=secrets.token_urlsafe(24),
+            reward_key=secrets.token_urlsafe(24),
+        )
+        if begins:
+            self.begin(name)
+        return {
+            "session": name,
+            "base_url": f"{self._url}/s/{name}",
+            "api_key": opened.api_key,
+            "reward_key": opened.reward_key,
+        }
+
+    def begin(self, name: str) -> None:
+        """Let the time of a session run, unless it has ended."""
+        if (opened := self._open.get(name)) is not None and (limit_s := opened.session.bounds.deadline_s) is not None:
+            self._timers[name] = asyncio.get_running_loop().call_later(limit_s, opened.close, "late")
+
+    def lose(self, name: str) -> None:
+        """Nobody plays a session."""
+        if (opened := self._open.get(name)) is not None:
+            opened.close("lost")
+
+    def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> OpenSession:
+        """The session of a name, for those who have its key.
+
+        Args:
+            may_reward, must_reward: whether the key of rewards fits as well, or alone.
+        Raises:
+            Fault: 401. It does not tell a wrong key from a session that has ended, or never was.
+        """
+        opened = self._open.get(name)
+        given = key.encode(errors="replace")
+        own, reward = (opened.api_key, opened.reward_key) if opened else (self._nobody, self._nobody)
+        # Both are compared whatever the first gives, so that time tells nothing.
+        fits = (
+            hmac.compare_digest(given, own.encode()) and not must_reward,
+            hmac.compare_digest(given, reward.encode()) and (may_reward or must_reward),
+        )
+        if opened is None or not any(fits):
+            if opened is not None:
+                opened.session.counts.refused["401"] += 1
+            raise Fault(
+                401,
+                "authentication_error",
+                "No session has this address and this key; its trajectory may have ended.",
+                "invalid_api_key",
+            )
+        return opened
+
+    async def wait(self, name: str) -> dict[str, Any]:
+        """Wait until a session is over: its "status" is "ended", "late" or "lost", beside what was said at its end."""
+        session = self._open[name].session
+        await session.ended.wait()
+        status = session.why_over or "ended"
+        return {"status": status, "left": dict(session.left) if status == "ended" else {}}
+
+    async def end(self, name: str) -> dict[str, Any]:
+        """Cancel what goes on in a session and forget it; returns its report."""
+        opened = self._open.pop(name)
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+        opened.close("ended")
+        # Cancelled tasks end in the next round of the loop, in which clients get their answers as well.
+        await asyncio.sleep(0)
+        return opened.session.report()
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            sys.stderr.write(f"mgrpo: {text}\n")
+
+
+def bounds_of(question: Mapping[str, Any]) -> TrajectoryBounds:
+    """The bounds that `open` asks for."""
+    return TrajectoryBounds(
+        max_tokens=question["max_tokens"],
+        max_model_length=question["max_model_length"],
+        per_turn_max_tokens=question.get("per_turn_max_tokens"),
+        deadline_s=question.get("deadline_s"),
+        sampling=question.get("sampling") or {},
+    )

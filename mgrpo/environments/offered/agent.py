@@ -1,0 +1,169 @@
+"""An agent that plays a trajectory by itself: it is given the address of the model, and what it did is told at its end.
+
+It runs in a worker process. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from mgrpo.environments.environment import Environment
+from mgrpo.environments.offered.calling import outcome, said
+
+Run = Callable[..., Awaitable[float | None]]
+CHECK_S = 300.0
+"""Longest time of a check, after the agent's own limit."""
+ENDING_S = CHECK_S + 30.0
+"""The same with what is cleaned up around it."""
+MOST_OUTPUT_CHARS = 1 << 14
+"""Kept of what an agent prints: the last part."""
+_MOST_METRICS = 64
+_METRIC = re.compile(r"[\w./:@-]{1,80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the model of one trajectory is reached."""
+
+    base_url: str
+    """For clients of Anthropic's API; OpenAI's take it with /v1 behind it."""
+    api_key: str
+    model: str = "policy"
+    """A name for the model; any other means the same."""
+    reward_key: str | None = None
+    """The key for POST /reward; None: the agent does not decide its reward."""
+    trajectory: str = ""
+    """The trajectory's id."""
+    seed: int = 0
+    """The same for all samples of a prompt."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Reported as env/{agent}/{metric}."""
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL for clients of OpenAI's API."""
+        return f"{self.base_url}/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an agent ended."""
+
+    ended: Literal["ended", "crashed", "late"]
+    status: int | None = None
+    """Exit status of its process."""
+    output: str = ""
+    """The last part of what it printed, or of its error."""
+    reward: float | None = None
+    """By its own word or that of a check; None: verifiers and reward functions decide."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Agent(Environment):
+    """Plays one trajectory at a time. A subclass has `run`."""
+
+    ending_s: float = 0.0
+    """Time that `run` may take beyond its limit; then it is cancelled, and late."""
+    row: Mapping[str, Any]
+    seed: int
+
+    async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
+        """Play the trajectory of the row that `reset` was given, for at most `limit_s` seconds.
+
+        Args:
+            truth: the columns of the row that the agent must not see.
+        """
+        raise NotImplementedError
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> Awaitable[None] | None:
+        self.row, self.seed = row, seed
+        return None
+
+
+class FunctionAgent(Agent):
+    """`async def run(row, endpoint, **settings) -> float | None`, a function of the user's; the number is the reward."""
+
+    def __init__(self, function: Run, **settings: Any) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(
+                "it must be an async function: `async def run(row, endpoint, **settings)`, which asks the model at endpoint.openai_url"
+            )
+        try:
+            inspect.signature(function).bind({}, None, **settings)
+        except TypeError as err:
+            raise ValueError(f"it is called as {function.__name__}(row, endpoint, **settings), and {err}") from err
+        self.name = function.__name__
+        self._function, self._settings = function, settings
+
+    async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
+        returned, err = await outcome(self._function, self.row, endpoint, **self._settings)
+        if isinstance(err, asyncio.CancelledError):
+            raise err
+        if err is not None:
+            return Outcome(ended="crashed", output=_traceback(err))
+        try:
+            return Outcome(ended="ended", reward=checked_reward(returned), metrics=checked_metrics(endpoint.metrics))
+        except ValueError as refusal:
+            return Outcome(ended="crashed", output=f"{self.name} gave {refusal}")
+
+
+def checked_reward(value: object) -> float | None:
+    """A reward as an agent or its check has given it.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if value is None:
+        return None
+    if (number := _finite(value)) is None:
+        raise ValueError(f"{value!r:.80}, expected the reward as a finite number, or None")
+    return number
+
+
+def checked_metrics(values: object) -> dict[str, float]:
+    """Metrics by name, as an agent or its check has given them.
+
+    Raises:
+        ValueError: they are not a few finite numbers under short names.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"metrics={values!r:.80}, expected an object of numbers")
+    if len(values) > _MOST_METRICS:
+        raise ValueError(f"{len(values)} metrics, expected at most {_MOST_METRICS}")
+    found = {}
+    for name, value in values.items():
+        number = _finite(value)
+        if not isinstance(name, str) or not _METRIC.fullmatch(name) or number is None:
+            raise ValueError(f"the metric {name!r:.80} = {value!r:.80}, expected a short name and a finite number")
+        found[name] = number
+    return found
+
+
+def _finite(value: object) -> float | None:
+    """A number that JSON holds, not a bool."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _traceback(err: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(err))
+    # The exception's own methods are the user's.
+    except Exception:
+        text = said(err)
+    return text.encode(errors="replace").decode()[-MOST_OUTPUT_CHARS:]
