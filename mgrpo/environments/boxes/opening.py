@@ -14,6 +14,11 @@ from mgrpo.environments.boxes.box import Bounds, Box, BoxError
 from mgrpo.environments.boxes.local import open_local
 
 GROUP = "mgrpo.boxes"
+VARIABLES = (
+    *("MGRPO_BOX_TOKEN", "MGRPO_BOX_TOKEN_FILE", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY"),
+    *("DOCKER_CERT_PATH", "CONTAINER_HOST", "XDG_RUNTIME_DIR"),
+)
+"""Of the environment, that the process which opens boxes needs; no box has them."""
 STARTS_AT_ONCE = 8
 """Of one process: more would only make each of them slower."""
 _CONTAINERS = ("docker", "podman")
