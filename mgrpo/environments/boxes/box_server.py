@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ from mgrpo.environments.boxes.opening import check_box, open_box
 from mgrpo.environments.boxes.remote import TOKEN, TOKEN_FILE, token
 
 DEFAULT_PORT = 1235
-_BACKLOG = 2048
 _LEAST_TOKEN_CHARS = 16
 
 
@@ -26,7 +24,7 @@ def box_server_command(argv: Sequence[str]) -> int:
         import uvicorn
 
         from mgrpo.environments.boxes.box_app import BoxApp
-        from mgrpo.sandbox.connection import SandboxConnection
+        from mgrpo.sandbox.connection import BoundedConnection, listen
 
         secret = token() or ""
         if len(secret) < _LEAST_TOKEN_CHARS:
@@ -42,8 +40,7 @@ def box_server_command(argv: Sequence[str]) -> int:
             max_processes=options.processes,
         )
         asyncio.run(check_box(options.box, granted))
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listening = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        listening = listen(options.host, options.port)
     except (ImportError, ValueError, BoxError, OSError) as err:
         sys.stderr.write(f"mgrpo: {err}\n")
         return 2
@@ -51,13 +48,11 @@ def box_server_command(argv: Sequence[str]) -> int:
     async def open_granted(wanted: Bounds) -> Box:
         return await open_box(options.box, within(wanted, granted))
 
-    # asyncio sets it only where a socket knows its protocol.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = BoxApp(open_granted, token=secret, max_boxes=options.boxes)
     host = f"[{options.host}]" if ":" in options.host else options.host
     with listening:
         sys.stderr.write(f"mgrpo: box server at http://{host}:{listening.getsockname()[1]}, boxes: {options.box}\n")
-        config = uvicorn.Config(app, http=SandboxConnection, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(app, http=BoundedConnection, log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
     return 0

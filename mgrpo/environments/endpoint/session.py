@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
 from mgrpo.environments.endpoint.tree import Ask, Node, Tree
-from mgrpo.environments.endpoint.wishes import Answer, Wishes
+from mgrpo.environments.endpoint.wishes import SampledTurn, Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
 LONG_BYTES = 32_000
@@ -52,7 +51,7 @@ class TurnRequest:
     """A system prompt in front of everything; that of the turn before does not count."""
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Numbers of tokens."""
 
     context: int
@@ -80,8 +79,8 @@ class Turned:
         return self.node.stop
 
     @property
-    def usage(self) -> Usage:
-        return Usage(self.node.length, len(self.node.tokens))
+    def usage(self) -> TokenUsage:
+        return TokenUsage(self.node.length, len(self.node.tokens))
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class TrajectoryBounds:
     """What one trajectory may use."""
 
     max_tokens: int
@@ -109,13 +108,13 @@ class Bounds:
     """Tokens of a context and the turn after it."""
     per_turn_max_tokens: int | None = None
     deadline_s: float | None = None
-    """Seconds from its beginning."""
+    """Seconds from its beginning, which `Sessions` counts."""
     sampling: Mapping[str, float | None] = field(default_factory=dict)
     """How all its turns are sampled; what is missing is neutral."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EndpointLimits:
     """What holds for every trajectory."""
 
     max_turns: int = 1024
@@ -123,6 +122,10 @@ class Limits:
     max_branches: int = 1024
     body_bytes: int = 1 << 24
     body_s: float = 10.0
+    retry_s: float = 10.0
+    """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
+    comment_s: float = 5.0
+    """Seconds between signs of life in a stream whose turn is being sampled; clients limit the time between reads."""
     refuses_sampling: bool = False
     """Calls with sampling settings of their own are refused; False: the trajectory's are used."""
 
@@ -131,7 +134,7 @@ class Counts:
     """What happened besides turns."""
 
     def __init__(self) -> None:
-        self.plain: Counter[str] = Counter()
+        self.plain = Counter(retries=0, abandoned=0, other_model=0)
         self.refused: Counter[str] = Counter()
         """By the code or the status of the error."""
         self.overridden: Counter[str] = Counter()
@@ -151,8 +154,8 @@ class Session:
         language: ProgramLanguage,
         wishes: Wishes,
         *,
-        bounds: Bounds,
-        limits: Limits,
+        bounds: TrajectoryBounds,
+        limits: EndpointLimits,
         say: Callable[[str, str], None],
     ) -> None:
         """
@@ -170,7 +173,6 @@ class Session:
         self.why_over: str | None = None
         """"ended" or "late"."""
         self._language, self._wishes, self._say = language, wishes, say
-        self._began = time.monotonic()
         self._num_asked = self._num_branches = self._num_used = 0
         self._continued: set[int] = set()
         """Turns after which another one was asked for."""
@@ -259,9 +261,6 @@ class Session:
         return messages
 
     def _check_open(self) -> None:
-        deadline = self.bounds.deadline_s
-        if deadline is not None and time.monotonic() >= self._began + deadline:
-            self.close("late")
         if self.why_over == "late":
             raise over("it has taken longer than it may")
         if self.why_over is not None:
@@ -270,8 +269,7 @@ class Session:
     def _pin(self, settings: Mapping[str, Any]) -> None:
         """Use the trajectory's settings instead."""
         for name, value in settings.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise BadRequest(f"Invalid value for '{name}': expected a number.", "invalid_value", name)
+            finite(value, name)
             own = self.bounds.sampling.get(name)
             neutral = _NEUTRAL.get(name, ())
             if value == own or (value in neutral and (own is None or own in neutral)):
@@ -331,7 +329,7 @@ class Session:
         self._num_asked += 1
         return number
 
-    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: Answer) -> Turned:
+    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: SampledTurn) -> Turned:
         self._num_used += self._own_tokens(ask) + len(answer.tokens)
         if self._num_used > self.bounds.max_tokens:
             raise over(f"it has used its {self.bounds.max_tokens} tokens, by turns that were sampled meanwhile")
@@ -352,6 +350,20 @@ class Session:
 def over(why: str) -> Fault:
     """No turn may follow."""
     return Fault(400, "invalid_request_error", f"This trajectory is over: {why}.", "trajectory_over")
+
+
+def finite(value: Any, name: str) -> float:
+    """A number that a client has sent.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise BadRequest(f"Invalid value for '{name}': {str(value)[:80]} is not a finite number.", "invalid_value", name)
 
 
 def _bytes_of(text: str) -> list[int] | None:

@@ -7,10 +7,12 @@ added to the vocabulary: such tokens are markup, special or not, of this templat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mgrpo.data.templates import render
@@ -21,8 +23,11 @@ from mgrpo.environments.normal_form import valid
 
 __all__ = ["BridgeError", "Bridges"]
 
+_CALLED, _MARK = "qzcalledzq", "qzanswerzq"
 _MOST_KNOWN = 256
-"""Most kinds of bridges that are kept, and most messages in one of several roles: clients choose both."""
+"""Most kinds of bridges that are kept: clients choose them."""
+_MOST_MESSAGES = 64
+"""Most messages of one bridge; to find it takes longer than in proportion to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,8 @@ class Bridges:
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         """Finds the tokens that no observation may contain."""
-        self._known: dict[tuple[str, ...], _Known | BridgeError] = {}
+        self._known: dict[tuple[str, ...], _Known | str] = {}
+        """By the roles of what follows a turn; a text: why such messages cannot be followed."""
 
     def check(self, *roles: str) -> None:
         """Raise BridgeError unless the template can be followed after a turn and messages of these roles."""
@@ -89,6 +95,7 @@ class Bridges:
         Raises:
             ValueError: the template refuses the conversation.
         """
+        messages = [self._fitted(message) for message in messages]
         mark = _absent(messages)
 
         def within(text: str) -> str:
@@ -105,6 +112,36 @@ class Bridges:
                 break
             # The tokenizer rewrites a text before it looks for tokens: no two characters of a message stay together.
         return ids
+
+    def _fitted(self, message: Message) -> Message:
+        """A message as this template writes it: some have no place for calls, or for what tools answer."""
+        if message["role"] == "tool":
+            return message if self._tool_role == "tool" else {**message, "role": self._tool_role}
+        if (calls := message.get("tool_calls")) and not self._writes_calls:
+            texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            return {**message, "content": "\n".join([*filter(None, [message["content"]]), *texts])}
+        return message
+
+    @cached_property
+    def _tool_role(self) -> str:
+        """The role in which this template writes what tools answer."""
+        return next((role for role in self._tool_roles if _MARK in self._probed(role)), "user")
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        return _CALLED in self._probed(self._tool_roles[0])
+
+    def _probed(self, role: str) -> str:
+        """The text of a call and its answer; "" where the template refuses them."""
+        written: tuple[object, ...] = ({}, "{}")
+        for arguments in written:
+            call = {"type": "function", "id": "call00000", "function": {"name": _CALLED, "arguments": arguments}}
+            asked: Message = {"role": "user", "content": "Q"}
+            calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answer: Message = {"role": role, "name": _CALLED, "tool_call_id": "call00000", "content": _MARK}
+            with contextlib.suppress(ValueError):
+                return self.render([asked, calling, answer], True)
+        return ""
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
         """The ids after a turn that called tools.
@@ -157,18 +194,18 @@ class Bridges:
         return last in self._stop_ids or last == self._of(("user",)).end_id
 
     def _of(self, roles: tuple[str, ...]) -> _Known:
-        if len(roles) > _MOST_KNOWN and set(roles) != {"tool"}:
-            raise BridgeError(f"{len(roles)} messages follow a turn of the model")
+        if len(roles) > _MOST_MESSAGES:
+            raise BridgeError(f"{len(roles)} messages follow a turn of the model; {_MOST_MESSAGES} may")
         if (known := self._known.get(roles)) is None:
             try:
                 known = self._found(roles)
             except BridgeError as err:
-                known = err
+                known = str(err)
             if len(self._known) >= _MOST_KNOWN:
-                self._known.pop(next(iter(self._known)))
+                self._known.pop(next(iter(self._known)), None)
             self._known[roles] = known
-        if isinstance(known, BridgeError):
-            raise known
+        if isinstance(known, str):
+            raise BridgeError(known)
         return known
 
     def _several(self, num_texts: int) -> _Known | None:
