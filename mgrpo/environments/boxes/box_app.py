@@ -94,7 +94,7 @@ class BoxApp:
                     "path": str(err.filename),
                 },
             )
-        except (ValueError, TypeError, KeyError) as err:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
             status, answer = 422, {"error": "value", "text": str(err) or type(err).__name__}
         body = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
