@@ -88,6 +88,7 @@ INNER = {
     "environments.formats": {"environment"},
     "environments.agents": {"loop", "workers"},
     "environments.boxes": set(),
+    "environments.boxes.local": {"box", "captured", "relay"},
     "environments.endpoint": {"environment", "loop", "normal_form"},
     "environments.loop": {"environment", "formats", "normal_form", "offered"},
     "environments.offered": {"environment"},
@@ -223,6 +224,7 @@ DOUBLED_FILES = {
 """Names of files and folders that occur more than once, and why. A grep for such a name finds two things."""
 
 DOUBLED_CLASSES = {
+    "Box": "where an agent runs; a part of a tensor",
     "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
     "ContextFull": "of a user's program; of a request to the endpoint",
     "Fault": "a call that cannot be read; a request that is answered with an error",

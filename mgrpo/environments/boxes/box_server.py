@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mgrpo.environments.boxes.box import MIB, Bounds, Box, BoxError
 from mgrpo.environments.boxes.opening import check_box, open_box
-from mgrpo.environments.boxes.remote import TOKEN, TOKEN_FILE, token
+from mgrpo.environments.boxes.remote_box import TOKEN, TOKEN_FILE, token
 
 DEFAULT_PORT = 1235
 _LEAST_TOKEN_CHARS = 16

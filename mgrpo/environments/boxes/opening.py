@@ -9,9 +9,9 @@ import asyncio
 import weakref
 from importlib.metadata import entry_points
 
-from mgrpo.environments.boxes import leftover
 from mgrpo.environments.boxes.box import Bounds, Box, BoxError
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local import leftover
+from mgrpo.environments.boxes.local.local_box import open_local
 
 GROUP = "mgrpo.boxes"
 VARIABLES = (
@@ -45,7 +45,7 @@ async def open_box(where: str, bounds: Bounds) -> Box:
 
             return await open_container(bounds, program=where)
         if where.startswith(("http://", "https://")):
-            from mgrpo.environments.boxes.remote import open_remote
+            from mgrpo.environments.boxes.remote_box import open_remote
 
             return await open_remote(where, bounds)
         return await _open_others(where, bounds)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.environments.boxes.box import MIB, Bounds, Done
-from mgrpo.environments.boxes.local import LocalBox, open_local
+from mgrpo.environments.boxes.local.local_box import LocalBox, open_local
 
 PLENTY_S = 60.0
 SMALL = Bounds(memory_bytes=512 * MIB, disk_bytes=16 * MIB, max_processes=64, output_bytes=4096)

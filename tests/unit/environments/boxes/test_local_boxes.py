@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.environments.boxes import leftover
 from mgrpo.environments.boxes.box import MIB, Bounds, BoxLost, Done
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local import leftover
+from mgrpo.environments.boxes.local.local_box import open_local
 from mgrpo.environments.boxes.opening import check_box, open_box
 from tests.namespaces import run_as_somebody, skip_without_namespaces
 from tests.unit.environments.boxes.boxed import (
@@ -219,7 +219,7 @@ def test_nothing_outlives_a_worker_that_is_killed(walls, tmp_path):
     script = f"""if True:
         import asyncio, tempfile
         from mgrpo.environments.boxes.box import Bounds
-        from mgrpo.environments.boxes.local import open_local
+        from mgrpo.environments.boxes.local.local_box import open_local
         tempfile.tempdir = {str(tmp_path)!r}
         async def main():
             box = await open_local(Bounds(), walls=[{walls!r}])
@@ -331,7 +331,7 @@ def test_an_ordinary_user_has_the_same_boxes():
     script = """
 import asyncio, time
 from mgrpo.environments.boxes.box import Bounds, MIB
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local.local_box import open_local
 async def main():
     box = await open_local(Bounds(max_processes=20))
     done = await box.exec(["sh", "-c", "id -u; pwd; kill -9 1; cat /proc/1/environ /proc/1/mem; touch /usr/x; echo on"], timeout_s=60)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.environments.boxes import remote
+from mgrpo.environments.boxes import remote_box
 from mgrpo.environments.boxes.box import MIB, Bounds, BoxError, BoxLost, Done
 from mgrpo.environments.boxes.box_app import BoxApp
 from mgrpo.environments.boxes.box_server import box_server_command, within
@@ -33,7 +33,7 @@ SECRET = "a token of the tests 0123456789"
 def _server(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
     command = [sys.executable, "-m", "mgrpo", "box-server", "--port", "0", "--box", "none", *options]
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, remote.TOKEN: SECRET}
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, remote_box.TOKEN: SECRET}
     ) as server:
         try:
             line = server.stderr.readline()
@@ -45,7 +45,7 @@ def _server(*options: str) -> Iterator[tuple[str, subprocess.Popen]]:
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[str]:
-    monkeypatch.setenv(remote.TOKEN, SECRET)
+    monkeypatch.setenv(remote_box.TOKEN, SECRET)
     with _server() as (url, _):
         yield url
 
@@ -63,7 +63,7 @@ def _with_box(url: str, use, bounds: Bounds = SMALL):
 
 def test_a_remote_box_does_what_a_box_does(server, monkeypatch):
     """The launcher knows only the protocol."""
-    monkeypatch.setattr(remote, "POLL_S", 0.3)  # a long command is waited for again and again
+    monkeypatch.setattr(remote_box, "POLL_S", 0.3)  # a long command is waited for again and again
 
     async def use(box):
         assert await box.alive()
@@ -178,8 +178,8 @@ def test_a_box_ends_with_its_killed_run(tmp_path, monkeypatch):
 
 def test_boxes_end_with_a_killed_server(monkeypatch):
     """Their trajectories have no score; nothing of them stays on the server's machine."""
-    monkeypatch.setenv(remote.TOKEN, SECRET)
-    monkeypatch.setattr(remote, "_RETRIES_S", 0.5)
+    monkeypatch.setenv(remote_box.TOKEN, SECRET)
+    monkeypatch.setattr(remote_box, "_RETRIES_S", 0.5)
 
     async def use(box):
         process = await box.start(["sleep", "2346"])
@@ -196,7 +196,7 @@ def test_boxes_end_with_a_killed_server(monkeypatch):
 
 def test_a_server_that_ends_closes_its_boxes(monkeypatch):
     """SIGTERM is how services are stopped."""
-    monkeypatch.setenv(remote.TOKEN, SECRET)
+    monkeypatch.setenv(remote_box.TOKEN, SECRET)
 
     async def use(box):
         await box.start(["sleep", "2347"])
@@ -212,7 +212,7 @@ def test_a_server_that_ends_closes_its_boxes(monkeypatch):
 def test_walls_are_raised_on_the_other_machine(monkeypatch):
     """Its owner decides what a token's holder gets at most."""
     skip_without_namespaces()
-    monkeypatch.setenv(remote.TOKEN, SECRET)
+    monkeypatch.setenv(remote_box.TOKEN, SECRET)
 
     async def use(box):
         return (await sh(box, "pwd; cat /etc/shadow; df -m /box | tail -1")).stdout.split()
@@ -228,25 +228,25 @@ def test_what_is_missing_is_named(server, monkeypatch, tmp_path, capsys):
     """Each has another remedy."""
     with pytest.raises(ValueError, match="agent_endpoint_host"):
         asyncio.run(_url_of_another_machine())
-    monkeypatch.setenv(remote.TOKEN, "wrong")
+    monkeypatch.setenv(remote_box.TOKEN, "wrong")
     with pytest.raises(ValueError, match="the token is missing or wrong"):
         asyncio.run(open_box(server, SMALL))
     file = tmp_path / "token"
     file.write_text(SECRET + "\n")
-    monkeypatch.setenv(remote.TOKEN_FILE, str(file))
-    assert remote.token() == SECRET
-    monkeypatch.delenv(remote.TOKEN_FILE)
-    monkeypatch.delenv(remote.TOKEN)
+    monkeypatch.setenv(remote_box.TOKEN_FILE, str(file))
+    assert remote_box.token() == SECRET
+    monkeypatch.delenv(remote_box.TOKEN_FILE)
+    monkeypatch.delenv(remote_box.TOKEN)
     with pytest.raises(ValueError, match="needs the server's token: set MGRPO_BOX_TOKEN_FILE"):
         asyncio.run(open_box(server, SMALL))
     assert box_server_command([]) == 2 and "at least 16 characters" in capsys.readouterr().err
-    monkeypatch.setenv(remote.TOKEN, SECRET)
+    monkeypatch.setenv(remote_box.TOKEN, SECRET)
     with pytest.raises(BoxError, match="does not answer"):
         asyncio.run(open_box("http://127.0.0.1:9", SMALL))
 
 
 async def _url_of_another_machine() -> None:
-    box = remote.RemoteBox("http://boxes.example:1235", SECRET)
+    box = remote_box.RemoteBox("http://boxes.example:1235", SECRET)
     try:
         await box.url_for("http://127.0.0.1:8000/s/1")
     finally:
