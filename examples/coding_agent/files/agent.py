@@ -1,0 +1,93 @@
+"""A coding agent: the model reads files, replaces pieces of them and runs commands until it calls no tool any more.
+
+It knows OPENAI_BASE_URL, as any agent does, and nothing of a trainer but where the task is. Standard library only.
+"""
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+TURNS, SHOWN_CHARACTERS, COMMAND_S = 8, 300, 10
+
+
+def read(path):
+    """Shows a file."""
+    return Path(path).read_text()
+
+
+def replace(path, old, new):
+    """Replaces a text that a file has once."""
+    text = Path(path).read_text()
+    if text.count(old) != 1:
+        return f"{path} has it {text.count(old)} times"
+    Path(path).write_text(text.replace(old, new))
+    return "replaced"
+
+
+def run(command):
+    """Runs a shell command and shows what it printed."""
+    done = subprocess.run(
+        command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
+    )
+    return done.stdout.strip()
+
+
+TOOLS = {"read": (read, ["path"]), "replace": (replace, ["path", "old", "new"]), "run": (run, ["command"])}
+
+
+def schema(name):
+    function, names = TOOLS[name]
+    parameters = {"type": "object", "properties": {one: {"type": "string"} for one in names}, "required": names}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": function.__doc__, "parameters": parameters},
+    }
+
+
+def asked(messages):
+    """The model's next message."""
+    body = {"model": "policy", "messages": messages, "tools": [schema(name) for name in TOOLS]}
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def answered(call):
+    """What a call gives, or how it failed: the model may try again."""
+    try:
+        function, _ = TOOLS[call["function"]["name"]]
+        return function(**json.loads(call["function"]["arguments"]))[-SHOWN_CHARACTERS:]
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"[:SHOWN_CHARACTERS]
+
+
+def main():
+    task = json.loads(Path(os.environ["MGRPO_TASK"]).read_text())
+    for name, text in task["files"].items():
+        Path(name).write_text(text)
+    messages = list(task["prompt"])
+    for _ in range(TURNS):
+        try:
+            message = asked(messages)
+        except urllib.error.HTTPError as refused:
+            # The conversation has no room left: what the files are by now is judged.
+            if refused.code != 400:
+                raise
+            break
+        messages.append(message)
+        if not message.get("tool_calls"):
+            break
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": answered(call)} for call in message["tool_calls"]
+        ]
+
+
+if __name__ == "__main__":
+    main()
