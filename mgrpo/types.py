@@ -188,6 +188,21 @@ class Branch:
     start: int
     end: int
     """Its tokens in the completion, end excluded."""
+    parent: int = -1
+    """The branch that it goes on from; -1: its context was written afresh."""
+    messages: tuple[Mapping[str, object], ...] = ()
+    """Its own, from where it leaves its parent on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRecord:
+    """How a trajectory's agent "ended", "crashed", was "late", "silent" or "lost", and the last part of its `output`."""
+
+    ended: str
+    status: int | None
+    output: str
+    seconds: float
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +230,7 @@ class TrajectoryRecord:
     """Attributes of the environment that JSON can hold, for reward functions."""
     branches: tuple[Branch, ...] = ()
     """In order, each turn in one of them; what stands between two of them is in none. Empty: every turn follows all before it."""
+    agent: AgentRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +339,6 @@ class ScoredGroup:
 
     @property
     def is_taught(self) -> bool:
-        """Whether a teacher is asked about any of it."""
         return any(lesson.prompt is not None for lessons in self.lessons for lesson in lessons)
 
 
@@ -419,7 +434,6 @@ class TrainSample:
 
     @property
     def num_predicted(self) -> int:
-        """The number of those tokens."""
         return len(self.tokens) if self.is_sampled is None else max(int(np.count_nonzero(self.is_sampled)), 1)
 
 

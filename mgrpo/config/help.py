@@ -35,7 +35,7 @@ FIRST = {
     "what is trained": "model_name_or_path model_dtype use_peft chat_template_name",
     "on which data": "dataset_mixer_list dataset_mixer_eval_list max_prompt_token_length",
     "what is sampled": "num_unique_prompts_rollout num_samples_per_prompt_rollout response_length temperature async_steps",
-    "what is rewarded": "verification_reward reward_funcs tools",
+    "what is rewarded": "verification_reward reward_funcs tools agent",
     "how it learns": "learning_rate lr_scheduler_type max_grad_norm beta clip_lower clip_higher",
     "how long": "total_episodes local_eval_every eval_pass_at_k",
     "what is kept": "exp_name seed output_dir save_freq checkpoint_state_freq",

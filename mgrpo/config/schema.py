@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from mgrpo.config.adapter import Adapter
+from mgrpo.config.agent import Agent
 from mgrpo.config.algorithm import Algorithm
 from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.config.data import Data
@@ -42,6 +43,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
     tools: Tools = field(default_factory=Tools)
+    agent: Agent = field(default_factory=Agent)
     loss: LossConfig = field(default_factory=LossConfig)
     algorithm: Algorithm = field(default_factory=Algorithm)
     distillation: Distillation = field(default_factory=Distillation)
@@ -52,6 +54,13 @@ class Config:
     hub: Hub = field(default_factory=Hub)
     tracking: Tracking = field(default_factory=Tracking)
     provenance: Provenance = field(default_factory=Provenance, compare=False, repr=False)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion may have several turns."""
+        # Reads all in any case: a rule that asks is not judged where one of them is unsound.
+        tools = self.tools
+        return any((tools.tools, tools.environment_factory, tools.rollout_func, self.agent.agent))
 
     @property
     def batch_size(self) -> int:

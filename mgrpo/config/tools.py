@@ -39,8 +39,8 @@ VERIFIERS = "verifiers"
 OWN_TEXT = ("legacy", "dr_tulu")
 """Formats that write what a tool answers by themselves, without the chat template."""
 
-TURNS = Needs("tools", lambda has_turns: has_turns)
-NO_PROGRAM = Needs("tools or environment_factory", lambda rollout_func: rollout_func is None)
+TURNS = Needs("tools or an agent", lambda has_turns: has_turns)
+NO_PROGRAM = Needs("tools or environment_factory", lambda rollout_func, agent: rollout_func is None and agent is None)
 RETURNS = Needs("turn_credit=return", lambda has_turns, turn_credit: not has_turns or turn_credit == "return")
 WITH_PYTHON = Needs("the tool python", lambda tools: not PYTHON.isdisjoint(tools))
 WITH_SEARCH = Needs("the tool search", lambda tools: not SEARCH.isdisjoint(tools))
@@ -66,7 +66,7 @@ class Tools:
     tool_call_names: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
     """Name of each of them for the model; empty: their own names."""
     tool_configs: Annotated[tuple[JSONObject, ...], OPEN_INSTRUCT] = ()
-    """Settings of each of them, or of rollout_func, as JSON objects, {} for none; empty: none for all."""
+    """Settings of each of them, of rollout_func or of agent, as JSON objects, {} for none; empty: none for all."""
     environment_factory: Annotated[tuple[str, ...], TRL] = ()
     """Environments in TRL's form, classes whose public methods are the tools: package.module:Class or file.py:Class; of
     several, NAME=file.py:Class each."""
@@ -128,12 +128,6 @@ class Tools:
     """URL of a search service that the tool search asks in place of an index."""
 
     @property
-    def has_turns(self) -> bool:
-        """Whether a completion may have several turns."""
-        # Reads all three in any case: a rule that asks is not judged where one of them is unsound.
-        return any((self.tools, self.environment_factory, self.rollout_func))
-
-    @property
     def specs(self) -> tuple[ToolSpec, ...]:
         """The entries of `tools`, `environment_factory` and `rollout_func`, in this order; ValueError for settings that are not JSON."""
         names = self.tool_call_names or ("",) * len(self.tools)
@@ -185,12 +179,13 @@ def _factory(word: str) -> ToolSpec:
     return ToolSpec(entry=TRL_CLASS + reference(entry), call_name=name)
 
 
-def source_problems(tools: Tools) -> Iterator[str]:
+def source_problems(tools: Tools, agent: str | None) -> Iterator[str]:
     """Problems with words that name no tools, and with lists that do not fit them."""
     yield from _entries(tools.tools, tools.environment_factory, tools.rollout_func)
     yield from _lists(
         tools.tools,
         tools.rollout_func,
+        agent,
         tools.tool_call_names,
         tools.tool_configs,
         tools.code_tool_api_endpoint,
@@ -225,13 +220,15 @@ def _entry(name: str, word: str) -> Iterator[str]:
 def _lists(
     tools: tuple[str, ...],
     rollout_func: str | None,
+    agent: str | None,
     tool_call_names: tuple[str, ...],
     tool_configs: tuple[JSONObject, ...],
     code_tool_api_endpoint: str | None,
     search_api_endpoint: str | None,
 ) -> Iterator[str]:
     """One call name and one object of settings for each tool, and names that tell them apart."""
-    takers = tools if rollout_func is None else (rollout_func,)
+    driver = rollout_func or agent
+    takers = tools if driver is None else (driver,)
     for name, count, wanted in (
         ("tool_call_names", len(tool_call_names), len(tools)),
         ("tool_configs", len(tool_configs), len(takers)),

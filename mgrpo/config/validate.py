@@ -11,6 +11,7 @@ from typing import Any
 
 from mgrpo.config import (
     adapter,
+    agent,
     algorithm,
     checkpoint,
     data,
@@ -54,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     *data.TOKENIZER,
     *rollout.COMPLETIONS,
     *tools.RULES,
+    *agent.RULES,
     *adapter.RULES,
     *checkpoint.BEST_MODEL,
     *hub.RULES,
@@ -74,6 +76,7 @@ WARNINGS: tuple[Rule, ...] = (
     *distillation.WARNINGS,
     *checkpoint.WARNINGS,
     *tools.WARNINGS,
+    *agent.WARNINGS,
 )
 LATER_WARNINGS: tuple[Rule, ...] = (
     *parallel.LAYOUT_WARNINGS,

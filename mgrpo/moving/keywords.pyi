@@ -202,7 +202,7 @@ class Keywords(TypedDict, total=False):
     tool_call_names: Sequence[str] | str
     """Name of each of them for the model; empty: their own names. (default: empty)"""
     tool_configs: Sequence[Mapping[str, object] | str]
-    """Settings of each of them, or of rollout_func, as JSON objects, {} for none; empty: none for all. (default: empty)"""
+    """Settings of each of them, of rollout_func or of agent, as JSON objects, {} for none; empty: none for all. (default: empty)"""
     environment_factory: object
     """Environments in TRL's form, classes whose public methods are the tools: package.module:Class or file.py:Class; of several, NAME=file.py:Class each. (default: empty)"""
     rollout_func: object
@@ -253,6 +253,40 @@ class Keywords(TypedDict, total=False):
     """URL of a code service that the tool python sends its code to; none: a sandbox on this machine. (default: none)"""
     search_api_endpoint: str | None
     """URL of a search service that the tool search asks in place of an index. (default: none)"""
+    agent: str | None
+    """A program that only knows a model's address, in place of tools: a command, such as "python agent.py"; an async function(row, endpoint), file.py:function or package.module:function; remote: programs elsewhere that ask for tasks; verifiers: environments of verifiers 0.4 and later. tool_configs holds the settings of a function or of verifiers. (default: none)"""
+    agent_check: str | None
+    """A command that judges what the agent has left behind, in the same place after it has ended, with the row's ground truth: exit status 0 is the reward 1 and any other 0, unless it writes a reward to the file MGRPO_RESULT. none: nothing is checked. (default: none)"""
+    agent_sets_reward: bool
+    """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only agent_check, verifiers and reward functions. (default: true)"""
+    agent_box: str
+    """Where a command runs. local: within walls on this machine, without root or a daemon; docker: in a container; a URL: on a machine that runs mgrpo box-server; none: as any program of this user. (default: local)"""
+    agent_image: str | None
+    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it. none: this machine's programs, read-only. (default: none)"""
+    agent_network: bool
+    """Whether it may reach more of the network than its endpoint. (default: false)"""
+    agent_files: str | None
+    """Folder that is copied into the working folder of each agent. none: it begins empty. (default: none)"""
+    agent_env: Sequence[str] | str
+    """Names of variables of the run's environment that it is given as well, such as keys of other services. (default: empty)"""
+    agent_max_turns: int
+    """Turns of the model that one trajectory may have, in all its branches. (default: 1024)"""
+    agent_max_processes: int
+    """Processes and threads of one agent. (default: 256)"""
+    agent_memory_mb: int
+    """Memory of one agent's processes in MiB. (default: 4096)"""
+    agent_endpoint_host: str
+    """Address on which the endpoint listens; agents elsewhere need another one than this machine's own, and TLS is up to you. (default: 127.0.0.1)"""
+    agent_endpoint_port: int
+    """Its port, and the next ones where there are several; 0: any that is free. (default: 0)"""
+    agent_endpoints: int
+    """Processes that serve agents, each on one core. (default: 1)"""
+    agent_endpoint_url: str | None
+    """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own. (default: none)"""
+    sampling_conflict: Literal["override", "refuse"]
+    """What becomes of an agent's own temperature, top_p and the like: override: the run's are used, since others would change the distribution that is trained; refuse: such calls get an error. (default: override)"""
+    untaken_turns: Literal["train", "drop"]
+    """Whether turns are trained that an agent has drawn beside others for one request and then left. (default: drop)"""
     policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] | str
     """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own, file.py:function or package.module:function. (default: ppo_clip)"""
     ratio_level: Literal["token", "sequence", "sequence_token"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
 import sys
 from collections.abc import Sequence
 
 DEFAULT_PORT = 1234
-_BACKLOG = 2048
 
 
 def serve_command(argv: Sequence[str]) -> int:
@@ -22,14 +20,13 @@ def serve_command(argv: Sequence[str]) -> int:
         return 2
     from mgrpo.sandbox.app import create_app
     from mgrpo.sandbox.code_requests import reading_processes
-    from mgrpo.sandbox.connection import SandboxConnection
+    from mgrpo.sandbox.connection import BoundedConnection, listen
     from mgrpo.sandbox.interpreters import Kernels
     from mgrpo.sandbox.sandbox import Sandbox
     from mgrpo.sandbox.sessions import Sessions
 
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        listening = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        listening = listen(options.host, options.port)
     except OSError as err:
         sys.stderr.write(f"mgrpo: cannot listen at --host {options.host} --port {options.port}: {err.strerror}\n")
         return 2
@@ -50,7 +47,7 @@ def serve_command(argv: Sequence[str]) -> int:
         sessions = Sessions(kernels, num_at_once=sandbox.num_slots, max_waiting=options.queue)
         app = create_app(sandbox, sessions=sessions, max_waiting=options.queue, start_readers=reading_processes)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, http=SandboxConnection, log_level="warning")).run(sockets=[listening])
+            uvicorn.Server(uvicorn.Config(app, http=BoundedConnection, log_level="warning")).run(sockets=[listening])
     return 0
 
 

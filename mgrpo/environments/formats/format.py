@@ -82,7 +82,7 @@ class Format:
             is_thinking: the prompt ends inside a thought, which this turn continues.
         """
         try:
-            content, blocks = self._parts(_without_end(text), is_thinking)
+            content, blocks = self._parts(without_end(text), is_thinking)
         # No reader should, but one turn must not end a run.
         except (ValueError, RecursionError):
             return Parsed(content="", unreadable=(self._told("it has a value that is none"),))
@@ -133,7 +133,8 @@ class Format:
         return 0 if block and block.calls and block.start < start < block.end else end
 
 
-def _without_end(text: str) -> str:
+def without_end(text: str) -> str:
+    """The text of a turn without the tokens that end it."""
     text = text.rstrip()
     while marker := next((marker for marker in _TURN_ENDS if text.endswith(marker)), ""):
         text = text.removesuffix(marker).rstrip()

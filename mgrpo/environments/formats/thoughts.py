@@ -38,3 +38,16 @@ def without_thoughts(text: str, *, is_thinking: bool) -> str:
         kept.append(text[at : thought.start()])
         at = end_of(text, thought)
     return "\n".join([*kept, text[at:]])
+
+
+def thought_in(text: str, *, is_thinking: bool) -> str:
+    """The text of the thoughts, which `without_thoughts` leaves out."""
+    first = _END.search(text) if is_thinking else None
+    start, at = (
+        end_of_earlier_thought(text) if not is_thinking else (first.start(), first.end()) if first else (len(text),) * 2
+    )
+    found = [text[:start]] if at else []
+    while thought := next_thought(text, at):
+        at = end_of(text, thought)
+        found.append(_MARK.sub("", text[thought.start() : at]))
+    return "\n".join(part.strip() for part in found if part.strip())

@@ -7,17 +7,22 @@ added to the vocabulary: such tokens are markup, special or not, of this templat
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mgrpo.data.templates import render
 from mgrpo.data.tokenizer import token_ids
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.loop.frames import BridgeError, Kind, Message, TextSpan, TurnFrame, find_frame
+from mgrpo.environments.loop.frames import BridgeError, Message, TextSpan, TurnFrame, find_frame
+from mgrpo.environments.normal_form import valid
 
-__all__ = ["BridgeError", "Bridges", "valid"]
+__all__ = ["BridgeError", "Bridges"]
+
+_MOST_KNOWN = 256
+"""Most kinds of bridges that are kept, and most messages in one of several roles: clients choose both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +70,41 @@ class Bridges:
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         """Finds the tokens that no observation may contain."""
-        self._known: dict[tuple[Kind, int], _Known] = {}
-        self._refused: set[int] = set()
+        self._known: dict[tuple[str, ...], _Known | BridgeError] = {}
 
-    def check(self, kind: Kind) -> None:
-        """Raise BridgeError unless the template can be followed after tools, or after messages of a user."""
-        self._of(kind, 1)
+    def check(self, *roles: str) -> None:
+        """Raise BridgeError unless the template can be followed after a turn and messages of these roles."""
+        self._of(roles)
 
     def opening(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
         return self.render(messages, True)
+
+    def guarded_opening(self, messages: Sequence[Message], untrusted: Container[int], *, bos: str = "") -> list[int]:
+        """The ids of a conversation up to the opening of the model's turn, in which some messages hold nothing but text.
+
+        Args:
+            untrusted: the places of messages of whose text nothing becomes a token that was added to the vocabulary.
+            bos: stands before the text.
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        mark = _absent(messages)
+
+        def within(text: str) -> str:
+            return mark.join(self._within_tokens(text))
+
+        for change in (within, mark.join):
+            marked = [
+                _changed(message, change) if place in untrusted else message for place, message in enumerate(messages)
+            ]
+            pieces = (bos + self.render(marked, True)).split(mark)
+            ids = [*self.encoded(pieces[:1])[0], *self._behind(self._before, pieces[1:])]
+            own = [self._added[found[0]] for piece in pieces for found in self.guarded.finditer(piece)]
+            if own == [one for one in ids if one in self._guarded_ids]:
+                break
+            # The tokenizer rewrites a text before it looks for tokens: no two characters of a message stay together.
+        return ids
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
         """The ids after a turn that called tools.
@@ -86,7 +116,19 @@ class Bridges:
         """
         if len(texts) > 1 and (known := self._several(len(texts))) is not None:
             return self._ids(known, texts, names, last)
-        return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
+        return self._ids(self._of(("tool",)), ["\n".join(texts)], names[:1], last)
+
+    def after(self, roles: Sequence[str], texts: Sequence[str], names: Sequence[str], *, last: int | None) -> list[int]:
+        """The ids after a turn that several messages follow.
+
+        Args:
+            roles: of each message: tool, user or system.
+            names: for each message, the tool that has answered, or "".
+            last: as for `after_user`.
+        Raises:
+            BridgeError: the template writes such messages in a way that cannot be followed.
+        """
+        return self._ids(self._of(tuple(roles)), texts, names, last)
 
     def in_turn(self, texts: Sequence[str], tags: tuple[str, str]) -> list[int]:
         """The ids of observations in the turn that asked, which goes on; each stands between these."""
@@ -103,49 +145,50 @@ class Bridges:
 
     def after_user(self, text: str, *, last: int | None) -> list[int]:
         """The ids after a turn that an environment answers as a user would; `last`: the last id, None if it does not end the turn."""
-        return self._ids(self._of("user", 1), [text], [], last)
+        return self._ids(self._of(("user",)), [text], [], last)
 
     def user_frame(self, text: str) -> str:
         """The text after a turn that a user answers."""
-        frame = self._of("user", 1).frame
+        frame = self._of(("user",)).frame
         return frame.end + _text(frame.filled([text], []))
 
     def ends(self, last: int) -> bool:
         """Whether this id ends a turn."""
-        return last in self._stop_ids or last == self._of("user", 1).end_id
+        return last in self._stop_ids or last == self._of(("user",)).end_id
 
-    def _of(self, kind: Kind, num_texts: int) -> _Known:
-        known = self._known.get((kind, num_texts))
-        if known is None:
-            known = self._known[kind, num_texts] = self._found(kind, num_texts)
+    def _of(self, roles: tuple[str, ...]) -> _Known:
+        if len(roles) > _MOST_KNOWN and set(roles) != {"tool"}:
+            raise BridgeError(f"{len(roles)} messages follow a turn of the model")
+        if (known := self._known.get(roles)) is None:
+            try:
+                known = self._found(roles)
+            except BridgeError as err:
+                known = err
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            self._known[roles] = known
+        if isinstance(known, BridgeError):
+            raise known
         return known
 
     def _several(self, num_texts: int) -> _Known | None:
         """The bridge after several calls of one turn; None if the template takes only one answer."""
         try:
-            return None if num_texts in self._refused else self._of("tool", num_texts)
+            return self._of(("tool",) * num_texts)
         except BridgeError:
-            self._refused.add(num_texts)
             return None
 
-    def _found(self, kind: Kind, num_texts: int) -> _Known:
+    def _found(self, roles: tuple[str, ...]) -> _Known:
         tokens = {number: token for token, number in self._added.items()}
         ends = [tokens[number] for number in sorted(self._stop_ids) if number in tokens]
         try:
-            frame = find_frame(
-                self.render,
-                kind,
-                tool_roles=self._tool_roles,
-                num_texts=num_texts,
-                ends=ends,
-                added=list(self._added),
-            )
-            neutral = _text(frame.filled(["x"] * num_texts, ["x"] * num_texts))
+            frame = find_frame(self.render, roles, tool_roles=self._tool_roles, ends=ends, added=list(self._added))
+            neutral = _text(frame.filled(["x"] * len(roles), ["x"] * len(roles)))
             whole, before, after = self.encoded([frame.before + frame.end + neutral, frame.before, frame.end + neutral])
             if whole != before + after or after[0] != self._added[frame.end]:
                 raise BridgeError(f"the tokenizer does not split a text at {frame.end!r}, which ends a turn")
         except BridgeError as err:
-            who = "tools" if kind == "tool" else "an environment that answers as a user does"
+            who = "an environment that answers as a user does" if roles == ("user",) else "tools"
             raise BridgeError(f"the chat template cannot be used with {who}: {err}") from err
         guarded_ids = [number for number in after[1:] if number in self._guarded_ids]
         return _Known(frame=frame, end_id=after[0], guarded_ids=guarded_ids)
@@ -179,11 +222,14 @@ class Bridges:
 
     def _pieces(self, spans: Sequence[TextSpan]) -> list[str]:
         """The text, cut within each guarded token that is not of an own span."""
-        text = _text(spans)
         own, start = [], 0
         for span in spans:
             own += [(start, start + len(span.text))] if span.is_own else []
             start += len(span.text)
+        return self._within_tokens(_text(spans), own)
+
+    def _within_tokens(self, text: str, own: Sequence[tuple[int, int]] = ()) -> list[str]:
+        """A text, cut after the first character of each guarded token outside of these stretches."""
         pieces, start, place = [], 0, 0
         while match := self.guarded.search(text, place):
             place = match.end()
@@ -203,9 +249,37 @@ class Bridges:
         return token_ids(self._tokenizer, texts)
 
 
-def valid(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes."""
-    return text.encode(errors="replace").decode()
+def _absent(messages: Sequence[Message]) -> str:
+    """A character for private use that no message has."""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    return next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)
+
+
+def _changed(message: Message, change: Callable[[str], str]) -> Message:
+    """A message with another text, also in its calls."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {change(key): changed(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [changed(item) for item in value]
+        return change(value) if isinstance(value, str) else value
+
+    found = {name: change(value) if isinstance(value, str) else value for name, value in message.items()}
+    found["role"] = message["role"]
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [
+            {
+                **call,
+                "id": change(call["id"]),
+                "function": {
+                    "name": change(call["function"]["name"]),
+                    "arguments": changed(call["function"]["arguments"]),
+                },
+            }
+            for call in calls
+        ]
+    return found
 
 
 def _text(spans: Sequence[TextSpan]) -> str:

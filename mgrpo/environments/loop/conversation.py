@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.loop import episodes
-from mgrpo.environments.loop.path import Chat, Path, Strays, text_of
+from mgrpo.environments.loop.path import Path, Strays
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
+from mgrpo.environments.normal_form import Chat, text_of, tool_of
 
 
 class Chats(episodes.Language, Protocol):
@@ -64,7 +65,7 @@ class Conversation:
         messages, schemas = wish["messages"], wish["tools"]
         added: list[Chat] = []
         if self._turn is None:
-            chats = self.chats.with_tools([_tool(schema) for schema in schemas])
+            chats = self.chats.with_tools([tool_of(schema) for schema in schemas])
             ids = chats.opening([{**message, "content": text_of(message)} for message in messages])
         else:
             chats, added = self._added(messages, schemas)
@@ -165,7 +166,7 @@ class Conversation:
 
     def _note(self, calls: Sequence[str], schemas: Sequence[Chat], num_unreadable: int) -> None:
         """Record the calls of the last turn in it."""
-        known = {_tool(schema).name for schema in schemas}
+        known = {tool_of(schema).name for schema in schemas}
         names = [name if name in known else "" for name in calls] + [""] * num_unreadable
         trajectory = self.trajectory
         trajectory.num_calls += len(names)
@@ -178,16 +179,3 @@ class Conversation:
             num_unknown=sum(name not in known for name in calls),
             num_unreadable=num_unreadable,
         )
-
-
-def _tool(schema: Chat) -> Tool:
-    """A schema as chat templates take it, or the function in it alone."""
-    function = schema.get("function", schema)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"the tool {schema!r:.200} has no name; expected a schema with the name of a function")
-    return Tool(
-        name=function["name"],
-        description=str(function.get("description") or ""),
-        parameters=function.get("parameters") or {"type": "object", "properties": {}},
-        returns=function.get("return"),
-    )

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal["tool", "user"]
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """The text of messages, with or without the opening of the model's next turn."""
+Form = Callable[[str], str]
 
 _ANSWER = "qzanswerzq"
 _OBSERVED = re.compile("qz(text|name)([0-9]+)zq")
@@ -44,7 +44,7 @@ def _without_newlines(text: str) -> str:
 
 
 # From the longest result to the shortest, which is part of the longer ones.
-_FORMS: tuple[Callable[[str], str], ...] = (str, _without_newlines, str.lstrip, str.rstrip, str.strip, _as_json)
+_FORMS: tuple[Form, ...] = (str, _without_newlines, str.lstrip, str.rstrip, str.strip, _as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class TurnFrame:
     """Whether the end token is the header of the next message: a last turn is written without it."""
     parts: tuple[str | tuple[str, int], ...]
     """The parts after the end token; ("text", 1) and ("name", 1) are the places of the second text and of its tool's name."""
-    form: Callable[[str], str]
-    """The template's form of a text."""
+    forms: tuple[Form, ...]
+    """The template's form of each text."""
     before: str
     """The text of a conversation up to its last end token."""
 
@@ -79,33 +79,35 @@ class TurnFrame:
                 spans.append(TextSpan(text=part, is_own=True))
             else:
                 what, index = part
-                spans.append(TextSpan(text=self.form(texts[index]) if what == "text" else names[index], is_own=False))
+                spans.append(
+                    TextSpan(text=self.forms[index](texts[index]) if what == "text" else names[index], is_own=False)
+                )
         return spans
 
 
 def find_frame(
-    render: Render, kind: Kind, *, tool_roles: Sequence[str], num_texts: int, ends: Sequence[str], added: Sequence[str]
+    render: Render, roles: Sequence[str], *, tool_roles: Sequence[str], ends: Sequence[str], added: Sequence[str]
 ) -> TurnFrame:
     """The template's text from the end of a turn to the opening of the next.
 
     Args:
+        roles: of the messages between the two, at least one; before a "tool" the turn calls as many tools as there are.
         tool_roles: roles of the messages that tools may answer with; the first that works is taken.
-        num_texts: observations, one for each call of the turn.
         ends: tokens that end a turn.
         added: all tokens that the tokenizer finds in a text before it splits the rest.
     Raises:
         BridgeError: why the template cannot be used.
     """
     known_ends = (ends, _plain_end(render, added))
-    if kind == "user":
-        return _find(render, _user_pasts(), [_observation("user", 0)], known_ends)
+    if "tool" not in roles:
+        return _find(render, _user_pasts(), list(map(_observation, roles, range(len(roles)))), known_ends)
     problem: BridgeError | None = None
     for role in tool_roles:
-        texts = [_observation(role, index) for index in range(num_texts)]
+        texts = [_observation(role if one == "tool" else one, index) for index, one in enumerate(roles)]
         # Some templates join the arguments to other text.
         for write in (dict, json.dumps):
             try:
-                return _find(render, _tool_pasts(role, num_texts, write), texts, known_ends)
+                return _find(render, _tool_pasts(role, roles.count("tool"), write), texts, known_ends)
             except BridgeError as err:
                 if problem is None or (isinstance(problem, _Refusal) and not isinstance(err, _Refusal)):
                     problem = err
@@ -126,8 +128,9 @@ def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message
             )
     alone = _rendered(render, pasts[0], opens=False)
     ending = alone[alone.rfind(_ANSWER) + len(_ANSWER) :]
-    form = _form(text, observed)
-    place = re.compile("|".join(re.escape(form(message["content"])) for message in observed) + f"|{_OBSERVED.pattern}")
+    own: list[Form] = [_form(text, message) for message in observed]
+    filled = [re.escape(form(message["content"])) for form, message in zip(own, observed, strict=True)]
+    place = re.compile("|".join(filled) + f"|{_OBSERVED.pattern}")
     parts: list[str | tuple[str, int]] = []
     last = 0
     for match in place.finditer(text):
@@ -139,7 +142,7 @@ def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message
         end=end,
         is_header=not any(one in ending for words in ends for one in words),
         parts=tuple(part for part in (*parts, text[last:]) if part),
-        form=form,
+        forms=tuple(own),
         before=before,
     )
 
@@ -166,13 +169,13 @@ def _split(text: str, observed: Sequence[Message], ends: _Ends) -> tuple[str, st
     )
 
 
-def _form(text: str, observed: Sequence[Message]) -> Callable[[str], str]:
+def _form(text: str, observed: Message) -> Form:
     for form in _FORMS:
-        if all(form(message["content"]) in text for message in observed):
+        if form(observed["content"]) in text:
             return form
-    start = text.find(_mark(observed[0]))
+    start = text.find(_mark(observed))
     raise BridgeError(
-        f"it rewrites what a message of the role {observed[0]['role']} says: {observed[0]['content']!r} "
+        f"it rewrites what a message of the role {observed['role']} says: {observed['content']!r} "
         f"became {text[max(0, start - 20) : start + 40]!r}"
     )
 
@@ -202,7 +205,7 @@ def _mark(message: Message) -> str:
 
 def _observation(role: str, index: int) -> Message:
     content = _HARD_TEXT.format(f"qztext{index}zq")
-    if role == "user":
+    if role in ("user", "system"):
         return {"role": role, "content": content}
     return {"role": role, "name": f"qzname{index}zq", "tool_call_id": _call_id(index), "content": content}
 

@@ -6,6 +6,7 @@ for an earlier turn, and a bridge follows. That text is found from conversations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -45,12 +46,25 @@ class Stripping:
             said: the last turn, without the token that ended it.
             text: the user's answer.
         """
+        past = self.past_ids(before.tolist(), said)
+        if past is None:
+            return None
+        kept = before[: len(before) - len(self.opening_ids)].tolist()
+        return [*kept, *past, *self.bridges.after_user(text, last=None)]
+
+    def past_ids(self, before: Sequence[int], said: str) -> list[int] | None:
+        """What stands for an earlier turn in place of its opening and its tokens; None if the template leaves it as it was sampled.
+
+        Args:
+            before: the context of the turn.
+            said: the turn, without the token that ended it.
+        """
         past = self.past(said)
-        length = len(before) - len(self.opening_ids)
-        if past is None or past == self.opening + said or before[length:].tolist() != self.opening_ids:
+        opening = before[len(before) - len(self.opening_ids) :]
+        if past is None or past == self.opening + said or list(opening) != self.opening_ids:
             return None
         (ids,) = self.bridges.encoded([self.token + past])
-        return [*before[:length].tolist(), *ids[1:], *self.bridges.after_user(text, last=None)]
+        return ids[1:]
 
     def past(self, said: str) -> str | None:
         """The template's text of an earlier turn after `begins`; None if it refuses the turn."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mgrpo.types import Branch, Completion, KeptTokens, TrajectoryRecord, Turn
 
@@ -46,6 +47,12 @@ class Trajectory:
     """The place in the list where the present branch begins."""
     branches: list[Branch] = field(default_factory=list)
     """Branches that have ended."""
+    parent: int = -1
+    """Of the present branch, see `Branch`."""
+    branch_messages: tuple[Mapping[str, object], ...] = ()
+    """Of the present branch, see `Branch`."""
+    has_own_context: bool = False
+    """Whether the first branch's context may be another than the prompt: then it is recorded even if there is no other."""
     parts: list[Sampled] = field(default_factory=list)
     """Turns and bridges by turns; a bridge has the finish reason ""."""
     turns: list[Turn] = field(default_factory=list)
@@ -86,20 +93,34 @@ class Trajectory:
     @property
     def tokens(self) -> np.ndarray:
         """`[len]` int32."""
-        return np.concatenate([part.tokens for part in self.parts])
+        return np.concatenate([self.context[:0], *(part.tokens for part in self.parts)])
 
     @property
     def sampled(self) -> list[np.ndarray]:
         """The tokens of each turn."""
         return [part.tokens for part in self.parts if part.finish_reason]
 
-    def begin_branch(self, context: np.ndarray) -> None:
-        """Let the next turn follow this, `[len]` int32, and nothing else."""
-        self.branches.append(self._branch())
-        self.context, self.start = context, self.num_tokens
+    def begin_branch(
+        self, context: np.ndarray, *, parent: int | None = None, messages: Sequence[Mapping[str, object]] = ()
+    ) -> None:
+        """Let the next turn follow this, `[len]` int32, and nothing else.
+
+        Args:
+            parent, messages: see `Branch`; None: the present branch.
+        """
+        if self.turns:
+            self.branches.append(self._branch())
+        self.parent = len(self.branches) - 1 if parent is None else parent
+        self.context, self.start, self.branch_messages = context, self.num_tokens, tuple(messages)
 
     def _branch(self) -> Branch:
-        return Branch(prompt_tokens=self.context, start=self.start, end=self.turns[-1].end)
+        return Branch(
+            prompt_tokens=self.context,
+            start=self.start,
+            end=self.turns[-1].end,
+            parent=self.parent,
+            messages=self.branch_messages,
+        )
 
     @property
     def num_preceding(self) -> int:
@@ -109,8 +130,7 @@ class Trajectory:
     @property
     def preceding(self) -> np.ndarray:
         """The tokens before the next turn, `[num_preceding]` int32."""
-        said = np.concatenate([self.context[:0], *(part.tokens for part in self.parts)])
-        return np.concatenate([self.context, said[self.start :]])
+        return np.concatenate([self.context, self.tokens[self.start :]])
 
     def completion(
         self,
@@ -128,18 +148,18 @@ class Trajectory:
             reward: see `TrajectoryRecord`.
         """
         assert self.ended_by is not None, "a trajectory that goes on"
-        assert self.parts[-1].finish_reason, "a trajectory ends with a turn"
+        assert not self.parts or self.parts[-1].finish_reason, "a trajectory ends with a turn"
         text, *turns = text_of([self.tokens, *self.sampled])
         scored = {"final": self._answer(), "assistant": self._said(), "all": text}[scored_text]
         return Completion(
             tokens=self.tokens,
-            logprobs=np.concatenate([part.logprobs for part in self.parts]),
-            policy_versions=np.concatenate([part.policy_versions for part in self.parts]),
+            logprobs=_joined([part.logprobs for part in self.parts], np.float32),
+            policy_versions=_joined([part.policy_versions for part in self.parts], np.int32),
             finish_reason="stop" if self.ended_by == "done" else self.ended_by,
             text=text,
             kept=self._kept(),
             trajectory=TrajectoryRecord(
-                is_sampled=np.concatenate([np.full(len(p.tokens), bool(p.finish_reason)) for p in self.parts]),
+                is_sampled=_joined([np.full(len(p.tokens), bool(p.finish_reason)) for p in self.parts], np.bool_),
                 turns=tuple(self.turns),
                 messages=tuple(self.messages),
                 ended_by=self.ended_by,
@@ -149,9 +169,13 @@ class Trajectory:
                 has_tools=self.has_tools,
                 metrics=self.metrics,
                 snapshot=snapshot or {},
-                branches=(*self.branches, self._branch()) if self.branches else (),
+                branches=(*self.branches, self._branch()) if self.branches or self._is_named else (),
             ),
         )
+
+    @property
+    def _is_named(self) -> bool:
+        return self.has_own_context and bool(self.turns)
 
     def _kept(self) -> KeptTokens | None:
         """The kept sets of all tokens: those between turns have none."""
@@ -166,3 +190,8 @@ class Trajectory:
 
     def _said(self) -> str:
         return "\n".join(str(message["content"]) for message in self.messages if message["role"] == "assistant")
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """Arrays end to end; there may be none."""
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

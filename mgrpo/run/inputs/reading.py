@@ -106,7 +106,7 @@ def read_inputs(
     if malformed:
         return None, [*problems, *_folder_problems(config)]
     if functions and not problems:
-        problems += _function_problems(functions, train, held_out, has_environments=config.tools.has_turns)
+        problems += _function_problems(functions, train, held_out, has_environments=config.has_turns)
     about_labels: list[str] = []
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)

@@ -57,7 +57,7 @@ class Toolset:
 def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     """The configuration's tools, built once in a process of their own; and every problem with them."""
     # The rules have said what is wrong with the words.
-    if not config.tools.has_turns or any(source_problems(config.tools)):
+    if not config.has_turns or any(source_problems(config.tools, config.agent.agent)):
         return None, []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs)

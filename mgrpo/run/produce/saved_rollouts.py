@@ -16,6 +16,7 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.types import (
+    AgentRecord,
     Branch,
     Completion,
     KeptTokens,
@@ -155,19 +156,25 @@ def _record(trajectory: TrajectoryRecord | None, context_ends: Iterator[int]) ->
     names = [field.name for field in dataclasses.fields(trajectory) if field.name not in ("is_sampled", "branches")]
     values = {name: getattr(trajectory, name) for name in names}
     branches = [
-        [branch.start, branch.end, end - len(branch.prompt_tokens), end]
+        [branch.start, branch.end, end - len(branch.prompt_tokens), end, branch.parent, branch.messages]
         for branch, end in zip(trajectory.branches, context_ends, strict=False)
     ]
     values |= {"branches": branches} if branches else {}
+    values["agent"] = trajectory.agent and dataclasses.asdict(trajectory.agent)
     return values | {"turns": [dataclasses.asdict(turn) for turn in trajectory.turns]}
 
 
 def _trajectory(record: Mapping[str, Any], is_sampled: np.ndarray, contexts: np.ndarray) -> TrajectoryRecord:
     turns = tuple(_turn(turn) for turn in record["turns"])
     branches = tuple(
-        Branch(prompt_tokens=contexts[a:b], start=start, end=end) for start, end, a, b in record.get("branches", ())
+        # States of earlier versions have neither a branch's parent and messages nor an agent.
+        Branch(
+            prompt_tokens=contexts[a:b], start=start, end=end, **dict(zip(("parent", "messages"), more, strict=False))
+        )
+        for start, end, a, b, *more in record.get("branches", ())
     )
-    values = {**record, "turns": turns, "messages": tuple(record["messages"]), "branches": branches}
+    agent = AgentRecord(**record["agent"]) if record.get("agent") else None
+    values = {**record, "turns": turns, "messages": tuple(record["messages"]), "branches": branches, "agent": agent}
     return TrajectoryRecord(is_sampled=is_sampled, **values)
 
 

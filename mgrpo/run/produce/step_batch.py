@@ -18,7 +18,7 @@ from mgrpo.run.records import Batch, Rollouts
 def turn_credit(config: Config) -> TurnCredit | None:
     """The rule by which the turns of a completion get advantages of their own; None: they share one."""
     tools = config.tools
-    if not tools.has_turns or tools.turn_credit == "trajectory":
+    if not config.has_turns or tools.turn_credit == "trajectory":
         return None
     return TurnCredit(discount=tools.turn_discount, aggregator=tools.reward_aggregator)
 

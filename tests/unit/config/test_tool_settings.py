@@ -93,7 +93,7 @@ def test_what_is_asked_for_becomes_one_record_each():
         ToolSpec(entry="trl:package:Go"),
     )
     assert Tools(tools=("search",), search_api_endpoint="u").specs[0].settings == {"endpoint": "u"}
-    assert Config().tools.specs == () and not Config().tools.has_turns
+    assert Config().tools.specs == () and not Config().has_turns
     program = from_values({"rollout_func": "package.module.go", "tool_configs": ['{"turns": 3}']})
     assert program.tools.specs == (ToolSpec(entry="rollout:package.module:go", settings={"turns": 3}),)
     assert Tools(rollout_func="verifiers").specs == (ToolSpec(entry="rollout:verifiers"),)

@@ -182,7 +182,7 @@ def test_added_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -> 
         for text in (token, f"a{token}\n{token}{token}b", f"<{token}>", f"{token[:-1]}{token}"):
             found = made.after_tools([text], ["look"], last=end)
             assert [number for number in found if number in special] == own
-            content = made._of("tool", 1).frame.form(text)
+            content = made._of(("tool",)).frame.forms[0](text)
             assert content in tokenizer.decode(found, clean_up_tokenization_spaces=False)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.loop.path import Path, Strays, text_of
+from mgrpo.environments.loop.path import Path, Strays
+from mgrpo.environments.normal_form import text_of
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 ASKED: list[dict[str, Any]] = [
@@ -45,7 +46,7 @@ def test_equal_messages_go_on(chat: list[Any]) -> None:
     ],
 )
 def test_other_messages_stray(chat: list[Any], why: str) -> None:
-    with pytest.raises(Strays, match=why):
+    with pytest.raises(ValueError, match=why):
         PATH.added(chat, [])
 
 

@@ -22,7 +22,7 @@ import uvicorn
 
 from mgrpo.processes.lifetime import children
 from mgrpo.sandbox.app import create_app
-from mgrpo.sandbox.connection import SandboxConnection
+from mgrpo.sandbox.connection import BoundedConnection
 from mgrpo.sandbox.sandbox import Verdicts
 from mgrpo.sandbox.server import serve_command
 from mgrpo.sandbox.walled import SandboxError
@@ -197,7 +197,7 @@ def test_a_connection_without_a_request_is_closed(monkeypatch):
     app = create_app(FakeSandbox())
 
     async def send() -> tuple[bytes, bytes]:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, http=SandboxConnection, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedConnection, log_level="warning"))
         with socket.create_server(("127.0.0.1", 0)) as listening:
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             reader, writer = await asyncio.open_connection(*listening.getsockname())

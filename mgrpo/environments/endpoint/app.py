@@ -1,0 +1,226 @@
+"""The endpoint's HTTP contract, as an ASGI application: which call is for which session, and in which words it is answered.
+
+    GET  /health                                no key
+    GET  /tasks/next                            the run's key for workers
+    POST /s/{session}/v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses
+    GET  /s/{session}/v1/models, /v1/models/{id}
+    POST /s/{session}/reward                    {"reward": number, "metrics": {name: number}}, with the key of rewards
+    POST /s/{session}/end                       either key
+
+The path names the session and its key must fit. A turn counts as delivered once it was written to a client that was still there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from mgrpo.environments.endpoint import chat
+from mgrpo.environments.endpoint.calls import name_of
+from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Held, Receive, Send, parsed
+from mgrpo.environments.endpoint.messages import BadRequest, Fault
+from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, over
+from mgrpo.environments.endpoint.sessions import Opened, Sessions
+
+MODEL = "policy"
+
+
+class Dialect(Protocol):
+    """The words of one API: a module."""
+
+    def request(self, body: Mapping[str, Any], /) -> TurnRequest:
+        """What a body asks for."""
+
+    def reply(self, turned: Turned, body: Mapping[str, Any], /) -> dict[str, Any]:
+        """The answer."""
+
+    def events(self, turned: Turned, body: Mapping[str, Any], /) -> Iterator[bytes]:
+        """The answer as a stream."""
+
+    def error(self, fault: Fault, /) -> dict[str, Any]:
+        """The answer to a call that is refused."""
+
+    def error_event(self, fault: Fault, /) -> bytes:
+        """The end of a stream that has begun."""
+
+
+class HandsOut(Protocol):
+    """Tasks of remote agents."""
+
+    async def next(self, worker_key: str | None) -> Mapping[str, Any] | None:
+        """A task for a worker with this key, once there is one; None: ask again."""
+
+
+DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat}
+
+
+class Endpoint:
+    """The application."""
+
+    def __init__(self, sessions: Sessions, *, tasks: HandsOut | None = None) -> None:
+        self._sessions, self._tasks, self._held = sessions, tasks, Held()
+
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "neither a lifespan nor websockets are asked for"
+        exchange = Exchange(scope, receive, send)
+        dialect = _dialect(exchange.parts)
+        try:
+            try:
+                await self._route(exchange)
+            except (Fault, ClientGone):
+                raise
+            except Exception as err:
+                # A client's request must not end the run. Its values are not shown: they may be secret.
+                sys.stderr.write("".join(traceback.format_tb(err.__traceback__)) + f"{type(err).__name__}\n")
+                raise Fault(500, "server_error", "The server had an error while processing your request.") from None
+        except Fault as fault:
+            await exchange.refuse(fault, dialect.error(fault), dialect.error_event(fault))
+        except ClientGone:
+            pass
+
+    async def _route(self, exchange: Exchange) -> None:
+        match exchange.parts:
+            case ["health"]:
+                _check_method(exchange, "GET")
+                await exchange.answer(200, {"status": "ok"})
+            case ["tasks", "next"] if self._tasks is not None:
+                _check_method(exchange, "GET")
+                await self._next_task(exchange, self._tasks)
+            case ["s", name, *rest]:
+                tail = "/".join(rest)
+                is_reward = tail == "reward"
+                opened = self._sessions.find(name, exchange.key, may_reward=tail == "end", must_reward=is_reward)
+                try:
+                    await self._serve(exchange, opened, tail)
+                except Fault as fault:
+                    opened.session.counts.refused[fault.code or str(fault.status)] += 1
+                    raise
+            case _:
+                raise _unknown(exchange)
+
+    async def _serve(self, exchange: Exchange, opened: Opened, tail: str) -> None:
+        session = opened.session
+        if tail in DIALECTS:
+            _check_method(exchange, "POST")
+            with opened.calls.request():
+                await self._turn(exchange, opened, tail, DIALECTS[tail])
+        elif tail == "v1/messages/count_tokens" and "v1/messages" in DIALECTS:
+            _check_method(exchange, "POST")
+            with opened.calls.request():
+                await self._count(exchange, session, DIALECTS["v1/messages"])
+        elif tail == "reward":
+            _check_method(exchange, "POST")
+            with opened.calls.request():
+                await self._reward(exchange, session)
+        elif tail == "end":
+            _check_method(exchange, "POST")
+            async with self._body(exchange):
+                opened.close("ended")
+                await exchange.answer(200, {})
+        elif tail == "v1/models" or tail.startswith("v1/models/"):
+            _check_method(exchange, "GET")
+            await exchange.answer(200, _models(session, tail))
+        else:
+            raise _unknown(exchange)
+
+    async def _turn(self, exchange: Exchange, opened: Opened, tail: str, dialect: Dialect) -> None:
+        session = opened.session
+        async with self._body(exchange) as raw:
+            body = parsed(raw)
+            request = dialect.request(body)
+            session.counts.plain["other_model"] += body.get("model") not in (None, MODEL)
+            is_stream = body.get("stream") is True
+            name, is_retry = name_of(tail, raw, exchange.headers)
+            num_bytes = len(raw)
+            with opened.calls.call(name, lambda: session.turn(request, num_bytes=num_bytes), is_retry=is_retry) as call:
+                watch = await exchange.wait(call.task, with_comments=is_stream)
+                try:
+                    turned = call.turned
+                    if is_stream:
+                        data = b"".join(dialect.events(turned, body))
+                    else:
+                        data = json.dumps(dialect.reply(turned, body)).encode()
+                    await exchange.deliver(data, watch, is_stream=is_stream)
+                    turned.node.delivered = True
+                finally:
+                    watch.cancel()
+
+    async def _count(self, exchange: Exchange, session: Session, dialect: Dialect) -> None:
+        async with self._body(exchange) as raw:
+            request = dialect.request({"max_tokens": 1, **parsed(raw)})
+            ask = await session.ask(request, num_bytes=len(raw))
+            await exchange.answer(200, {"input_tokens": ask.length})
+
+    async def _reward(self, exchange: Exchange, session: Session) -> None:
+        async with self._body(exchange) as raw:
+            body = parsed(raw)
+            reward, metrics = _number(body.get("reward"), "reward"), body.get("metrics") or {}
+            if not isinstance(metrics, dict):
+                raise BadRequest("metrics must be an object of numbers", param="metrics")
+            found = {name: _number(value, f"metrics.{name:.80}") for name, value in metrics.items()}
+            if session.why_over is not None:
+                raise over("its reward can no longer be set")
+            session.reward, session.metrics = reward, found
+            await exchange.answer(200, {"reward": reward})
+
+    async def _next_task(self, exchange: Exchange, tasks: HandsOut) -> None:
+        task = await tasks.next(exchange.key or None)
+        await exchange.answer(200, {"task": task})
+
+    def _body(self, exchange: Exchange) -> Any:
+        limits = self._sessions.limits
+        return exchange.body(self._held, max_bytes=limits.body_bytes, limit_s=limits.body_s)
+
+
+def _dialect(parts: list[str]) -> Dialect:
+    """In whose words a path is answered."""
+    tail = "/".join(parts[2:4])
+    return DIALECTS.get(tail, chat)
+
+
+def _check_method(exchange: Exchange, method: str) -> None:
+    if exchange.method != method:
+        raise Fault(
+            405,
+            "invalid_request_error",
+            f"{exchange.method} is not possible here; expected {method}",
+            "method_not_allowed",
+        )
+
+
+def _unknown(exchange: Exchange) -> Fault:
+    path = "/" + "/".join(exchange.parts)
+    return Fault(
+        404,
+        "invalid_request_error",
+        f"Unknown request URL: {exchange.method} {path:.200}. Turns are asked for at /s/SESSION/v1/chat/completions, "
+        "/v1/messages or /v1/responses.",
+        "unknown_url",
+    )
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRequest(f"{name}={value!r:.80} must be a finite number", "invalid_value", name)
+    return float(value)
+
+
+def _models(session: Session, tail: str) -> dict[str, Any]:
+    """As OpenAI's and as Anthropic's clients read it."""
+    model = {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "mgrpo",
+        "type": "model",
+        "display_name": MODEL,
+        "created_at": "1970-01-01T00:00:00Z",
+        "max_model_len": session.bounds.max_model_length,
+    }
+    if tail != "v1/models":
+        return model
+    return {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}

@@ -1,0 +1,144 @@
+"""The HTTP calls of one session: how many are open, which of them a retry asks again, and what becomes of those that were left.
+
+A client library that lost its connection, or has waited for too long, sends the same body again and says that it is a retry: it
+gets the turn that the first call asked for, also one that is still being sampled. A call without a client is cancelled at the
+engine when no retry has come within `RETRY_S`; what it had sampled is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+
+from mgrpo.environments.endpoint.messages import Fault
+from mgrpo.environments.endpoint.session import Session, Turned, over
+
+RETRY_S = 10.0
+"""How long a call without a client waits for a retry; client libraries begin one within 8 s."""
+
+
+class Call:
+    """One turn that a client asks for, by one or more requests."""
+
+    def __init__(self, task: asyncio.Task[Turned]) -> None:
+        self.task = task
+        self.num_clients = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody has got its turn, and nobody waits for it."""
+        return not self.num_clients and not (
+            self.task.done() and self._turned is not None and self._turned.node.delivered
+        )
+
+    @property
+    def _turned(self) -> Turned | None:
+        return None if self.task.cancelled() or self.task.exception() is not None else self.task.result()
+
+    @property
+    def turned(self) -> Turned:
+        """Its turn, once the task is done.
+
+        Raises:
+            Fault: it has none.
+        """
+        if self.task.cancelled():
+            raise over("it has ended")
+        return self.task.result()
+
+
+class Calls:
+    """Those of one session. Belongs to one event loop."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._num_requests = 0
+        self._known: dict[bytes, list[Call]] = {}
+        """Calls by their name, except those that failed."""
+        self._running: set[Call] = set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request from its head to the end of its answer.
+
+        Raises:
+            Fault: 429, too many are open.
+        """
+        left = sum(not call.num_clients for call in self._running)
+        if self._num_requests + left >= self._session.limits.max_open_calls:
+            raise Fault(
+                429,
+                "rate_limit_error",
+                f"{self._session.limits.max_open_calls} calls of this trajectory are open; wait until one has been answered",
+                "rate_limit_exceeded",
+            )
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
+    @contextmanager
+    def call(self, name: bytes, turn: Callable[[], Coroutine[None, None, Turned]], *, is_retry: bool) -> Iterator[Call]:
+        """The call that a request asks for: a new one, unless it repeats an earlier one. It may go on after the request.
+
+        Args:
+            turn: begins the turn of a new one.
+        """
+        call = self._earlier(name) if is_retry else None
+        if call is None:
+            call = self._begin(name, turn())
+        else:
+            self._session.counts.plain["retries"] += 1
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None
+        call.num_clients += 1
+        try:
+            yield call
+        finally:
+            call.num_clients -= 1
+            if not call.num_clients and not call.task.done():
+                call.timer = asyncio.get_running_loop().call_later(RETRY_S, self._give_up, call)
+
+    def cancel(self) -> None:
+        """Cancel what is being sampled, now."""
+        for call in list(self._running):
+            call.task.cancel()
+
+    def _earlier(self, name: bytes) -> Call | None:
+        """Of the calls of this name, the newest whose turn nobody has got; else the newest."""
+        calls = self._known.get(name, ())
+        return max(enumerate(calls), key=lambda each: (each[1].is_lost, each[0]), default=(0, None))[1]
+
+    def _begin(self, name: bytes, turn: Coroutine[None, None, Turned]) -> Call:
+        call = Call(asyncio.create_task(turn))
+        self._known.setdefault(name, []).append(call)
+        self._running.add(call)
+        call.task.add_done_callback(lambda task: self._end(name, call))
+        return call
+
+    def _end(self, name: bytes, call: Call) -> None:
+        self._running.discard(call)
+        if call.timer is not None:
+            call.timer.cancel()
+        # The exception of a task that nobody waits for is asked for here.
+        if call.task.cancelled() or call.task.exception() is not None:
+            self._known[name].remove(call)
+            if not self._known[name]:
+                del self._known[name]
+
+    def _give_up(self, call: Call) -> None:
+        self._session.counts.plain["abandoned"] += 1
+        call.task.cancel()
+
+
+def name_of(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
+    """By what equal calls are known, and whether a request says that it may repeat an earlier one."""
+    key = headers.get(b"idempotency-key", b"")
+    number = headers.get(b"x-stainless-retry-count", b"0")
+    name = hashlib.blake2b(b"\0".join((path.encode(), key, body)), digest_size=16).digest()
+    return name, bool(key) or (number.isdigit() and int(number) > 0)

@@ -1,0 +1,192 @@
+"""One HTTP request and its answer: the body within its limits, the wait for a turn, and whether the client got it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+from mgrpo.environments.endpoint.messages import BadRequest, Fault
+
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+
+COMMENT_S = 5.0
+"""Seconds between signs of life in a stream whose turn is being sampled."""
+MAX_HELD_BYTES = 1 << 30
+"""Of the bodies of all requests that have not been answered; further ones are refused with status 503."""
+_JSON = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+class Held:
+    """Bytes of the bodies of all requests."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self.num_bytes, self.max_bytes = 0, max_bytes
+
+
+class Exchange:
+    """A request as ASGI gives it."""
+
+    def __init__(self, scope: Event, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.method: str = scope["method"]
+        self.parts: list[str] = scope["path"].split("/")[1:]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.has_begun = False
+        """Whether the head of the answer has been sent."""
+        self._has_body_left = self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers
+
+    @property
+    def key(self) -> str:
+        """What the client says it is."""
+        if (given := self.headers.get(b"x-api-key")) is None:
+            given = self.headers.get(b"authorization", b"")
+            given = given[7:] if given[:7].lower() == b"bearer " else given
+        return given.decode("latin1").strip()
+
+    @contextlib.asynccontextmanager
+    async def body(self, held: Held, *, max_bytes: int, limit_s: float) -> Any:
+        """The body, counted as held until the answer is out.
+
+        Raises:
+            Fault: it is too large, or does not arrive in time.
+            ClientGone: it will not arrive.
+        """
+        size = 0
+        try:
+            length = self.headers.get(b"content-length", b"")
+            if length.isdigit() and int(length) > max_bytes:
+                raise _too_large(max_bytes)
+            pieces = []
+            try:
+                async with asyncio.timeout(limit_s):
+                    while True:
+                        event = await self._receive()
+                        if event["type"] == "http.disconnect":
+                            raise ClientGone
+                        piece = event.get("body", b"")
+                        size += len(piece)
+                        held.num_bytes += len(piece)
+                        if size > max_bytes:
+                            raise _too_large(max_bytes)
+                        if held.num_bytes > held.max_bytes:
+                            raise Fault(
+                                503, "server_error", "too many requests are being read; try again", "overloaded"
+                            )
+                        pieces.append(piece)
+                        if not event.get("more_body"):
+                            break
+            except TimeoutError:
+                raise Fault(
+                    408, "invalid_request_error", f"the body did not arrive within {limit_s:g} s", "request_timeout"
+                ) from None
+            self._has_body_left = False
+            yield b"".join(pieces)
+        finally:
+            held.num_bytes -= size
+
+    async def wait(self, task: asyncio.Task[Any], *, with_comments: bool) -> asyncio.Task[None]:
+        """Wait for a task, with signs of life in the answer; returns the watch for the client's end, to be cancelled.
+
+        Raises:
+            ClientGone: before the task was done, or at the same time.
+        """
+        watch = asyncio.create_task(self._gone())
+        try:
+            while not task.done():
+                limit_s = COMMENT_S if with_comments else None
+                await asyncio.wait((task, watch), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if watch.done():
+                    raise ClientGone
+                if not task.done():
+                    await self._begin_stream()
+                    await self._send({"type": "http.response.body", "body": b": sampling\n\n", "more_body": True})
+        except BaseException:
+            watch.cancel()
+            raise
+        return watch
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def deliver(self, data: bytes, watch: asyncio.Task[None], *, is_stream: bool) -> None:
+        """Answer with a turn.
+
+        Raises:
+            ClientGone: the client has not got it.
+        """
+        if is_stream:
+            await self._begin_stream()
+        else:
+            await self._begin(200, [_JSON, (b"content-length", str(len(data)).encode())])
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        # The watch notices in the second round of the loop that the connection was lost before.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        if watch.done():
+            raise ClientGone
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def answer(self, status: int, value: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Answer with JSON."""
+        data = json.dumps(value).encode()
+        await self._begin(status, [_JSON, (b"content-length", str(len(data)).encode()), *headers])
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def refuse(self, fault: Fault, value: Any, event: bytes) -> None:
+        """Answer with an error: `value`, or `event` where a stream has begun."""
+        if self.has_begun:
+            await self._send({"type": "http.response.body", "body": event})
+            return
+        await self.answer(fault.status, value, list(_headers(fault)))
+
+    async def _begin_stream(self) -> None:
+        if not self.has_begun:
+            await self._begin(200, [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")])
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun = True
+        if self._has_body_left:
+            # The rest of the body is not read, so that no other request can follow it.
+            headers = [*headers, (b"connection", b"close")]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body is.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    try:
+        value = json.loads(body, parse_constant=_refused)
+    except (ValueError, RecursionError) as err:
+        raise BadRequest(f"We could not parse the JSON body of your request: {str(err)[:200]}") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body of a request must be a JSON object.")
+    return value
+
+
+def _refused(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _too_large(max_bytes: int) -> Fault:
+    return Fault(413, "invalid_request_error", f"a body may have at most {max_bytes} bytes", "request_too_large")
+
+
+def _headers(fault: Fault) -> Iterator[tuple[bytes, bytes]]:
+    """What tells clients whether to try again."""
+    if fault.status in (429, 503) and fault.code != "run_over":
+        yield b"retry-after", b"1"
+    elif fault.status != 408:
+        yield b"x-should-retry", b"false"

@@ -1,0 +1,126 @@
+"""Messages of requests: their keys, the form that chat templates take, and what a request is refused with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgrpo.environments.environment import Tool
+from mgrpo.environments.normal_form import Chat, calls_of, essence, tool_of, valid
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Fault(Exception):
+    """A request that is answered with an error; each API words it in its own way."""
+
+    def __init__(self, status: int, kind: str, message: str, code: str | None = None, param: str | None = None) -> None:
+        """
+        Args:
+            status: of HTTP.
+            kind: as OpenAI's `type`, such as "invalid_request_error".
+        """
+        super().__init__(message)
+        self.status, self.kind, self.message, self.code, self.param = status, kind, message, code, param
+
+
+class BadRequest(Fault, ValueError):
+    """A request that cannot be met as it is, with status 400."""
+
+    def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(400, "invalid_request_error", message, code, param)
+
+
+class ContextFull(BadRequest):
+    """No token may follow."""
+
+    def __init__(self, message: str, *, num_tokens: int, limit: int) -> None:
+        """
+        Args:
+            num_tokens: of the context.
+            limit: the most that the context may have.
+        """
+        super().__init__(message, "context_length_exceeded", "messages")
+        self.num_tokens, self.limit = num_tokens, limit
+
+
+def key_of_tools(tools: Sequence[Tool]) -> bytes:
+    """The key of a conversation without messages."""
+    return _hash(b"", [tool.schema for tool in tools])
+
+
+def key_after(key: bytes, message: Chat) -> bytes:
+    """The key of a conversation with one message more. Equal keys: equal forms of all messages, and equal tools."""
+    form = essence(message)
+    return _hash(key, [form["role"], form["content"], form.get("calls", [])])
+
+
+def _hash(key: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(key + text.encode(errors="replace"), digest_size=16).digest()
+
+
+def checked(messages: Any) -> list[Chat]:
+    """A request's messages, once it is known that there is one and that each has a known role."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message", param="messages")
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise BadRequest(
+                f"messages[{place}] has the role {role!r:.40}; expected one of {', '.join(ROLES)}",
+                param=f"messages[{place}].role",
+            )
+    return messages
+
+
+def tools_of(schemas: Any) -> list[Tool]:
+    """The tools of a request."""
+    if not isinstance(schemas, list | tuple):
+        raise BadRequest(f"tools={schemas!r:.80} must be a list", param="tools")
+    try:
+        return [tool_of(schema) for schema in schemas]
+    except ValueError as err:
+        raise BadRequest(str(err), param="tools") from None
+
+
+def for_template(messages: Sequence[Chat]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text, calls with objects, and answers that name their tool."""
+    found = []
+    names: dict[str, str] = {}
+    for message in messages:
+        form = essence(message)
+        plain: dict[str, Any] = {"role": form["role"], "content": form["content"]}
+        if form["role"] == "assistant":
+            if isinstance(thought := message.get("reasoning_content"), str) and thought:
+                plain["reasoning_content"] = valid(thought)
+            if "calls" in form:
+                plain["tool_calls"] = _calls(message)
+                names |= {call["id"]: call["function"]["name"] for call in plain["tool_calls"]}
+        elif form["role"] == "tool":
+            called = message.get("tool_call_id")
+            plain["tool_call_id"] = valid(called) if isinstance(called, str) else ""
+            plain["name"] = name_of(message, names)
+        found.append(plain)
+    return found
+
+
+def name_of(message: Chat, names: Mapping[str, str]) -> str:
+    """The tool that has answered; `names` has those of calls by their ids."""
+    name, called = message.get("name"), message.get("tool_call_id")
+    if isinstance(name, str) and name:
+        return valid(name)
+    return names.get(called, "") if isinstance(called, str) else ""
+
+
+def _calls(message: Chat) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "id": valid(str(call.get("id") or "")),
+            "function": {"name": valid(name), "arguments": arguments},
+        }
+        for call, (name, arguments) in zip(message["tool_calls"], calls_of(message), strict=True)
+    ]

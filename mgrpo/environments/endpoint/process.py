@@ -1,0 +1,158 @@
+"""The program that serves agents: `python -m mgrpo.environments.endpoint.process`, asked in JSON lines by the learner.
+
+Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
+
+    load     language, host, port, public_url, number, limits, sampling_conflict, worker_key  ->  url
+    open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling, task
+                                          ->  session, base_url, api_key, reward_key
+    wishes                                ->  wishes, cancelled; waits until there are any
+    sampled  session, number; tokens, logprobs, finish_reason, or error, is_over  ->  nothing
+    wait     session                      ->  status: waits until the trajectory is over, "ended" or "late"
+    end      session                      ->  what `Session.report` says; its calls are cancelled and its keys are forgotten
+
+An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import uvicorn
+
+from mgrpo.environments.endpoint.app import Endpoint
+from mgrpo.environments.endpoint.session import Limits
+from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
+from mgrpo.environments.endpoint.wishes import Wishes
+from mgrpo.environments.loop.program_language import LanguageSpec
+from mgrpo.processes.json_lines import Message, take_standard_streams
+from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.sandbox.connection import HEAD_LIMIT_S, BoundedConnection, listen
+
+_MAX_QUESTION_BYTES = 1 << 30
+
+
+def main() -> None:
+    die_with_parent()
+    questions, answers = take_standard_streams()
+    _take_descriptors()
+    asyncio.run(_Process().serve(questions, answers))
+
+
+class _Process:
+    """The endpoint of the process, once it is loaded."""
+
+    def __init__(self) -> None:
+        self._wishes = Wishes()
+        self._server: asyncio.Task[None] | None = None
+        self._loaded: Sessions | None = None
+
+    async def serve(self, questions: BinaryIO, answers: int) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_MAX_QUESTION_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+        # The learner reads when it has time, which no client may wait for.
+        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(answers, "wb"))
+        tasks = set()
+        while line := await reader.readline():
+            task = asyncio.create_task(self._answer(json.loads(line), writer))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        # An orderly end would wait for clients.
+        os._exit(0)
+
+    async def _answer(self, question: Message, writer: asyncio.WriteTransport) -> None:
+        try:
+            answer = await self._found(question)
+        except Exception as err:
+            answer = {"error": f"{type(err).__name__}: {err}"}
+        writer.write(json.dumps({**answer, "id": question["id"]}).encode() + b"\n")
+
+    async def _found(self, question: Message) -> dict[str, Any]:
+        match question["ask"]:
+            case "load":
+                return {"url": await self._load(question)}
+            case "open":
+                return self._sessions.open(bounds_of(question))
+            case "wishes":
+                return await self._wishes.take()
+            case "sampled":
+                known = ("session", "number", "tokens", "logprobs", "finish_reason", "error", "is_over")
+                self._wishes.settle(**{name: question[name] for name in known if name in question})
+                return {}
+            case "wait":
+                return {"status": await self._sessions.wait(question["session"])}
+            case "end":
+                return await self._sessions.end(question["session"])
+            case other:
+                raise AssertionError(other)
+
+    @property
+    def _sessions(self) -> Sessions:
+        assert self._loaded is not None, "the first question is load"
+        return self._loaded
+
+    async def _load(self, question: Message) -> str:
+        """Serve; returns the address for agents."""
+        language = await asyncio.to_thread(LanguageSpec.from_json(question["language"]).make)
+        listening = listen(question["host"], question["port"])
+        url = (question.get("public_url") or _url(question["host"], listening)).rstrip("/")
+        limits = Limits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
+        self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
+        server = _Server(
+            uvicorn.Config(
+                Endpoint(self._loaded),
+                http=BoundedConnection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                # The connection ends one that is idle.
+                timeout_keep_alive=int(2 * HEAD_LIMIT_S),
+            )
+        )
+        self._server = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started:
+            if self._server.done():
+                self._server.result()
+            await asyncio.sleep(0.01)
+        # What is there now stays; the collector need not look at it again and again while clients wait.
+        gc.collect()
+        gc.freeze()
+        return url
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, which they end at once: an orderly end would wait for open calls."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    """An address that leads to the socket."""
+    if host in ("", "0.0.0.0", "::"):
+        host = socket.gethostname()
+    port = listening.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _take_descriptors() -> None:
+    """Have as many connections as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+if __name__ == "__main__":
+    main()

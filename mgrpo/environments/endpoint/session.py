@@ -1,0 +1,359 @@
+"""One trajectory at the endpoint: its turns, its bounds, and what is told of it at its end. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
+from mgrpo.environments.endpoint.tree import Ask, Node, Tree
+from mgrpo.environments.endpoint.wishes import Answer, Wishes
+from mgrpo.environments.loop.program_language import ProgramLanguage
+
+LONG_BYTES = 32_000
+"""Requests of more are read in a thread, so that others need not wait for the tokenizer."""
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+}
+"""Values that are the same as none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What a call asks for, in any API's words."""
+
+    messages: Any
+    """As JSON; checked by the tree."""
+    tools: Any = ()
+    """As chat templates take them; checked by the tree."""
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    """Strings at which the turn ends."""
+    reads_calls: bool = True
+    """False: what looks like a call stays text."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How the client would have the turn sampled, by OpenAI's names."""
+    previous: int | None = None
+    """The number of the turn that the messages follow; None: they are the whole conversation."""
+    instructions: str | None = None
+    """A system prompt in front of everything; that of the turn before does not count."""
+
+
+class Usage(NamedTuple):
+    """Numbers of tokens."""
+
+    context: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """A turn for the client that asked for it."""
+
+    node: Node
+    token_logprobs: np.ndarray
+    """`[sampled]` float32."""
+    written: Callable[[Sequence[int]], str]
+    """The text of ids, with special tokens."""
+
+    @property
+    def message(self) -> Mapping[str, Any]:
+        """The turn as a message of a chat."""
+        return self.node.message
+
+    @property
+    def stop(self) -> str | None:
+        """The client's string at which it ended."""
+        return self.node.stop
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.node.length, len(self.node.tokens))
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]]:
+        """The sampled tokens as OpenAI writes them, special ones and those of calls and thoughts included."""
+        return [
+            {"token": text, "logprob": logprob, "bytes": _bytes_of(text), "top_logprobs": []}
+            for text, logprob in zip(map(self._text, self.node.tokens), self.token_logprobs.tolist(), strict=True)
+        ]
+
+    def _text(self, number: int) -> str:
+        try:
+            return self.written([number])
+        except ValueError:
+            # Models have more ids than their tokenizers.
+            return f"token_id:{number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What one trajectory may use."""
+
+    max_tokens: int
+    """Sampled tokens and those between turns, of all branches."""
+    max_model_length: int
+    """Tokens of a context and the turn after it."""
+    per_turn_max_tokens: int | None = None
+    deadline_s: float | None = None
+    """Seconds from its beginning."""
+    sampling: Mapping[str, float | None] = field(default_factory=dict)
+    """How all its turns are sampled; what is missing is neutral."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What holds for every trajectory."""
+
+    max_turns: int = 1024
+    max_open_calls: int = 64
+    max_branches: int = 1024
+    body_bytes: int = 1 << 24
+    body_s: float = 10.0
+    refuses_sampling: bool = False
+    """Calls with sampling settings of their own are refused; False: the trajectory's are used."""
+
+
+class Counts:
+    """What happened besides turns."""
+
+    def __init__(self) -> None:
+        self.plain: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """By the code or the status of the error."""
+        self.overridden: Counter[str] = Counter()
+        """By the name of the setting."""
+
+
+class Session:
+    """The turns of one trajectory. Belongs to one event loop.
+
+    A turn may use all tokens that are left although others are being sampled, as nobody knows how long these will be. One that
+    has become too long meanwhile is refused, so that what clients have read never exceeds the bounds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        language: ProgramLanguage,
+        wishes: Wishes,
+        *,
+        bounds: Bounds,
+        limits: Limits,
+        say: Callable[[str, str], None],
+    ) -> None:
+        """
+        Args:
+            language: of chats without tools.
+            say: tells the user a text, once for each key.
+        """
+        self.name, self.bounds, self.limits = name, bounds, limits
+        self.counts = Counts()
+        self.reward: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.tree = Tree(language)
+        self.ended = asyncio.Event()
+        """Set once no further turn may be asked for."""
+        self.why_over: str | None = None
+        """"ended" or "late"."""
+        self._language, self._wishes, self._say = language, wishes, say
+        self._began = time.monotonic()
+        self._num_asked = self._num_branches = self._num_used = 0
+        self._continued: set[int] = set()
+        """Turns after which another one was asked for."""
+        self._instructed: set[int] = set()
+        """Turns whose conversation begins with instructions."""
+
+    def close(self, why: str) -> None:
+        """Let no further turn be asked for."""
+        self.why_over = self.why_over or why
+        self.ended.set()
+
+    async def turn(self, request: TurnRequest, *, num_bytes: int) -> Turned:
+        """Have the turn sampled that a call asks for, and record it. Cancelled, nothing is recorded.
+
+        Args:
+            num_bytes: of the call's body.
+        Raises:
+            Fault: there is no such turn.
+        """
+        self._check_open()
+        self._pin(request.settings)
+        ask = await self.ask(request, num_bytes=num_bytes)
+        self._check_open()
+        limit = self._room(ask, request.max_tokens)
+        number = self._begin(ask)
+        answer = await self._wishes.sample(
+            self.name,
+            number,
+            {
+                "parent": None if ask.parent is None else ask.parent.number,
+                "added": ask.added,
+                "rewrites": ask.rewrites,
+                "max_tokens": limit,
+                "stop": list(request.stop),
+            },
+        )
+        return self._take(number, ask, request, answer)
+
+    async def ask(self, request: TurnRequest, *, num_bytes: int) -> Ask:
+        """What would be sampled for a request."""
+        messages = self._whole(request)
+        if num_bytes > LONG_BYTES:
+            return await asyncio.to_thread(self.tree.ask, messages, request.tools, request.previous)
+        return self.tree.ask(messages, request.tools, request.previous)
+
+    def report(self) -> dict[str, Any]:
+        """What the learner is told at the end."""
+        nodes = sorted(self.tree.nodes.values(), key=lambda node: node.number)
+        counts: dict[str, Any] = dict(self.counts.plain)
+        counts["undelivered"] = sum(not node.delivered for node in nodes)
+        counts["rendered_again"] = self.tree.num_rendered_again
+        begun = [node for node in nodes if node.parent is None or node.rewrites]
+        counts["context_repeated"] = sum(node.length for node in begun[1:])
+        return {
+            "turns": [
+                {
+                    "number": node.number,
+                    "delivered": node.delivered,
+                    "message": node.message,
+                    "calls": list(node.calls.values()),
+                    "num_unreadable": node.num_unreadable,
+                }
+                for node in nodes
+            ],
+            "roots": [{"number": node.number, "messages": node.messages} for node in nodes if node.parent is None],
+            "added": {str(node.number): node.messages for node in nodes if node.parent is not None},
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "counts": counts | {"refused": dict(self.counts.refused), "overridden": dict(self.counts.overridden)},
+            "first_difference": self.tree.first_difference,
+        }
+
+    def _whole(self, request: TurnRequest) -> Any:
+        """The messages of the whole conversation."""
+        messages = request.messages
+        if request.previous is not None and isinstance(messages, list):
+            if request.previous not in self.tree.nodes:
+                raise BadRequest(
+                    f"Previous response with id 'resp_{request.previous}' not found.",
+                    "previous_response_not_found",
+                    "previous_response_id",
+                )
+            messages = self.tree.history(request.previous)[request.previous in self._instructed :] + messages
+        if request.instructions is not None and isinstance(messages, list):
+            messages = [{"role": "system", "content": request.instructions}, *messages]
+        return messages
+
+    def _check_open(self) -> None:
+        deadline = self.bounds.deadline_s
+        if deadline is not None and time.monotonic() >= self._began + deadline:
+            self.close("late")
+        if self.why_over == "late":
+            raise over("it has taken longer than it may")
+        if self.why_over is not None:
+            raise over("it has ended")
+
+    def _pin(self, settings: Mapping[str, Any]) -> None:
+        """Use the trajectory's settings instead."""
+        for name, value in settings.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise BadRequest(f"Invalid value for '{name}': expected a number.", "invalid_value", name)
+            own = self.bounds.sampling.get(name)
+            neutral = _NEUTRAL.get(name, ())
+            if value == own or (value in neutral and (own is None or own in neutral)):
+                continue
+            used = "none" if own is None else f"{own:g}"
+            if self.limits.refuses_sampling:
+                raise BadRequest(
+                    f"Invalid value for '{name}': turns of this run are sampled with {used}; leave it out.",
+                    "invalid_value",
+                    name,
+                )
+            self.counts.overridden[name] += 1
+            self._say(
+                f"overridden {name}",
+                f"an agent asks for {name}={value:g}; the run's is used instead ({used}), since another one would change the "
+                "distribution that is trained. Set sampling_conflict to refuse to have such calls refused.",
+            )
+
+    def _room(self, ask: Ask, max_tokens: int | None) -> int:
+        """The most tokens that the turn may have."""
+        if self._num_asked >= self.limits.max_turns:
+            raise over(f"it has had all of its {self.limits.max_turns} turns")
+        if self._num_used >= self.bounds.max_tokens:
+            raise over(f"it has used its {self.bounds.max_tokens} tokens")
+        left = self.bounds.max_tokens - self._num_used - self._own_tokens(ask)
+        room = min(left, self.bounds.max_model_length - ask.length)
+        if room < 1:
+            # What an agent makes shorter and sends anew is no longer counted.
+            limit = ask.length + room
+            raise ContextFull(
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {ask.length} "
+                "tokens. Please reduce the length of the messages.",
+                num_tokens=ask.length,
+                limit=limit,
+            )
+        return min(room, *(each for each in (max_tokens, self.bounds.per_turn_max_tokens, room) if each is not None))
+
+    @staticmethod
+    def _own_tokens(ask: Ask) -> int:
+        """Tokens between the turn before and this one."""
+        return 0 if ask.parent is None or ask.rewrites else len(ask.added)
+
+    def _begin(self, ask: Ask) -> int:
+        """The number of the turn, once it is known that its branch may be."""
+        goes_on = ask.parent is not None and not ask.rewrites and ask.parent.number not in self._continued
+        if not goes_on and self._num_branches >= self.limits.max_branches:
+            raise BadRequest(
+                f"This trajectory has {self._num_branches} branches, the most that it may have; repeat the messages of a turn "
+                "that nothing follows yet.",
+                "too_many_branches",
+                "messages",
+            )
+        if ask.parent is not None:
+            self._continued.add(ask.parent.number)
+        self._num_branches += not goes_on
+        number = self._num_asked
+        self._num_asked += 1
+        return number
+
+    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: Answer) -> Turned:
+        self._num_used += self._own_tokens(ask) + len(answer.tokens)
+        if self._num_used > self.bounds.max_tokens:
+            raise over(f"it has used its {self.bounds.max_tokens} tokens, by turns that were sampled meanwhile")
+        node = self.tree.add(
+            ask,
+            number,
+            answer.tokens,
+            answer.finish_reason,
+            reads_calls=request.reads_calls and bool(request.tools),
+            stop=request.stop,
+        )
+        if request.instructions is not None:
+            self._instructed.add(number)
+        logprobs = np.array(answer.logprobs, np.float32)
+        return Turned(node=node, token_logprobs=logprobs, written=self._language.written)
+
+
+def over(why: str) -> Fault:
+    """No turn may follow."""
+    return Fault(400, "invalid_request_error", f"This trajectory is over: {why}.", "trajectory_over")
+
+
+def _bytes_of(text: str) -> list[int] | None:
+    """None: the token is a part of a character."""
+    return None if "\ufffd" in text else list(text.encode())

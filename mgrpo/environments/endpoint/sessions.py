@@ -1,0 +1,133 @@
+"""All open sessions of one endpoint, each with its keys: who may use which, from its beginning to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.environments.endpoint.calls import Calls
+from mgrpo.environments.endpoint.messages import Fault
+from mgrpo.environments.endpoint.session import Bounds, Limits, Session
+from mgrpo.environments.endpoint.wishes import Wishes
+from mgrpo.environments.loop.program_language import ProgramLanguage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened:
+    """A session to which calls come."""
+
+    session: Session
+    calls: Calls
+    api_key: str
+    reward_key: str
+    """Of those who may set its reward."""
+
+    def close(self, why: str) -> None:
+        """Let no further turn be asked for, and cancel what is being sampled."""
+        self.session.close(why)
+        self.calls.cancel()
+
+
+class Sessions:
+    """Those that have not been asked to end. Belongs to one event loop."""
+
+    def __init__(self, language: ProgramLanguage, wishes: Wishes, *, number: int, url: str, limits: Limits) -> None:
+        """
+        Args:
+            language: of chats without tools.
+            number: of this endpoint, with which its sessions' names begin.
+            url: of this endpoint, as agents know it.
+        """
+        self._language, self._wishes = language, wishes
+        self._number, self._url, self.limits = number, url, limits
+        self._open: dict[str, Opened] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._nobody = secrets.token_urlsafe(24)
+        self._said: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, bounds: Bounds) -> dict[str, str]:
+        """A new session: its name, its address and its keys."""
+        name = f"{self._number}-{secrets.token_hex(8)}"
+        session = Session(name, self._language, self._wishes, bounds=bounds, limits=self.limits, say=self._say)
+        opened = self._open[name] = Opened(
+            session=session,
+            calls=Calls(session),
+            api_key=secrets.token_urlsafe(24),
+            reward_key=secrets.token_urlsafe(24),
+        )
+        if bounds.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_later(bounds.deadline_s, opened.close, "late")
+        return {
+            "session": name,
+            "base_url": f"{self._url}/s/{name}",
+            "api_key": opened.api_key,
+            "reward_key": opened.reward_key,
+        }
+
+    def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> Opened:
+        """The session of a name, for those who have its key.
+
+        Args:
+            may_reward, must_reward: whether the key of rewards fits as well, or alone.
+        Raises:
+            Fault: 401. It does not tell a wrong key from a session that has ended, or never was.
+        """
+        opened = self._open.get(name)
+        given = key.encode(errors="replace")
+        own, reward = (opened.api_key, opened.reward_key) if opened else (self._nobody, self._nobody)
+        # Both are compared whatever the first gives, so that time tells nothing.
+        fits = (
+            hmac.compare_digest(given, own.encode()) and not must_reward,
+            hmac.compare_digest(given, reward.encode()) and (may_reward or must_reward),
+        )
+        if opened is None or not any(fits):
+            if opened is not None:
+                opened.session.counts.refused["401"] += 1
+            raise Fault(
+                401,
+                "authentication_error",
+                "No session has this address and this key; its trajectory may have ended.",
+                "invalid_api_key",
+            )
+        return opened
+
+    async def wait(self, name: str) -> str:
+        """Wait until a session is over: "ended" or "late"."""
+        session = self._open[name].session
+        await session.ended.wait()
+        return session.why_over or "ended"
+
+    async def end(self, name: str) -> dict[str, Any]:
+        """Cancel what goes on in a session and forget it; returns its report."""
+        opened = self._open.pop(name)
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+        opened.close("ended")
+        # Cancelled tasks end in the next round of the loop, in which clients get their answers as well.
+        await asyncio.sleep(0)
+        return opened.session.report()
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            sys.stderr.write(f"mgrpo: {text}\n")
+
+
+def bounds_of(question: Mapping[str, Any]) -> Bounds:
+    """The bounds that `open` asks for."""
+    return Bounds(
+        max_tokens=question["max_tokens"],
+        max_model_length=question["max_model_length"],
+        per_turn_max_tokens=question.get("per_turn_max_tokens"),
+        deadline_s=question.get("deadline_s"),
+        sampling=question.get("sampling") or {},
+    )

@@ -1,0 +1,322 @@
+"""The turns of one session as a tree: which recorded turn a request goes on from, and the tokens that it adds to it. Pure.
+
+A node is a sampled turn. It keeps the ids between its parent and itself, so that what is held grows with what was said and not with
+its square. Ids of recorded turns come from here, never from a client's text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+
+from mgrpo.environments.endpoint.messages import (
+    BadRequest,
+    checked,
+    for_template,
+    key_after,
+    key_of_tools,
+    name_of,
+    tools_of,
+)
+from mgrpo.environments.environment import Tool
+from mgrpo.environments.loop.bridge import BridgeError
+from mgrpo.environments.loop.program_language import Shown
+from mgrpo.environments.normal_form import Chat, essence, text_of
+
+
+class Language(Protocol):
+    """The language of chats with these tools."""
+
+    @property
+    def strips(self) -> bool:
+        """Whether thinking is left out of earlier turns once a user speaks again."""
+
+    def with_tools(self, tools: Sequence[Tool]) -> Language:
+        """The same for chats in which these may be called."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[int] = ()) -> list[int]:
+        """Ids of a conversation; ValueError where the template refuses it."""
+
+    def after(self, messages: Sequence[tuple[str, str, str]], last: int) -> list[int]:
+        """Ids after a turn that ends with the id `last`; BridgeError where the template cannot be followed."""
+
+    def rewritten(
+        self, context: Sequence[int], turns: Sequence[tuple[int, int]], messages: Sequence[tuple[str, str, str]]
+    ) -> list[int] | None:
+        """The whole context of the next turn, where the template leaves thinking out of these turns; None where it does not."""
+
+    def shown(self, tokens: np.ndarray, *, calls: bool, stop: Sequence[str] = ()) -> Shown:
+        """A turn as a client sees it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """What a request asks to be sampled."""
+
+    parent: Node | None
+    """The turn that it goes on from; None: its context was rendered."""
+    key: bytes
+    """Of the whole conversation."""
+    added: list[int]
+    """The ids after the parent's last one; all of the context without a parent, or where this rewrites it."""
+    rewrites: bool
+    """Whether the parent's context is not the beginning of this one."""
+    length: int
+    """Tokens of the context."""
+    messages: list[Chat]
+    """Those that follow the parent; all of them without a parent."""
+    language: Language
+    difference: str | None = None
+    """Why it goes on from no turn although there are some."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """One sampled turn."""
+
+    number: int
+    """In the order of asking, from 0."""
+    parent: Node | None
+    added: list[int]
+    rewrites: bool
+    tokens: list[int]
+    """What was sampled."""
+    length: int
+    """Tokens that it was sampled after."""
+    finish_reason: str
+    messages: list[Chat]
+    """Those between its parent and itself."""
+    message: dict[str, Any]
+    """The turn as a message of a chat; arguments are JSON."""
+    stop: str | None
+    """The client's string that ended it."""
+    num_unreadable: int
+    """Calls that were begun and could not be read."""
+    key: bytes
+    """Of the conversation with this turn."""
+    delivered: bool = False
+    """Whether a client has read it."""
+
+    @property
+    def calls(self) -> dict[str, str]:
+        """The name of each called tool by the call's id."""
+        return {call["id"]: call["function"]["name"] for call in self.message.get("tool_calls", ())}
+
+    @property
+    def end(self) -> int:
+        """Tokens up to and with its own."""
+        return self.length + len(self.tokens)
+
+
+class Tree:
+    """All turns of one session."""
+
+    def __init__(self, language: Language) -> None:
+        """`language`: for chats without tools."""
+        self.language = language
+        self.nodes: dict[int, Node] = {}
+        self.num_rendered_again = 0
+        """Contexts that were rendered although there were turns."""
+        self.first_difference: str | None = None
+        """Why the first of them was."""
+        self._by_key: dict[bytes, list[Node]] = {}
+        self._own: frozenset[bytes] = frozenset()
+        """Messages of the first conversation, in which special tokens are tokens."""
+        self._num_calls = 0
+
+    def ask(self, messages: Any, tools: Any = (), previous: int | None = None) -> Ask:
+        """What a request asks to be sampled; nothing changes yet.
+
+        Args:
+            messages, tools: of the request, as JSON.
+            previous: of several turns that fit equally well, the one that is meant.
+        Raises:
+            BadRequest: these cannot be shown to the model.
+        """
+        try:
+            return self._ask(checked(messages), tools_of(tools or ()), previous)
+        except BadRequest:
+            raise
+        except ValueError as err:
+            raise BadRequest(str(err), param="messages") from None
+        except RecursionError:
+            raise BadRequest("the values of messages or tools are nested too deeply", param="messages") from None
+
+    def _ask(self, messages: list[Chat], tools: Sequence[Tool], previous: int | None) -> Ask:
+        language = self.language.with_tools(tools)
+        keys = [key_of_tools(tools)]
+        for message in messages:
+            keys.append(key_after(keys[-1], message))
+        # At least one message is added to what the model has said.
+        place = next((place for place in range(len(messages) - 1, 0, -1) if keys[place] in self._by_key), 0)
+        why = None
+        if place:
+            added = messages[place:]
+            node = self._meant(self._by_key[keys[place]], added, previous)
+            try:
+                following = _following(node, added)
+                rewritten = self._rewritten(language, node, following)
+                ids = language.after(following, node.tokens[-1]) if rewritten is None else rewritten
+            except BridgeError as err:
+                why = str(err)
+            else:
+                return Ask(
+                    parent=node,
+                    key=keys[-1],
+                    added=ids,
+                    rewrites=rewritten is not None,
+                    length=len(ids) if rewritten is not None else node.end + len(ids),
+                    messages=added,
+                    language=language,
+                )
+        ids = language.opening(for_template(messages), self._untrusted(messages))
+        if self.nodes and why is None:
+            why = self._difference(messages, tools)
+        return Ask(
+            parent=None,
+            key=keys[-1],
+            added=ids,
+            rewrites=False,
+            length=len(ids),
+            messages=messages,
+            language=language,
+            difference=why,
+        )
+
+    def add(
+        self,
+        ask: Ask,
+        number: int,
+        tokens: Sequence[int],
+        finish_reason: str,
+        *,
+        reads_calls: bool = True,
+        stop: Sequence[str] = (),
+    ) -> Node:
+        """Record the turn that was sampled for a request.
+
+        Args:
+            number: of the turn, not yet in the tree.
+            tokens: at least one.
+            reads_calls: False: calls are text, or there are no tools.
+            stop: strings before the first of which the client's text ends; the tokens stay as they are.
+        """
+        shown = ask.language.shown(np.array(tokens, np.int32), calls=reads_calls, stop=stop)
+        message: dict[str, Any] = {"role": "assistant", "content": shown.parsed.content}
+        if shown.thought:
+            message["reasoning_content"] = shown.thought
+        if finish_reason == "stop" and shown.parsed.calls:
+            message["tool_calls"] = [self._call(call.name, call.arguments) for call in shown.parsed.calls]
+        if ask.parent is None and self.nodes:
+            self.num_rendered_again += 1
+            self.first_difference = self.first_difference or ask.difference
+        if not self.nodes:
+            self._own = frozenset(key_after(b"", message) for message in ask.messages)
+        node = Node(
+            number=number,
+            parent=ask.parent,
+            added=ask.added,
+            rewrites=ask.rewrites,
+            tokens=list(tokens),
+            length=ask.length,
+            finish_reason=finish_reason,
+            messages=ask.messages,
+            message=message,
+            stop=shown.stop,
+            num_unreadable=len(shown.parsed.unreadable) if finish_reason == "stop" else 0,
+            key=key_after(ask.key, message),
+        )
+        self.nodes[number] = node
+        self._by_key.setdefault(node.key, []).append(node)
+        return node
+
+    def history(self, number: int) -> list[Chat]:
+        """All messages up to and with a turn."""
+        parts, node = [], self.nodes.get(number)
+        while node is not None:
+            parts.append([*node.messages, node.message])
+            node = node.parent
+        return [message for part in reversed(parts) for message in part]
+
+    def context(self, node: Node) -> list[int]:
+        """All ids that a turn was sampled after."""
+        parts: list[list[int]] = []
+        while node.parent is not None and not node.rewrites:
+            parts += [node.added, node.parent.tokens]
+            node = node.parent
+        return list(chain(node.added, *reversed(parts)))
+
+    def _rewritten(self, language: Language, node: Node, following: Sequence[tuple[str, str, str]]) -> list[int] | None:
+        """The context after a turn where a user speaks again and the template leaves out earlier thinking; else None."""
+        if not language.strips or "user" not in {role for role, _, _ in following}:
+            return None
+        turns: list[tuple[int, int]] = []
+        one: Node | None = node
+        while one is not None:
+            turns.append((one.length, one.end))
+            # What the user has said before this turn has left out the thinking of those before it.
+            is_first = one.rewrites or any(message["role"] == "user" for message in one.messages)
+            one = None if is_first else one.parent
+        return language.rewritten([*self.context(node), *node.tokens], turns[::-1], following)
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        # Mistral's templates ask for nine letters and digits.
+        called = f"call{self._num_calls:05d}"
+        self._num_calls += 1
+        text = json.dumps(dict(arguments), ensure_ascii=False)
+        return {"type": "function", "id": called, "function": {"name": name, "arguments": text}}
+
+    def _meant(self, nodes: Sequence[Node], added: Sequence[Chat], previous: int | None) -> Node:
+        """Of turns that say the same, the one that is named, or whose calls are answered, or that was read, or the newest."""
+        answered = {called for message in added if isinstance(called := message.get("tool_call_id"), str) and called}
+        return max(
+            nodes,
+            key=lambda node: (node.number == previous, len(answered & node.calls.keys()), node.delivered, node.number),
+        )
+
+    def _untrusted(self, messages: Sequence[Chat]) -> list[int]:
+        """The places of messages whose special tokens are text: what tools answer, and what the first conversation does not have."""
+        return [
+            place
+            for place, message in enumerate(messages)
+            if message["role"] == "tool" or (self.nodes and key_after(b"", message) not in self._own)
+        ]
+
+    def _difference(self, messages: Sequence[Chat], tools: Sequence[Tool]) -> str:
+        """How a conversation differs from that of the newest turn."""
+        known = self.history(max(self.nodes))
+        for place, (now, was) in enumerate(zip(messages, known, strict=False)):
+            if (one := essence(now)) != (other := essence(was)):
+                return f"its message {place} is {_brief(one)}, and was {_brief(other)}"
+        if len(messages) <= len(known):
+            return f"it has {len(messages)} messages, and there were {len(known)}"
+        return "its tools are others, or messages of the model follow that were not sampled here"
+
+
+def _following(node: Node, added: Sequence[Chat]) -> list[tuple[str, str, str]]:
+    """Role, text and tool of the messages that follow a turn.
+
+    Raises:
+        BridgeError: the model itself speaks in them.
+    """
+    names = node.calls
+    in_order = iter(names.values())
+    found = []
+    for message in added:
+        form = essence(message)
+        if form["role"] == "assistant":
+            raise BridgeError("what follows has a message of the model that was not sampled here")
+        is_answer = form["role"] == "tool"
+        expected = next(in_order, "") if is_answer else ""
+        found.append((form["role"], text_of(message), (name_of(message, names) or expected) if is_answer else ""))
+    return found
+
+
+def _brief(form: Mapping[str, Any]) -> str:
+    text = json.dumps(form, ensure_ascii=False)
+    return text if len(text) <= 160 else f"{text[:80]} ... {text[-70:]}"

@@ -1,0 +1,88 @@
+"""Turns that sessions wish for, on their way to the learner and back. Nothing is sampled here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mgrpo.environments.endpoint.messages import Fault
+
+Name = tuple[str, int]
+"""A session, and the number of a turn in it."""
+
+
+class Answer(NamedTuple):
+    """What was sampled."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class Wishes:
+    """Those that the learner has not taken yet, and those that it has not answered. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._new: dict[Name, dict[str, Any]] = {}
+        self._open: dict[Name, asyncio.Future[Answer]] = {}
+        self._cancelled: list[Name] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def sample(self, session: str, number: int, wish: Mapping[str, Any]) -> Answer:
+        """What the learner samples for a wish. Cancelled, it tells the learner so, if that knows of it.
+
+        Raises:
+            Fault: 503, it could not be sampled.
+        """
+        name = (session, number)
+        future = self._open[name] = asyncio.get_running_loop().create_future()
+        self._new[name] = {"session": session, "number": number, **wish}
+        self._changed.set()
+        try:
+            return await future
+        finally:
+            del self._open[name]
+            if self._new.pop(name, None) is None and future.cancelled():
+                self._cancelled.append(name)
+                self._changed.set()
+
+    async def take(self) -> dict[str, Any]:
+        """All that is new; waits until something is. A wish that was cancelled before it was taken is not among it."""
+        while not self._new and not self._cancelled:
+            self._changed.clear()
+            await self._changed.wait()
+        wishes, cancelled = list(self._new.values()), [list(name) for name in self._cancelled]
+        self._new.clear()
+        self._cancelled.clear()
+        return {"wishes": wishes, "cancelled": cancelled}
+
+    def settle(
+        self,
+        session: str,
+        number: int,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        finish_reason: str = "",
+        error: str | None = None,
+        is_over: bool = False,
+    ) -> None:
+        """Give a wish its answer; one that nobody waits for any more is dropped.
+
+        Args:
+            error: why it could not be sampled.
+            is_over: nothing will be sampled any more.
+        """
+        future = self._open.get((session, number))
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(Answer(list(tokens), list(logprobs), finish_reason))
+        else:
+            code = "run_over" if is_over else "engine_unavailable"
+            future.set_exception(Fault(503, "server_error", f"this turn could not be sampled: {error}", code))
