@@ -167,13 +167,14 @@ class Problem:
 
     @property
     def cases(self) -> list[tuple[tuple[Any, ...], Any]]:
-        """Arguments and values, those that are shown first; one of them shows the fault."""
+        """Arguments and values, those that are shown first; the fault shows in them and in the others."""
         rng = random.Random(repr(self))
         kind = KINDS[self.kind]
         while True:
             arguments = [kind.arguments(rng) for _ in range(NUM_SHOWN + NUM_HIDDEN)]
             cases = [(given, value_of(self.repaired, self.name, given)) for given in arguments]
-            if any(value_of(self.source, self.name, given) != value for given, value in cases[:NUM_SHOWN]):
+            fails = [value_of(self.source, self.name, given) != value for given, value in cases]
+            if any(fails[:NUM_SHOWN]) and any(fails[NUM_SHOWN:]):
                 return cases
 
     @property

@@ -30,7 +30,14 @@ def replace(path, old, new):
 def run(command):
     """Runs a shell command and shows what it printed."""
     done = subprocess.run(
-        command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
+        command,
+        shell=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=COMMAND_S,
+        # Python takes a compiled copy for new if the file has changed within the same second.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     return done.stdout.strip()
 

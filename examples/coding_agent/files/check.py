@@ -1,7 +1,7 @@
 """The judge: its exit status is 0 where the repaired function gives what it should, in cases that the agent has not seen.
 
-The function runs in a process of its own, which is told the arguments and not what is expected: it cannot end this one, or
-answer for it.
+The function runs in a process of its own, which is told the arguments and not what is expected, and it does not find that in
+a file: it cannot end this process, or answer for it.
 """
 
 import json
@@ -12,15 +12,15 @@ from pathlib import Path
 
 ANSWERING_S = 10
 ANSWERING = """
-import importlib.util, json, sys
+import json, runpy, sys
 path, name = sys.argv[1:]
-spec = importlib.util.spec_from_file_location(name, path)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(json.dumps([getattr(module, name)(*given) for given in json.load(sys.stdin)]))
+function = runpy.run_path(path)[name]
+print(json.dumps([function(*given) for given in json.load(sys.stdin)]))
 """
 
-truth = json.loads(Path(os.environ["MGRPO_TASK"]).read_text())["ground_truth"]
+task = Path(os.environ["MGRPO_TASK"])
+truth = json.loads(task.read_text())["ground_truth"]
+task.unlink()
 name = truth["function"]
 try:
     done = subprocess.run(
@@ -29,6 +29,7 @@ try:
         capture_output=True,
         text=True,
         timeout=ANSWERING_S,
+        env={},
     )
     answers = json.loads(done.stdout)
 except (subprocess.TimeoutExpired, ValueError):
