@@ -3,6 +3,7 @@
 It knows OPENAI_BASE_URL, as any agent does, and nothing of a trainer but where the task is. Standard library only.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-TURNS, SHOWN_CHARACTERS, COMMAND_S = 8, 300, 10
+COMMAND_S = 10
 
 
 def read(path):
@@ -70,17 +71,23 @@ def answered(call):
     """What a call gives, or how it failed: the model may try again."""
     try:
         function, _ = TOOLS[call["function"]["name"]]
-        return function(**json.loads(call["function"]["arguments"]))[-SHOWN_CHARACTERS:]
+        return function(**json.loads(call["function"]["arguments"]))
     except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"[:SHOWN_CHARACTERS]
+        return f"{type(problem).__name__}: {problem}"
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instructions", help="what the model is told first")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--shown", type=int, default=300, help="characters of what a tool answers, the last ones")
+    options = parser.parse_args()
     task = json.loads(Path(os.environ["MGRPO_TASK"]).read_text())
-    for name, text in task["files"].items():
+    for name, text in task.get("files", {}).items():
         Path(name).write_text(text)
-    messages = list(task["prompt"])
-    for _ in range(TURNS):
+    told = [{"role": "system", "content": options.instructions}] if options.instructions else []
+    messages = [*told, *task["prompt"]]
+    for _ in range(options.turns):
         try:
             message = asked(messages)
         except urllib.error.HTTPError as refused:
@@ -92,7 +99,8 @@ def main():
         if not message.get("tool_calls"):
             break
         messages += [
-            {"role": "tool", "tool_call_id": call["id"], "content": answered(call)} for call in message["tool_calls"]
+            {"role": "tool", "tool_call_id": call["id"], "content": answered(call)[-options.shown :]}
+            for call in message["tool_calls"]
         ]
 
 

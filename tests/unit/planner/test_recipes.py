@@ -114,7 +114,7 @@ def test_a_configuration_would_start(name: str, tmp_path: Path, monkeypatch: pyt
     prompts, found = make_prompts(
         config, (inputs.train, inputs.held_out), toolset=inputs.toolset, vocab=hf_config["vocab_size"], is_sound=True
     )
-    assert prompts is not None and found == []
+    assert (found, prompts is None) == ([], False)
     assert prompts.train is not None and too_few_prompts(config, len(prompts.train)) == []
 
 
