@@ -15,6 +15,8 @@ from mgrpo.processes.user_code import missing_file
 
 REMOTE, VERIFIERS = "remote", "verifiers"
 """Agents that run elsewhere and ask for their tasks; environments of the library of that name."""
+WORKER_KEY = "MGRPO_WORKER_KEY"
+"""Variable with the key by which remote agents ask for tasks."""
 DEFAULT_TIMEOUT_S = 600.0
 """Longest time of an agent where `trajectory_timeout` is none: one that hangs would hold its group for ever."""
 _FUNCTION = re.compile(r"(?:\S+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
@@ -107,6 +109,14 @@ def _agent(agent: str | None, agent_kind: str, agent_check: str | None) -> Itera
         yield from _command("agent_check", agent_check)
 
 
+def _remote(agent_kind: str) -> Iterator[str]:
+    if agent_kind == "remote" and not os.environ.get(WORKER_KEY):
+        yield (
+            f"agent=remote gives tasks to whoever has the key {WORKER_KEY}, which the run's environment does not have; export "
+            f'{WORKER_KEY}="$(openssl rand -hex 32)" here, and the same where the agents run'
+        )
+
+
 def _command(name: str, text: str) -> Iterator[str]:
     try:
         words = shlex.split(text)
@@ -194,6 +204,7 @@ def _masks(agent: str | None, vllm_guided_decoding_regex: str | None) -> Iterato
 
 RULES: tuple[Rule, ...] = (
     _agent,
+    _remote,
     _alone,
     _box,
     _files,

@@ -1,7 +1,7 @@
 """Programs of this package as child processes: one JSON object per line each way, over their standard pipes.
 
-`Child` is the parent's side, `serve` the program's. Every question gets one answer, in order. Nothing is pickled, and the
-parent, which has threads, is not forked.
+`Child` is the parent's side, `serve` the program's; `AskingEnd` is the former without a process. Every question gets one answer, in
+order. Nothing is pickled, and the parent, which has threads, is not forked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mgrpo.processes.lifetime import die_with_parent, ending, kill_descendants, start_program
 
@@ -33,54 +33,28 @@ class ChildError(RuntimeError):
     """The process ended, or broke the protocol."""
 
 
-class Child:
-    """One child process. Its pipes never block the parent, whatever the child does. Always `end` it."""
+class AskingEnd:
+    """The end of two pipes that asks. They never block it, whatever the other end does."""
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        environment: Mapping[str, str] = os.environ,
-        settings: Mapping[str, str] | None = None,
-        folders: Sequence[str] = (),
-        python: str | None = None,
-        max_line_bytes: int = 1 << 24,
-    ) -> None:
-        """Start `python -m module`, which calls `serve`; any thread may, and the child outlives the thread.
-
-        Args:
-            environment: the environment variables that the program may see; `settings` are added to them.
-            folders: further folders in which it finds modules.
-            python: its interpreter; None: this one.
-            max_line_bytes: length of the longest answer; a longer one counts as the end of the process.
+    def __init__(self, questions: IO[bytes], answers: IO[bytes], *, max_line_bytes: int) -> None:
         """
-        start = functools.partial(
-            start_program, module, environment=environment, settings=settings or {}, folders=folders, python=python
-        )
-        self.process = _spawner(os.getpid()).submit(start).result()
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        for pipe in (self._stdin, self._stdout):
+        Args:
+            questions, answers: written and read by their descriptors, which are made non-blocking.
+            max_line_bytes: length of the longest answer; a longer one counts as the end.
+        """
+        self._questions, self._replies = questions, answers
+        for pipe in (questions, answers):
             os.set_blocking(pipe.fileno(), False)
         self.is_over = False
         """Whether no further answer will come."""
         self.heard_at = time.monotonic()
         """When it last answered, or was asked while idle."""
+        self.fault = ""
+        """What the other end did wrong; the end of a sentence about it."""
         self._max_line_bytes = max_line_bytes
         self._num_unanswered = 0
         self._outgoing, self._incoming = bytearray(), bytearray()
         self._answers: deque[Message] = deque()
-        self._fault = ""
-
-    @property
-    def how_it_ended(self) -> str:
-        """The end of a sentence about the process: how it ended, or what it did wrong."""
-        if self._fault:
-            return self._fault
-        try:
-            return ending(self.process.wait(_EXIT_LIMIT_S))
-        except subprocess.TimeoutExpired:
-            return "closed its output"
 
     def send(self, questions: Iterable[Message]) -> None:
         """Queue the questions, and write what the pipe takes now."""
@@ -97,53 +71,18 @@ class Child:
         self._answers.clear()
         return arrived
 
-    def receive(self, timeout_s: float | None = None) -> Message:
-        """Wait for the next answer.
-
-        Raises:
-            ChildError: the process ended, or broke the protocol.
-            TimeoutError: there is no answer after `timeout_s`.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._answers:
-            if self.is_over:
-                raise ChildError(self.how_it_ended)
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"no answer after {timeout_s:g} s")
-            exchange([self], left)
-        return self._answers.popleft()
-
-    def kill(self) -> None:
-        """Kill the process; a thread in `receive` gets a ChildError. Any thread may call."""
-        self.process.kill()
-
-    def end(self) -> None:
-        """Kill the process with everything it started, and read the answers that it gave before."""
-        if self._stdout.closed:
-            return
-        # It has not been waited for, so its number cannot belong to another process.
-        if self.process.returncode is None:
-            os.kill(self.process.pid, signal.SIGSTOP)
-            kill_descendants(self.process.pid)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        while not self.is_over and self._read():
-            pass
-        self.close_pipes()
-
     def close_pipes(self) -> None:
-        """Let go of a process that belongs to the parent of this one, which was forked."""
+        """Let go of the other end, as of a process that belongs to the parent of this one, which was forked."""
         self.is_over = True
-        self._stdin.close()
-        self._stdout.close()
+        self._questions.close()
+        self._replies.close()
 
     def events(self) -> dict[int, int]:
         """The events to wait for on each of its pipes, as `select.poll` takes them; then call `pump`."""
         if self.is_over:
             return {}
-        reading = {self._stdout.fileno(): select.POLLIN}
-        return reading | {self._stdin.fileno(): select.POLLOUT} if self._outgoing else reading
+        reading = {self._replies.fileno(): select.POLLIN}
+        return reading | {self._questions.fileno(): select.POLLOUT} if self._outgoing else reading
 
     def pump(self) -> None:
         """Write and read what the pipes take and give now."""
@@ -153,19 +92,21 @@ class Child:
     def _write(self) -> None:
         try:
             while self._outgoing:
-                del self._outgoing[: os.write(self._stdin.fileno(), self._outgoing[:_CHUNK])]
+                del self._outgoing[: os.write(self._questions.fileno(), self._outgoing[:_CHUNK])]
         except BlockingIOError:
             pass
-        except BrokenPipeError:
+        except OSError:
             # It died; the end of its output says so.
             self._outgoing.clear()
 
     def _read(self) -> bool:
         """Take one chunk of what it has written; False if there is nothing now."""
         try:
-            chunk = os.read(self._stdout.fileno(), _CHUNK)
+            chunk = os.read(self._replies.fileno(), _CHUNK)
         except BlockingIOError:
             return False
+        except OSError:  # of a connection that has broken
+            chunk = b""
         if not chunk:
             self.is_over = True
             return False
@@ -193,8 +134,82 @@ class Child:
             self._answers.append(answer)
 
     def _break(self, fault: str) -> None:
-        self._fault = self._fault or fault
+        self.fault = self.fault or fault
         self.is_over = True
+
+
+class Child(AskingEnd):
+    """One child process. Always `end` it."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        settings: Mapping[str, str] | None = None,
+        folders: Sequence[str] = (),
+        python: str | None = None,
+        max_line_bytes: int = 1 << 24,
+    ) -> None:
+        """Start `python -m module`, which calls `serve`; any thread may, and the child outlives the thread.
+
+        Args:
+            environment: the environment variables that the program may see; `settings` are added to them.
+            folders: further folders in which it finds modules.
+            python: its interpreter; None: this one.
+            max_line_bytes: length of the longest answer; a longer one counts as the end of the process.
+        """
+        start = functools.partial(
+            start_program, module, environment=environment, settings=settings or {}, folders=folders, python=python
+        )
+        self.process = _spawner(os.getpid()).submit(start).result()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        super().__init__(self.process.stdin, self.process.stdout, max_line_bytes=max_line_bytes)
+
+    @property
+    def how_it_ended(self) -> str:
+        """The end of a sentence about the process: how it ended, or what it did wrong."""
+        if self.fault:
+            return self.fault
+        try:
+            return ending(self.process.wait(_EXIT_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """Wait for the next answer.
+
+        Raises:
+            ChildError: the process ended, or broke the protocol.
+            TimeoutError: there is no answer after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._answers:
+            if self.is_over:
+                raise ChildError(self.how_it_ended)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"no answer after {timeout_s:g} s")
+            exchange([self], left)
+        return self._answers.popleft()
+
+    def kill(self) -> None:
+        """Kill the process; a thread in `receive` gets a ChildError. Any thread may call."""
+        self.process.kill()
+
+    def end(self) -> None:
+        """Kill the process with everything it started, and read the answers that it gave before."""
+        if self._replies.closed:
+            return
+        # It has not been waited for, so its number cannot belong to another process.
+        if self.process.returncode is None:
+            os.kill(self.process.pid, signal.SIGSTOP)
+            kill_descendants(self.process.pid)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        while not self.is_over and self._read():
+            pass
+        self.close_pipes()
 
 
 def exchange(children: Sequence[Child], timeout_s: float | None) -> None:

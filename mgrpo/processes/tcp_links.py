@@ -49,15 +49,7 @@ class TcpLink:
         self.nonce, self.deadline = secrets.token_hex(16), time.monotonic() + GREETING_S
         self.is_refused = False
         self._is_writable, self._lock = True, threading.Lock()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", SILENCE_S // 3),
-            ("TCP_KEEPINTVL", SILENCE_S // 6),
-            ("TCP_KEEPCNT", 4),
-            ("TCP_USER_TIMEOUT", 1000 * SILENCE_S),
-        ):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        notice_silence(connection)
 
     @property
     def own_address(self) -> str:
@@ -226,12 +218,8 @@ class TcpLinks:
 
     def _greet(self, link: TcpLink, line: bytes) -> None:
         """Take the proof, which is compared as it came."""
-        found = _PROOF.fullmatch(line)
-        if found is None:
-            raise ValueError("no proof")
-        number = int(found[1])
-        is_known = hmac.compare_digest(found[2], _proof(self._secret, link.nonce, number).encode())
-        link.number = number
+        link.number = number = number_of(line)
+        is_known = is_proof(line, self._secret, link.nonce)
         if answer := self._refusal(number, is_known):
             link.refuse(answer)
 
@@ -273,6 +261,33 @@ def reach(address: tuple[str, int], *, timeout_s: float) -> tuple[TcpLink, str, 
     except (OSError, ValueError):
         connection.close()
         raise
+
+
+def number_of(line: bytes) -> int:
+    """The number that the other end has said; ValueError if it is no proof."""
+    found = _PROOF.fullmatch(line)
+    if found is None:
+        raise ValueError("no proof")
+    return int(found[1])
+
+
+def is_proof(line: bytes, secret: str | None, nonce: str) -> bool:
+    """Whether an answer to the welcome shows that the other end knows the secret."""
+    found = _PROOF.fullmatch(line)
+    return found is not None and hmac.compare_digest(found[2], _proof(secret, nonce, int(found[1])).encode())
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Have the kernel close it `SILENCE_S` seconds after the other machine has gone silent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE_S // 3),
+        ("TCP_KEEPINTVL", SILENCE_S // 6),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", 1000 * SILENCE_S),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _proof(secret: str | None, nonce: str, number: int) -> str:

@@ -98,7 +98,7 @@ class Interaction:
         """
         self.dispatcher = dispatcher
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self.environments.start(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result()
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Have the environments begin with these groups, in this order. From any thread."""
@@ -115,11 +115,16 @@ class Interaction:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(CLOSE_S)
 
+    async def _start(self) -> None:
+        await self.episodes.start()
+        await self.environments.start()
+
     async def _close(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.environments.close()
+        await self.episodes.close()
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback has failed, and nothing waits for its result: the run cannot go on."""
@@ -150,6 +155,8 @@ class Interaction:
             opened=partial(self.opened, prompt, is_training=request.is_training),
             row=self._row(prompt, is_training=request.is_training),
             seed=seed_of(self.run_seed, "environment", request.stream, *prompt.id),
+            truth=self._truth(prompt),
+            sampling={name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         )
         try:
             group = await self.episodes.run(task)
@@ -167,6 +174,9 @@ class Interaction:
         shown = {name: value for name, value in prompt.columns.items() if name not in self.hidden_columns}
         asked = self.asked(prompt, is_training=is_training) if self.asked else prompt.source or prompt.text
         return {"prompt": asked, **shown}
+
+    def _truth(self, prompt: Prompt) -> dict[str, Any]:
+        return {name: prompt.columns.get(name, list(prompt.ground_truths)) for name in self.hidden_columns}
 
     def _send(self, asks: Sequence[Ask]) -> None:
         assert self.dispatcher is not None
@@ -186,7 +196,7 @@ class Interaction:
         )
         request = Request(
             prompt=ask.prompt,
-            sampling=whole.sampling_of(ask.num_samples),
+            sampling=whole.sampling_of(ask.num_samples, ask.stop),
             stream=whole.stream,
             number=whole.number,
             done=lambda group: self._soon(self._answer, ask, request, group),

@@ -40,7 +40,7 @@ def sampler_seed(run_seed: int, step: int, engine: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTurn:
-    """One turn of a trajectory. The first turn is shared by all trajectories of its prompt."""
+    """One turn of a trajectory. Turn 0 is shared by all trajectories of its prompt."""
 
     whole: Request
     """The request for the whole group."""
@@ -84,11 +84,12 @@ class Request:
     @property
     def is_beginning(self) -> bool:
         """Whether nothing of its group has been sampled."""
-        return self.turn is None or not self.turn.turn
+        return self.turn is None or not self.turn.turn or not self.turn.whole.has_begun
 
-    def sampling_of(self, num_samples: int) -> Sampling:
-        """The sampling of a turn of `num_samples` trajectories."""
-        return replace(self.sampling, num_samples=num_samples)
+    def sampling_of(self, num_samples: int, stop: Sequence[str] = ()) -> Sampling:
+        """The sampling of a turn of `num_samples` trajectories, which ends at these strings as well."""
+        strings = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop)))
+        return replace(self.sampling, num_samples=num_samples, stop_strings=strings)
 
     @property
     def home(self) -> int | None:

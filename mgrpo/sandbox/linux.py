@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
+import socket
+import struct
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -33,6 +36,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
 def unshare(flags: int) -> None:
@@ -63,6 +67,13 @@ def unmount(target: str) -> None:
 
 def pivot_root(new_root: str, put_old: str) -> None:
     _call("pivot_root", os.fsencode(new_root), os.fsencode(put_old))
+
+
+def raise_loopback() -> None:
+    """Bring up 127.0.0.1 of this network namespace, in which it is down at first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        _, flags = struct.unpack("16sH22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16s24x", b"lo")))
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", flags | _IFF_UP))
 
 
 def set_dumpable(is_dumpable: bool) -> None:

@@ -16,8 +16,10 @@ _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
 _NOT_EQUAL = 1
 _EQUAL = 4
+_GREATER = 6
 _MASKED_EQUAL = 7
-_AF_UNIX = 1
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_SOCK_DGRAM = 2
 _SOCKET_TYPE_MASK = 0xF
 _OTHER_SOCKET_TYPES = (2, 3, 4, 5, 6, 10)
 """All but SOCK_STREAM. A datagram socket holds what any number of others have sent, and they need not live on."""
@@ -63,8 +65,11 @@ class _Comparison(ctypes.Structure):
     )
 
 
-def filter_program() -> bytes:
-    """The BPF program for `linux.filter_system_calls`; OSError where there is no libseccomp."""
+def filter_program(*, internet: bool = False) -> bytes:
+    """The BPF program for `linux.filter_system_calls`; OSError where there is no libseccomp.
+
+    `internet`: TCP and UDP are allowed, as far as the network namespace has them.
+    """
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
@@ -75,9 +80,7 @@ def filter_program() -> bytes:
         for name in _REFUSED:
             rules.refuse(name)
         for name in ("socket", "socketpair"):
-            rules.refuse(name, _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
-            for kind in _OTHER_SOCKET_TYPES:
-                rules.refuse(name, _Comparison(1, _MASKED_EQUAL, _SOCKET_TYPE_MASK, kind))
+            rules.refuse_sockets(name, internet=internet)
         # The supervisor counts a socket as full; a program must not make it larger.
         rules.refuse("setsockopt", _Comparison(1, _EQUAL, _SOL_SOCKET, 0), _Comparison(2, _EQUAL, _SO_SNDBUF, 0))
         rules.refuse("mmap", _Comparison(3, _MASKED_EQUAL, _SHARED_WITHOUT_FILE, _SHARED_WITHOUT_FILE))
@@ -107,6 +110,21 @@ class _Rules:
         action, count = ctypes.c_uint32(_ERRNO | error), ctypes.c_uint(len(comparisons))
         result = self._library.seccomp_rule_add_array(self._context, action, ctypes.c_int(number), count, array)
         _check(result, f"the rule for {name}")
+
+    def refuse_sockets(self, name: str, *, internet: bool) -> None:
+        """All but streams between processes and, with `internet`, TCP and UDP."""
+        if not internet:
+            self.refuse(name, _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
+        else:
+            for family in {*range(_AF_INET6)} - {_AF_UNIX, _AF_INET}:
+                self.refuse(name, _Comparison(0, _EQUAL, family, 0))
+            self.refuse(name, _Comparison(0, _GREATER, _AF_INET6, 0))
+        for kind in _OTHER_SOCKET_TYPES:
+            is_kind = _Comparison(1, _MASKED_EQUAL, _SOCKET_TYPE_MASK, kind)
+            if internet and kind == _SOCK_DGRAM:
+                self.refuse(name, _Comparison(0, _EQUAL, _AF_UNIX, 0), is_kind)
+            else:
+                self.refuse(name, is_kind)
 
 
 def _check(result: int, what: str) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +51,7 @@ class Keeper:
             adopt_orphans()
         else:
             self._sees_processes = enter_private_run(self._cell.program_id)
-            with socket.socket(socket.AF_UNIX) as one:
-                # Data is accepted as long as the buffer is not full, so one message more than fits can wait.
-                self._socket_bytes = 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            self._socket_bytes = socket_bytes()
 
     def _become_program(self, descriptors: list[int], *unused: socket.socket) -> None:
         """In a forked child: keep only these descriptors, as 0, 1, ..., and no privileges."""
@@ -74,13 +73,7 @@ class Keeper:
 
     def _exceeds_memory(self) -> bool:
         """Whether the program's processes and full sockets together would take more memory than one process may."""
-        if not self._sees_processes:
-            return False
-        num_sockets = Path("/proc/self/net/unix").read_bytes().count(b"\n") - 1
-        left = self._limits.memory_bytes - num_sockets * self._socket_bytes
-        others = [entry for entry in os.listdir("/proc") if entry.isdecimal() and entry != "1"]
-        # The first sum is cheap to find, and never below the second.
-        return sum(map(_resident_bytes, others)) > left and sum(map(_used_bytes, others)) > left
+        return self._sees_processes and exceed_memory(others(), self._limits.memory_bytes, self._socket_bytes)
 
     def _reap(self) -> None:
         """Kill and reap the processes that the program has left behind."""
@@ -103,6 +96,26 @@ class Keeper:
         elif os.listdir(SCRATCH):
             linux.unmount(SCRATCH)
             mount_scratch(self._cell.program_id)
+
+
+def socket_bytes() -> int:
+    """The most that one socket between processes can hold."""
+    with socket.socket(socket.AF_UNIX) as one:
+        # Data is accepted as long as the buffer is not full, so one message more than fits can wait.
+        return 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def others() -> list[str]:
+    """Numbers of all processes of this PID namespace but the first."""
+    return [entry for entry in os.listdir("/proc") if entry.isdecimal() and entry != "1"]
+
+
+def exceed_memory(processes: Sequence[str], limit_bytes: int, socket_bytes: int) -> bool:
+    """Whether the processes take more, with the sockets of their network namespace, each of which holds `socket_bytes`."""
+    num_sockets = Path("/proc/self/net/unix").read_bytes().count(b"\n") - 1 if socket_bytes else 0
+    left = limit_bytes - num_sockets * socket_bytes
+    # The first sum is cheap to find, and never below the second.
+    return sum(map(_resident_bytes, processes)) > left and sum(map(_used_bytes, processes)) > left
 
 
 def reap_descendants() -> None:

@@ -20,9 +20,9 @@ from mgrpo.sandbox.paths import inner_path
 SCRATCH = "/tmp"
 """The program's folder inside the walls; before that, where the new root is built."""
 # Not /dev/zero: a shared mapping of it is memory that belongs to no process.
-_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-_OWN = (*_DEVICES, "/proc")
-_LINKS = {
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_OWN = (*DEVICES, "/proc")
+LINKS = {
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
     "/dev/stdout": "/proc/self/fd/1",
@@ -85,7 +85,7 @@ def enter_private_root(readable: Sequence[str]) -> None:
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
-    paths = [*_outermost(readable), *_OWN]
+    paths = [*outermost(readable), *_OWN]
     # Opened first, because the new root may cover one of them.
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths if os.path.exists(path)}
     root = os.path.realpath(SCRATCH)
@@ -95,19 +95,24 @@ def enter_private_root(readable: Sequence[str]) -> None:
         if os.path.islink(path) and not path.startswith("/dev/"):
             os.symlink(os.readlink(path), target)
             continue
-        _make_mount_point(target, is_folder=os.path.isdir(f"/proc/self/fd/{source}"))
+        make_mount_point(target, is_folder=os.path.isdir(f"/proc/self/fd/{source}"))
         linux.mount(f"/proc/self/fd/{source}", target, flags=linux.MS_BIND | linux.MS_REC)
     for source in sources.values():
         os.close(source)
-    for link, target in _LINKS.items():
+    for link, target in LINKS.items():
         os.symlink(target, root + link)
     os.mkdir(root + SCRATCH)
+    enter_root(root)
+
+
+def enter_root(root: str, *, writable: Sequence[str] = ()) -> None:
+    """Make the folder this process's root, in a mount namespace of its own, and all of it read-only except `writable` mounts."""
     os.chdir(root)
     linux.pivot_root(".", ".")
     linux.unmount(".")
     os.chdir("/")
     # Only now are the mounts of this process those of the new root alone: the machine's may have the same names.
-    _make_read_only()
+    _make_read_only(writable)
 
 
 def forbid_namespaces() -> None:
@@ -121,11 +126,17 @@ def enter_private_run(program_id: int) -> bool:
 
     Returns whether there is a /proc: without the privilege to mount one there is none.
     """
+    has_proc = show_own_processes()
+    mount_scratch(program_id)
+    return has_proc
+
+
+def show_own_processes() -> bool:
+    """Mount a /proc of this PID namespace over the machine's. Returns whether there is one, as `enter_private_run` does."""
     has_proc = _mount_proc(SCRATCH)
     linux.unmount("/proc")
     if has_proc:
         linux.mount(SCRATCH, "/proc", flags=linux.MS_MOVE)
-    mount_scratch(program_id)
     return has_proc
 
 
@@ -155,7 +166,7 @@ def become_unprivileged(program_id: int) -> None:
     linux.drop_capabilities()
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
+def outermost(paths: Sequence[str]) -> list[str]:
     """The paths that are not inside another one."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
@@ -164,18 +175,18 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     return kept
 
 
-def _make_mount_point(path: str, *, is_folder: bool) -> None:
+def make_mount_point(path: str, *, is_folder: bool) -> None:
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def _make_read_only() -> None:
-    """Remount everything read-only, submounts included, except /proc."""
+def _make_read_only(writable: Sequence[str]) -> None:
+    """Remount everything read-only, submounts included, except /proc and these mounts."""
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         number, _, _, _, escaped, options = line.split()[:6]
         path = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), escaped))
-        if (path + "/").startswith("/proc/") or not _leads_to(path, number):
+        if (path + "/").startswith("/proc/") or path in writable or not _leads_to(path, number):
             continue
         flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
         if not path.startswith("/dev/"):

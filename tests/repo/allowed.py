@@ -134,6 +134,7 @@ LARGE = {
     "algo": (15, "a formula a file, beside the loss that adds them up"),
     "config": (32, "a section of the settings a file, with its rules"),
     "data": (16, "the stations from a file of rows to token ids, one after the other"),
+    "environments.endpoint": (15, "three APIs side by side, and a call's way from its connection to its turn and back"),
     "environments.loop": (13, "a conversation from its messages to its tokens, and the loop that plays it"),
     "parallel": (14, "nearly flat: each file does one thing of Megatron's our way"),
     "planner": (13, "a cause of memory or time a file, the plan that adds them up, and its page"),

@@ -13,17 +13,17 @@ The path names the session and its key must fit. A turn counts as delivered once
 from __future__ import annotations
 
 import json
-import math
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from mgrpo.environments.endpoint import chat
+from mgrpo.environments.endpoint import anthropic, chat, responses
 from mgrpo.environments.endpoint.calls import name_of
 from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Held, Receive, Send, parsed
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
-from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, over
+from mgrpo.environments.endpoint.passing import Passing
+from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
 from mgrpo.environments.endpoint.sessions import Opened, Sessions
 
 MODEL = "policy"
@@ -55,14 +55,18 @@ class HandsOut(Protocol):
         """A task for a worker with this key, once there is one; None: ask again."""
 
 
-DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat}
+DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": anthropic, "v1/responses": responses}
 
 
 class Endpoint:
     """The application."""
 
-    def __init__(self, sessions: Sessions, *, tasks: HandsOut | None = None) -> None:
-        self._sessions, self._tasks, self._held = sessions, tasks, Held()
+    def __init__(self, sessions: Sessions, passing: Passing, *, tasks: HandsOut | None = None) -> None:
+        """
+        Args:
+            passing: the way to the sessions of other endpoints.
+        """
+        self._sessions, self._passing, self._tasks, self._held = sessions, passing, tasks, Held()
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither a lifespan nor websockets are asked for"
@@ -70,7 +74,10 @@ class Endpoint:
         dialect = _dialect(exchange.parts)
         try:
             try:
-                await self._route(exchange)
+                if (url := self._passing.url_of(scope)) is not None:
+                    await self._passing.pass_on(url, scope, receive, send)
+                else:
+                    await self._route(exchange)
             except (Fault, ClientGone):
                 raise
             except Exception as err:
@@ -132,12 +139,14 @@ class Endpoint:
         async with self._body(exchange) as raw:
             body = parsed(raw)
             request = dialect.request(body)
-            session.counts.plain["other_model"] += body.get("model") not in (None, MODEL)
+            if not isinstance(model := body.get("model"), str | None):
+                raise BadRequest("Invalid value for 'model': expected a string.", "invalid_value", "model")
+            session.counts.plain["other_model"] += model not in (None, MODEL)
             is_stream = body.get("stream") is True
-            name, is_retry = name_of(tail, raw, exchange.headers)
+            name, kind = name_of(tail, raw, exchange.headers)
             num_bytes = len(raw)
-            with opened.calls.call(name, lambda: session.turn(request, num_bytes=num_bytes), is_retry=is_retry) as call:
-                watch = await exchange.wait(call.task, with_comments=is_stream)
+            with opened.calls.call(name, kind, lambda: session.turn(request, num_bytes=num_bytes)) as call:
+                watch = await exchange.wait(call.task, comment_s=session.limits.comment_s if is_stream else None)
                 try:
                     turned = call.turned
                     if is_stream:
@@ -158,10 +167,10 @@ class Endpoint:
     async def _reward(self, exchange: Exchange, session: Session) -> None:
         async with self._body(exchange) as raw:
             body = parsed(raw)
-            reward, metrics = _number(body.get("reward"), "reward"), body.get("metrics") or {}
+            reward, metrics = finite(body.get("reward"), "reward"), body.get("metrics") or {}
             if not isinstance(metrics, dict):
                 raise BadRequest("metrics must be an object of numbers", param="metrics")
-            found = {name: _number(value, f"metrics.{name:.80}") for name, value in metrics.items()}
+            found = {name: finite(value, f"metrics.{name:.80}") for name, value in metrics.items()}
             if session.why_over is not None:
                 raise over("its reward can no longer be set")
             session.reward, session.metrics = reward, found
@@ -201,12 +210,6 @@ def _unknown(exchange: Exchange) -> Fault:
         "/v1/messages or /v1/responses.",
         "unknown_url",
     )
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRequest(f"{name}={value!r:.80} must be a finite number", "invalid_value", name)
-    return float(value)
 
 
 def _models(session: Session, tail: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The HTTP calls of one session: how many are open, which of them a retry asks again, and what becomes of those that were left.
 
 A client library that lost its connection, or has waited for too long, sends the same body again and says that it is a retry: it
-gets the turn that the first call asked for, also one that is still being sampled. A call without a client is cancelled at the
-engine when no retry has come within `RETRY_S`; what it had sampled is forgotten.
+gets the turn that the first call asked for, also one that is still being sampled. Equal calls that do not say so are samples of
+their own, and so are the retries of calls that were refused. A call without a client is cancelled at the engine when no retry has
+come within `Limits.retry_s`; what it had sampled is forgotten.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 from mgrpo.environments.endpoint.messages import Fault
 from mgrpo.environments.endpoint.session import Session, Turned, over
 
-RETRY_S = 10.0
-"""How long a call without a client waits for a retry; client libraries begin one within 8 s."""
+Kind = Literal["new", "retry", "same"]
+"""A request that asks for a turn of its own; that repeats an earlier one, which may have been refused; that is an earlier one."""
 
 
 class Call:
@@ -56,6 +58,8 @@ class Calls:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._num_requests = 0
+        self._num_refused = 0
+        """Requests whose retries ask for turns of their own."""
         self._known: dict[bytes, list[Call]] = {}
         """Calls by their name, except those that failed."""
         self._running: set[Call] = set()
@@ -69,6 +73,7 @@ class Calls:
         """
         left = sum(not call.num_clients for call in self._running)
         if self._num_requests + left >= self._session.limits.max_open_calls:
+            self._num_refused += 1
             raise Fault(
                 429,
                 "rate_limit_error",
@@ -82,13 +87,13 @@ class Calls:
             self._num_requests -= 1
 
     @contextmanager
-    def call(self, name: bytes, turn: Callable[[], Coroutine[None, None, Turned]], *, is_retry: bool) -> Iterator[Call]:
+    def call(self, name: bytes, kind: Kind, turn: Callable[[], Coroutine[None, None, Turned]]) -> Iterator[Call]:
         """The call that a request asks for: a new one, unless it repeats an earlier one. It may go on after the request.
 
         Args:
             turn: begins the turn of a new one.
         """
-        call = self._earlier(name) if is_retry else None
+        call = None if kind == "new" else self._earlier(name, kind)
         if call is None:
             call = self._begin(name, turn())
         else:
@@ -102,17 +107,21 @@ class Calls:
         finally:
             call.num_clients -= 1
             if not call.num_clients and not call.task.done():
-                call.timer = asyncio.get_running_loop().call_later(RETRY_S, self._give_up, call)
+                call.timer = asyncio.get_running_loop().call_later(self._session.limits.retry_s, self._give_up, call)
 
     def cancel(self) -> None:
         """Cancel what is being sampled, now."""
         for call in list(self._running):
             call.task.cancel()
 
-    def _earlier(self, name: bytes) -> Call | None:
-        """Of the calls of this name, the newest whose turn nobody has got; else the newest."""
+    def _earlier(self, name: bytes, kind: Kind) -> Call | None:
+        """Of the calls of this name, the newest whose turn nobody has got; else the newest, unless that of the retry was refused."""
         calls = self._known.get(name, ())
-        return max(enumerate(calls), key=lambda each: (each[1].is_lost, each[0]), default=(0, None))[1]
+        found = max(enumerate(calls), key=lambda each: (each[1].is_lost, each[0]), default=(0, None))[1]
+        if kind == "retry" and self._num_refused and (found is None or not found.is_lost):
+            self._num_refused -= 1
+            return None
+        return found
 
     def _begin(self, name: bytes, turn: Coroutine[None, None, Turned]) -> Call:
         call = Call(asyncio.create_task(turn))
@@ -127,6 +136,7 @@ class Calls:
             call.timer.cancel()
         # The exception of a task that nobody waits for is asked for here.
         if call.task.cancelled() or call.task.exception() is not None:
+            self._num_refused += call.num_clients
             self._known[name].remove(call)
             if not self._known[name]:
                 del self._known[name]
@@ -136,9 +146,11 @@ class Calls:
         call.task.cancel()
 
 
-def name_of(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
-    """By what equal calls are known, and whether a request says that it may repeat an earlier one."""
+def name_of(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, Kind]:
+    """By what equal calls are known, and how a request says that it is related to an earlier one."""
     key = headers.get(b"idempotency-key", b"")
     number = headers.get(b"x-stainless-retry-count", b"0")
     name = hashlib.blake2b(b"\0".join((path.encode(), key, body)), digest_size=16).digest()
-    return name, bool(key) or (number.isdigit() and int(number) > 0)
+    if key:
+        return name, "same"
+    return name, "retry" if number.isdigit() and int(number) > 0 else "new"

@@ -14,8 +14,6 @@ Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 
-COMMENT_S = 5.0
-"""Seconds between signs of life in a stream whose turn is being sampled."""
 MAX_HELD_BYTES = 1 << 30
 """Of the bodies of all requests that have not been answered; further ones are refused with status 503."""
 _JSON = (b"content-type", b"application/json")
@@ -93,17 +91,18 @@ class Exchange:
         finally:
             held.num_bytes -= size
 
-    async def wait(self, task: asyncio.Task[Any], *, with_comments: bool) -> asyncio.Task[None]:
-        """Wait for a task, with signs of life in the answer; returns the watch for the client's end, to be cancelled.
+    async def wait(self, task: asyncio.Task[Any], *, comment_s: float | None) -> asyncio.Task[None]:
+        """Wait for a task; returns the watch for the client's end, to be cancelled.
 
+        Args:
+            comment_s: seconds between signs of life in a stream, which begins with the first one; None: the answer is no stream.
         Raises:
             ClientGone: before the task was done, or at the same time.
         """
         watch = asyncio.create_task(self._gone())
         try:
             while not task.done():
-                limit_s = COMMENT_S if with_comments else None
-                await asyncio.wait((task, watch), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((task, watch), timeout=comment_s, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done():
                     raise ClientGone
                 if not task.done():

@@ -2,7 +2,9 @@
 
 Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
 
-    load     language, host, port, public_url, number, limits, sampling_conflict, worker_key  ->  url
+    load     language, host, port, public_url, number, limits, sampling_conflict, worker_key
+                                          ->  url, and direct: where other endpoints of the run reach this one
+    peers    urls                         ->  nothing: the direct address of each endpoint of the run by its number
     open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling, task
                                           ->  session, base_url, api_key, reward_key
     wishes                                ->  wishes, cancelled; waits until there are any
@@ -10,7 +12,8 @@ Every question has a number "id", which its answer repeats; answers come in any 
     wait     session                      ->  status: waits until the trajectory is over, "ended" or "late"
     end      session                      ->  what `Session.report` says; its calls are cancelled and its keys are forgotten
 
-An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for.
+An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for. One that has
+joined from another machine (joined.py) is asked in the same way, over a connection.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import uvicorn
 
 from mgrpo.environments.endpoint.app import Endpoint
+from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Limits
 from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
 from mgrpo.environments.endpoint.wishes import Wishes
@@ -36,49 +41,68 @@ from mgrpo.processes.json_lines import Message, take_standard_streams
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.sandbox.connection import HEAD_LIMIT_S, BoundedConnection, listen
 
-_MAX_QUESTION_BYTES = 1 << 30
+MAX_QUESTION_BYTES = 1 << 30
 
 
 def main() -> None:
     die_with_parent()
-    questions, answers = take_standard_streams()
-    _take_descriptors()
-    asyncio.run(_Process().serve(questions, answers))
+    asyncio.run(_serve(*take_standard_streams()))
 
 
-class _Process:
-    """The endpoint of the process, once it is loaded."""
+async def _serve(questions: BinaryIO, answers: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_QUESTION_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+    # The learner reads when it has time, which no client may wait for.
+    writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(answers, "wb"))
+    await AskedEndpoint().serve(reader, writer.write)
+    # An orderly end would wait for clients.
+    os._exit(0)
 
-    def __init__(self) -> None:
+
+class AskedEndpoint:
+    """The endpoint of this process, once it is loaded."""
+
+    def __init__(self, *, host: str | None = None, port: int | None = None) -> None:
+        """`host`, `port`: where to serve; None: where the learner says."""
+        _take_descriptors()
+        self._host, self._port = host, port
         self._wishes = Wishes()
+        self._passing: Passing | None = None
         self._server: asyncio.Task[None] | None = None
         self._loaded: Sessions | None = None
 
-    async def serve(self, questions: BinaryIO, answers: int) -> None:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=_MAX_QUESTION_BYTES)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
-        # The learner reads when it has time, which no client may wait for.
-        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(answers, "wb"))
+    async def serve(self, questions: asyncio.StreamReader, write: Callable[[bytes], object]) -> None:
+        """Answer until no more is asked. What it serves goes on until the process ends.
+
+        Args:
+            write: sends an answer, sooner or later.
+        """
         tasks = set()
-        while line := await reader.readline():
-            task = asyncio.create_task(self._answer(json.loads(line), writer))
+        while line := await questions.readline():
+            task = asyncio.create_task(self._answer(json.loads(line), write))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-        # An orderly end would wait for clients.
-        os._exit(0)
 
-    async def _answer(self, question: Message, writer: asyncio.WriteTransport) -> None:
+    @property
+    def is_loaded(self) -> bool:
+        return self._loaded is not None
+
+    async def _answer(self, question: Message, write: Callable[[bytes], object]) -> None:
         try:
             answer = await self._found(question)
         except Exception as err:
             answer = {"error": f"{type(err).__name__}: {err}"}
-        writer.write(json.dumps({**answer, "id": question["id"]}).encode() + b"\n")
+        write(json.dumps({**answer, "id": question["id"]}).encode() + b"\n")
 
     async def _found(self, question: Message) -> dict[str, Any]:
         match question["ask"]:
             case "load":
-                return {"url": await self._load(question)}
+                return await self._load(question)
+            case "peers":
+                assert self._passing is not None, "the first question is load"
+                self._passing.urls = {int(number): url for number, url in question["urls"].items()}
+                return {}
             case "open":
                 return self._sessions.open(bounds_of(question))
             case "wishes":
@@ -99,16 +123,22 @@ class _Process:
         assert self._loaded is not None, "the first question is load"
         return self._loaded
 
-    async def _load(self, question: Message) -> str:
-        """Serve; returns the address for agents."""
-        language = await asyncio.to_thread(LanguageSpec.from_json(question["language"]).make)
-        listening = listen(question["host"], question["port"])
-        url = (question.get("public_url") or _url(question["host"], listening)).rstrip("/")
+    async def _load(self, question: Message) -> dict[str, str]:
+        """Serve; returns the address for agents, and the one for other endpoints."""
+        spec = LanguageSpec.from_json(question["language"])
+        if not spec.format.startswith("vllm:"):
+            _do_without_torch()
+        language = await asyncio.to_thread(spec.make)
+        host = question["host"] if self._host is None else self._host
+        listening = listen(host, question["port"] if self._port is None else self._port)
+        direct = _url(host, listening)
+        url = (question.get("public_url") or direct).rstrip("/")
         limits = Limits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
         self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
+        self._passing = Passing(question["number"])
         server = _Server(
             uvicorn.Config(
-                Endpoint(self._loaded),
+                Endpoint(self._loaded, self._passing),
                 http=BoundedConnection,
                 ws="none",
                 lifespan="off",
@@ -128,7 +158,7 @@ class _Process:
         # What is there now stays; the collector need not look at it again and again while clients wait.
         gc.collect()
         gc.freeze()
-        return url
+        return {"url": url, "direct": direct}
 
 
 class _Server(uvicorn.Server):
@@ -145,6 +175,12 @@ def _url(host: str, listening: socket.socket) -> str:
         host = socket.gethostname()
     port = listening.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _do_without_torch() -> None:
+    """Have transformers not find it: tokenizers and templates do not need it, and it takes 260 MB and two seconds."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def _take_descriptors() -> None:

@@ -123,6 +123,10 @@ class Limits:
     max_branches: int = 1024
     body_bytes: int = 1 << 24
     body_s: float = 10.0
+    retry_s: float = 10.0
+    """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
+    comment_s: float = 5.0
+    """Seconds between signs of life in a stream whose turn is being sampled; clients limit the time between reads."""
     refuses_sampling: bool = False
     """Calls with sampling settings of their own are refused; False: the trajectory's are used."""
 
@@ -131,7 +135,7 @@ class Counts:
     """What happened besides turns."""
 
     def __init__(self) -> None:
-        self.plain: Counter[str] = Counter()
+        self.plain = Counter(retries=0, abandoned=0, other_model=0)
         self.refused: Counter[str] = Counter()
         """By the code or the status of the error."""
         self.overridden: Counter[str] = Counter()
@@ -270,8 +274,7 @@ class Session:
     def _pin(self, settings: Mapping[str, Any]) -> None:
         """Use the trajectory's settings instead."""
         for name, value in settings.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise BadRequest(f"Invalid value for '{name}': expected a number.", "invalid_value", name)
+            finite(value, name)
             own = self.bounds.sampling.get(name)
             neutral = _NEUTRAL.get(name, ())
             if value == own or (value in neutral and (own is None or own in neutral)):
@@ -352,6 +355,20 @@ class Session:
 def over(why: str) -> Fault:
     """No turn may follow."""
     return Fault(400, "invalid_request_error", f"This trajectory is over: {why}.", "trajectory_over")
+
+
+def finite(value: Any, name: str) -> float:
+    """A number that a client has sent.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise BadRequest(f"Invalid value for '{name}': {str(value)[:80]} is not a finite number.", "invalid_value", name)
 
 
 def _bytes_of(text: str) -> list[int] | None:

@@ -7,10 +7,12 @@ added to the vocabulary: such tokens are markup, special or not, of this templat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mgrpo.data.templates import render
@@ -21,6 +23,7 @@ from mgrpo.environments.normal_form import valid
 
 __all__ = ["BridgeError", "Bridges"]
 
+_CALLED, _MARK = "qzcalledzq", "qzanswerzq"
 _MOST_KNOWN = 256
 """Most kinds of bridges that are kept, and most messages in one of several roles: clients choose both."""
 
@@ -89,6 +92,7 @@ class Bridges:
         Raises:
             ValueError: the template refuses the conversation.
         """
+        messages = [self._fitted(message) for message in messages]
         mark = _absent(messages)
 
         def within(text: str) -> str:
@@ -105,6 +109,34 @@ class Bridges:
                 break
             # The tokenizer rewrites a text before it looks for tokens: no two characters of a message stay together.
         return ids
+
+    def _fitted(self, message: Message) -> Message:
+        """A message as this template writes it: some have no place for calls, or for what tools answer."""
+        if message["role"] == "tool":
+            return message if self._tool_role == "tool" else {**message, "role": self._tool_role}
+        if (calls := message.get("tool_calls")) and not self._writes_calls:
+            texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            return {**message, "content": "\n".join([*filter(None, [message["content"]]), *texts])}
+        return message
+
+    @cached_property
+    def _tool_role(self) -> str:
+        """The role in which this template writes what tools answer."""
+        return next((role for role in self._tool_roles if _MARK in self._probed(role)), "user")
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        return _CALLED in self._probed(self._tool_roles[0])
+
+    def _probed(self, role: str) -> str:
+        """The text of a call and its answer; "" where the template refuses them."""
+        for arguments in ({}, "{}"):
+            call = {"type": "function", "id": "call00000", "function": {"name": _CALLED, "arguments": arguments}}
+            asked = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            answer = {"role": role, "name": _CALLED, "tool_call_id": "call00000", "content": _MARK}
+            with contextlib.suppress(ValueError):
+                return self.render([*asked, answer], True)
+        return ""
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
         """The ids after a turn that called tools.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -94,6 +94,10 @@ class Task:
     """The environments' seed, the same for all samples."""
     opened: Callable[[str], Prompt]
     """The prompt with its environments' opening text."""
+    truth: Mapping[str, Any] = field(default_factory=dict)
+    """The columns that environments must not see, for a check after the end."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """How its turns are sampled, by the names of the settings."""
 
 
 class Episodes:
@@ -108,6 +112,12 @@ class Episodes:
     ) -> None:
         self.gathering, self.environments, self.language, self.bounds = gathering, environments, language, bounds
         self.losses = Losses()
+
+    async def start(self) -> None:
+        """Open what trajectories need beside their environments; ValueError where it cannot be."""
+
+    async def close(self) -> None:
+        """Close it."""
 
     async def run(self, task: Task) -> RolloutGroup:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.

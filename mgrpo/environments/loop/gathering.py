@@ -30,6 +30,8 @@ class Ask:
     """`[len]` int32, everything before the turn."""
     num_samples: int
     max_tokens: int
+    stop: tuple[str, ...] = ()
+    """Further strings at which it ends."""
     answer: asyncio.Future[Sequence[Sampled]]
 
 

@@ -48,6 +48,16 @@ class Instance(Protocol):
             EnvironmentLost: it has failed, or was late.
         """
 
+    async def run_agent(self, endpoint: dict[str, Any], *, truth: dict[str, Any], limit_s: float) -> Mapping[str, Any]:
+        """Have the trajectory's agent play to its end; how that came, see `Outcome`.
+
+        Args:
+            endpoint: the fields of `offered.agent.Endpoint`.
+            truth: the columns of the row that only a check may see.
+        Raises:
+            EnvironmentLost: its process is gone, or it cannot be ended.
+        """
+
     async def ending(self) -> Ending:
         """The reward and the state at the end; to be asked once, after the last step.
 

@@ -38,6 +38,9 @@ class Shown:
 class ProgramLanguage(TemplateLanguage):
     """Implements `environments.loop.conversation.Chats`."""
 
+    spec: LanguageSpec | None = None
+    """What it was made of."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -222,7 +225,7 @@ class LanguageSpec:
                 stop_token_ids=self.stop_ids,
             )
 
-        return ProgramLanguage(
+        made = ProgramLanguage(
             tokenizer,
             format_of=partial(named, self.format, tokenizer=tokenizer),
             bridges_of=bridges_of,
@@ -230,3 +233,5 @@ class LanguageSpec:
             max_observation_tokens=self.max_observation_tokens,
             strips=self.strips,
         )
+        made.spec = self
+        return made

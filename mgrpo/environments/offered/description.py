@@ -29,7 +29,9 @@ class Offer:
     is_alternative: bool
     """Whether it is one of those among which a row's column `environment` chooses."""
     is_program: bool = False
-    """Whether it drives the model by itself."""
+    """Whether it drives the model by itself, in chats that it asks of us."""
+    is_agent: bool = False
+    """Whether it does so by an address of the model."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -73,12 +75,22 @@ class Description:
     @property
     def acts(self) -> bool:
         """Whether there is an environment that takes a turn as a whole."""
-        return not self.is_program and not all(offer.tools for offer in self.offers)
+        return not self.is_driven and not all(offer.tools for offer in self.offers)
 
     @property
     def is_program(self) -> bool:
         """Whether a program drives the model; it is then the only entry."""
         return any(offer.is_program for offer in self.offers)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether an agent does; it is then the only entry."""
+        return any(offer.is_agent for offer in self.offers)
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a program or an agent drives the model."""
+        return self.is_program or self.is_agent
 
     @property
     def names(self) -> frozenset[str]:
@@ -91,7 +103,7 @@ class Description:
         Raises:
             ValueError: it has a name that does not exist, or names environments that cannot go together.
         """
-        if self.is_program:
+        if self.is_driven:
             names = tuple(offer.name for offer in self.offers)
             return OfferChoice(playing=names, active=frozenset(), actor=None, settings=row_settings({}))
         settings = row_settings(row)

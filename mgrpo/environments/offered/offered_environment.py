@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mgrpo.environments.environment import Answered, Call, Environment, Observation, Tool
+from mgrpo.environments.offered.agent import Agent
 from mgrpo.environments.offered.call_arguments import ArgumentError, coerced
 from mgrpo.environments.offered.calling import Late, TimedCalls, called
 from mgrpo.environments.offered.description import ACT, Offer
@@ -143,6 +144,7 @@ class OfferedEnvironment:
             gives_reward=getattr(self.environment, "gives_reward", own_reward),
             is_alternative=self._is_alternative,
             is_program=isinstance(self.environment, Program),
+            is_agent=isinstance(self.environment, Agent),
         )
 
     def _checked(self, observation: Observation) -> Observation:

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mgrpo.environments.environment import Answered, Call, Observation
+from mgrpo.environments.offered.agent import Agent
 from mgrpo.environments.offered.description import ACT, Description
 from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
@@ -44,6 +45,13 @@ class Toolbox:
         assert isinstance(only.environment, Program)
         return only.environment
 
+    @property
+    def agent(self) -> Agent:
+        """The agent that drives the model, where the description says so."""
+        (only,) = self._environments.values()
+        assert isinstance(only.environment, Agent)
+        return only.environment
+
     async def reset(self, row: Mapping[str, Any], *, seed: int, trajectory: str = "") -> Observation:
         """Begin a trajectory with the environments that its row asks for.
 
@@ -61,7 +69,7 @@ class Toolbox:
         own = choice.settings.settings
         begun = await _all_ended(
             each.begin(
-                row if each.offer.is_program else {**row, "env_config": own.get(each.name, {})},
+                row if self._description.is_driven else {**row, "env_config": own.get(each.name, {})},
                 seed=seed,
                 trajectory=trajectory,
             )

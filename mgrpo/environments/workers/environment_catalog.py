@@ -12,6 +12,7 @@ from mgrpo.environments.adaptors.open_instruct_environments import OpenInstruct,
 from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.adaptors.trl_rollout import TrlRollout, is_trl_rollout
 from mgrpo.environments.environment import Environment
+from mgrpo.environments.offered.agent import Agent, FunctionAgent
 from mgrpo.environments.offered.calling import TimedCalls
 from mgrpo.environments.offered.functions import FunctionTool
 from mgrpo.environments.offered.offered_environment import OfferedEnvironment
@@ -45,6 +46,12 @@ TRL = "trl:"
 PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
 """Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
+AGENTS = {
+    "command": f"{_HOME}.launch.command:CommandAgent",
+    "verifiers": f"{_HOME}.adaptors.verifiers_v1:play",
+}
+AGENT = "agent:"
+"""Prefix of an agent that is given an address of the model, a name of `AGENTS` or the user's; it is then the only entry."""
 _MISSING = (
     "there is no module {name}; put its folder on PYTHONPATH (for another env_python, install it there), or write "
     "path/to/file.py:attribute"
@@ -97,9 +104,10 @@ def built(specs: Sequence[Spec], calls: TimedCalls | None = None) -> Toolbox:
 def _offered(spec: Spec, calls: TimedCalls | None) -> OfferedEnvironment:
     is_trl = spec.entry.startswith(TRL)
     is_program = spec.entry.startswith(PROGRAM)
-    entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM)
-    found = _found(entry, PROGRAMS if is_program else NAMES)
-    make = _program if is_program else _trl if is_trl else _environment
+    is_agent = spec.entry.startswith(AGENT)
+    entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM).removeprefix(AGENT)
+    found = _found(entry, PROGRAMS if is_program else AGENTS if is_agent else NAMES)
+    make = _program if is_program else _agent if is_agent else _trl if is_trl else _environment
     try:
         environment = make(found, spec)
     # The user's own code runs here, and may raise anything.
@@ -159,6 +167,12 @@ def _program(found: Any, spec: Spec) -> Environment:
     if inspect.isclass(found) and issubclass(found, Program):
         return found(**spec.settings)
     return TrlRollout(found, **spec.settings) if is_trl_rollout(found) else Program(found, **spec.settings)
+
+
+def _agent(found: Any, spec: Spec) -> Environment:
+    if inspect.isclass(found) and issubclass(found, Agent):
+        return found(**spec.settings)
+    return FunctionAgent(found, **spec.settings)
 
 
 def _environment(found: Any, spec: Spec) -> Environment:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mgrpo.environments.loop.losses import EnvironmentLost
+from mgrpo.processes.distant import Distant
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import TOOL_VARIABLES, without_secrets
 
@@ -35,9 +36,9 @@ class Frozen(EnvironmentLost):
 
 
 class Link:
-    """One worker process. Always `end` it."""
+    """One worker process, here or on another machine. Always `end` it."""
 
-    def __init__(self, child: Child, when_over: Callable[[str], None]) -> None:
+    def __init__(self, child: Child | Distant, when_over: Callable[[str], None]) -> None:
         """`when_over` is called once with the way it ended, unless `end` was called."""
         self._child, self._when_over = child, when_over
         self._loop = asyncio.get_running_loop()
@@ -52,6 +53,8 @@ class Link:
 
     @property
     def pid(self) -> int:
+        """Of a child."""
+        assert isinstance(self._child, Child)
         return self._child.process.pid
 
     async def ask(self, question: Message, limit_s: float) -> Message:

@@ -93,6 +93,8 @@ class EnvironmentPool:
             ValueError: an environment cannot be built or set up; the message names its entry.
         """
         assert not self._hosts, "it is started once, and again after it is closed"
+        if not self._specs:
+            return Description(offers=())
         try:
             for capacity in self._capacities:
                 self._new_host(capacity)

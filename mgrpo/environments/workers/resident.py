@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mgrpo.environments.offered.agent import Endpoint
 from mgrpo.environments.offered.calling import Failed, Late, TimedCalls, WorkerLimits
 from mgrpo.environments.offered.description import Description
 from mgrpo.environments.offered.offered_environment import finite, shortened
@@ -15,6 +17,8 @@ from mgrpo.environments.workers.environment_catalog import Spec, built
 from mgrpo.processes.json_lines import Message
 
 _MAX_SNAPSHOT_BYTES = 1 << 22
+ENDING_S = 60.0
+"""Time for an agent's check, and for what it leaves to be cleaned up, beyond its own limit."""
 
 
 class Resident:
@@ -76,6 +80,14 @@ class Resident:
 
         self._refuse_if_stuck()
         return await self._calls.within(self._limits.tool_timeout_s, go_on)
+
+    async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
+        """How the trajectory's agent has ended, see `Agent.run`."""
+        self._refuse_if_stuck()
+        agent = self.toolbox.agent
+        run = functools.partial(agent.run, Endpoint(**endpoint), truth=truth, limit_s=limit_s)
+        found = await self._calls.within(limit_s + ENDING_S, lambda: run())
+        return {**found.to_json(), "metrics": {f"{agent.name}/{name}": value for name, value in found.metrics.items()}}
 
     async def ending(self) -> Message:
         async def ask() -> Message:

@@ -6,6 +6,7 @@ Every question has a number "id", which its answer repeats; answers come in any 
     reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  answers: an observation, seconds and timed_out for each call
     resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
+    run     instance, endpoint, truth, limit_s  ->  ended, status, output, reward, metrics: an agent plays
     ending  instance                          ->  reward, snapshot
     end     instance, limit_s                 ->  the trajectory has let go of everything
     close   instance, limit_s                 ->  what still goes on in it is cancelled
@@ -95,6 +96,9 @@ class _EnvironmentWorker:
                     answer = {"answers": [dataclasses.asdict(each) for each in found]}
                 case "resume":
                     answer = await self._resident(number).resume(question["answer"])
+                case "run":
+                    given = {name: question[name] for name in ("truth", "limit_s")}
+                    answer = await self._resident(number).run_agent(question["endpoint"], **given)
                 case "ending":
                     answer = await self._resident(number).ending()
                 case "end":

@@ -16,6 +16,7 @@ from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.row_columns import is_plain, sendable
 from mgrpo.environments.workers.host import Host
 from mgrpo.environments.workers.link import Frozen
+from mgrpo.environments.workers.resident import ENDING_S
 from mgrpo.processes.json_lines import Message
 
 
@@ -76,6 +77,11 @@ class WorkerInstance:
     async def resume(self, answer: Message) -> Message:
         """Have the trajectory's program go on: its next wish, or its result."""
         return await self._ask({"ask": "resume", "answer": answer}, self._limits.tool_timeout_s)
+
+    async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
+        """Have the trajectory's agent play to its end, see `Instance.run_agent`."""
+        question = {"ask": "run", "endpoint": endpoint, "truth": sendable(truth), "limit_s": limit_s}
+        return await self._ask(question, limit_s + ENDING_S)
 
     async def ending(self) -> Ending:
         """The reward and the state at the end."""

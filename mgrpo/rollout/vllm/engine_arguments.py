@@ -292,7 +292,9 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         spans_nodes: an engine's workers are on several nodes.
     """
     settings, rollout = config.engine, config.rollout
-    reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
+    reads_text = (
+        bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None or config.agent.agent is not None
+    )
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, where vLLM would take a relative path for a
         # model's name on the Hub.

@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config
-from mgrpo.config.tools import PYTHON, ToolSpec, source_problems
+from mgrpo.config.agent import DEFAULT_TIMEOUT_S, WORKER_KEY
+from mgrpo.config.tools import PYTHON, ToolSpec, reference, settings_of, source_problems
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.calling import WorkerLimits
-from mgrpo.environments.offered.description import Description
-from mgrpo.environments.workers.environment_catalog import NAMES, Spec
+from mgrpo.environments.offered.description import Description, Offer
+from mgrpo.environments.workers.environment_catalog import AGENT, NAMES, Spec
 from mgrpo.environments.workers.pool import EnvironmentPool, describe
 from mgrpo.rewards.trajectory_rewards import TurnRewards
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.environments.agents.agents import Agents
     from mgrpo.environments.environment import Tool
     from mgrpo.environments.loop.language import TemplateLanguage
     from mgrpo.rollout.interaction import Asked, Interaction, Opened
@@ -31,6 +33,16 @@ UNLIMITED = 1 << 30
 MOST_WORKERS = 8
 UNUSED_FORMAT = "hermes"
 """The format where there is nothing to call."""
+_REMOTE_OFFER = Offer(
+    name="remote",
+    entry="remote",
+    tools=(),
+    is_repeatable=False,
+    gives_reward=False,
+    is_alternative=False,
+    is_agent=True,
+)
+"""Agents that come and ask for their tasks."""
 ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
 """Columns in which a row names its own tools or environment."""
 
@@ -59,8 +71,10 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     # The rules have said what is wrong with the words.
     if not config.has_turns or any(source_problems(config.tools, config.agent.agent)):
         return None, []
+    if config.agent.agent_kind == "remote":
+        return Toolset(specs=(), description=Description(offers=(_REMOTE_OFFER,))), []
     try:
-        specs = tuple(_spec(config, spec) for spec in config.tools.specs)
+        specs = tuple(_spec(config, spec) for spec in config.tools.specs) or (_agent_spec(config),)
         return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
     except ValueError as err:
         return None, [str(err)]
@@ -71,6 +85,26 @@ def _spec(config: Config, asked: ToolSpec) -> Spec:
     if asked.entry in PYTHON and config.reward.code_sandbox_accept_risk:
         settings.setdefault("accept_risk", True)
     return Spec(entry=asked.entry, call_name=asked.call_name, settings=settings)
+
+
+def _agent_spec(config: Config) -> Spec:
+    own, given = config.agent, config.tools.tool_configs
+    assert own.agent is not None
+    if own.agent_kind != "command":
+        return Spec(entry=AGENT + reference(own.agent), settings=settings_of(own.agent, given[0]) if given else {})
+    settings = {
+        "command": own.agent,
+        "check": own.agent_check,
+        "box": own.agent_box,
+        "image": own.agent_image,
+        "network": own.agent_network,
+        "files": own.agent_files,
+        "env": list(own.agent_env),
+        "max_processes": own.agent_max_processes,
+        "memory_mb": own.agent_memory_mb,
+        "sets_reward": own.agent_sets_reward,
+    }
+    return Spec(entry=f"{AGENT}command", settings=settings)
 
 
 def with_stop_strings(config: Config, language: TemplateLanguage | None) -> Config:
@@ -100,7 +134,7 @@ def make_language(
     from mgrpo.data.templates import find_template
     from mgrpo.environments.loop.bridge import Bridges
     from mgrpo.environments.loop.language import TemplateLanguage, stop_ids_of
-    from mgrpo.environments.loop.program_language import ProgramLanguage
+    from mgrpo.environments.loop.program_language import LanguageSpec
     from mgrpo.environments.loop.stripping import find_stripping
 
     template = find_template(config.data.chat_template_name, tokenizer)
@@ -118,14 +152,19 @@ def make_language(
         )
 
     longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
-    if toolset.description.is_program:
-        return ProgramLanguage(
-            tokenizer,
-            format_of=format_of,
-            bridges_of=bridges_of,
+    if toolset.description.is_driven:
+        spec = LanguageSpec(
+            tokenizer=config.tokenizer_path,
+            template=template or "",
+            template_kwargs=json.loads(config.data.chat_template_kwargs),
+            format=_format_name(config, toolset, template or ""),
+            stop_ids=all_stop_ids,
             add_bos=config.data.add_bos,
             max_observation_tokens=longest,
+            shows_tools=config.tools.pass_tools_to_chat_template,
+            strips=toolset.description.is_agent and config.tools.thinking_history == "strip",
         )
+        return spec.make(tokenizer)
     bridges = bridges_of(toolset.description.tools)
     if toolset.description.acts:
         bridges.check("user")
@@ -164,7 +203,7 @@ def make_interaction(
     from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes
     from mgrpo.rollout.interaction import Interaction
 
-    tools = config.tools
+    tools, is_agent = config.tools, toolset.description.is_agent
     environments = EnvironmentPool(
         toolset.specs,
         pool_size=tools.pool_size or UNLIMITED,
@@ -188,13 +227,40 @@ def make_interaction(
             trajectory_timeout_s=tools.trajectory_timeout,
             scored_text=tools.scored_text,
         ),
-        episodes=Driven if toolset.description.is_program else Episodes,
-        asked=asked if toolset.description.is_program else None,
+        episodes=_agents(config, language) if is_agent else Driven if toolset.description.is_program else Episodes,
+        asked=asked if toolset.description.is_driven else None,
         opened=opened,
         hidden_columns=(config.data.ground_truths_key,),
         in_rounds=toolset.plays_in_rounds(config),
         run_seed=config.experiment.seed,
     )
+
+
+def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]:
+    """Makes the trajectories of a run's agents."""
+    from mgrpo.environments.agents.agents import AgentBounds, Agents
+    from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
+    from mgrpo.environments.loop.program_language import ProgramLanguage
+
+    assert isinstance(language, ProgramLanguage) and language.spec is not None
+    own = config.agent
+    are_remote = own.agent_kind == "remote"
+    settings = EndpointSettings(
+        language=language.spec,
+        host=own.agent_endpoint_host,
+        port=own.agent_endpoint_port,
+        public_url=own.agent_endpoint_url,
+        max_turns=own.agent_max_turns,
+        sampling_conflict=own.sampling_conflict,
+        worker_key=os.environ[WORKER_KEY] if are_remote else None,
+    )
+    bounds = AgentBounds(
+        limit_s=config.tools.trajectory_timeout or DEFAULT_TIMEOUT_S,
+        sets_reward=own.agent_sets_reward,
+        are_remote=are_remote,
+        untaken=own.untaken_turns,
+    )
+    return partial(Agents, endpoints=Endpoints(settings, count=own.agent_endpoints), own=bounds)
 
 
 def turn_rewards(config: Config) -> TurnRewards:

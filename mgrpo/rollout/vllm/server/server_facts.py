@@ -79,8 +79,13 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's max_num_seqs is {scheduler['max_num_seqs']}, expected at least the {samples} samples of a prompt; "
             f"start it with --max-num-seqs {config.engine.vllm_max_num_seqs}"
         )
-    for name in ("stop_strings", "vllm_guided_decoding_regex"):
-        if getattr(config.rollout, name) and model["skip_tokenizer_init"]:
+    readers = {
+        "stop_strings": config.rollout.stop_strings,
+        "vllm_guided_decoding_regex": config.rollout.vllm_guided_decoding_regex,
+        "agent": config.agent.agent,
+    }
+    for name, value in readers.items():
+        if value and model["skip_tokenizer_init"]:
             yield f"the server has no tokenizer, needed for {name}; start it without --skip-tokenizer-init"
     if config.rollout.is_cut and 0 <= model["max_logprobs"] < (least := num_logprobs(config)):
         yield (

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.environments.agents.recorded_tree import RecordedTree
 from mgrpo.environments.loop.program_language import LanguageSpec
+from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.workers.link import Link
 from mgrpo.processes.json_lines import Child
 from tests.unit.environments.chat_templates import JOINED, changed, make_tokenizer
@@ -99,7 +101,7 @@ class Served:
         self.cancelled: list[tuple[str, int]] = []
         self.error: Mapping[str, Any] | None = None
         """The answer to all wishes instead."""
-        self._wholes: dict[tuple[str, int], list[int]] = {}
+        self._trees: dict[str, RecordedTree] = {}
         self._sampling: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -138,10 +140,35 @@ class Served:
     def made_in(self, session: Mapping[str, Any]) -> dict[int, Made]:
         return {made.number: made for made in self.made if made.session == session["session"]}
 
+    def branches(
+        self, session: Mapping[str, Any], end: Mapping[str, Any]
+    ) -> list[tuple[list[int], list[int], list[bool]]]:
+        """Context, tokens and mask of each branch of a trajectory that has ended.
+
+        Raises:
+            AssertionError: a turn that is trained was not sampled after exactly what precedes it, or is trained twice.
+        """
+        found = self._trees[session["session"]].trajectory(end)
+        ids, mask = found.tokens.tolist(), [bool(part.finish_reason) for part in found.parts for _ in part.tokens]
+        bounds = [(each.prompt_tokens.tolist(), each.start, each.end) for each in found.branches]
+        bounds.append((found.context.tolist(), found.start, found.num_tokens))
+        made = [(each.context, each.tokens) for each in self.made_in(session).values()]
+        for turn in found.turns:
+            context, start, _ = next(each for each in bounds if each[1] <= turn.start < each[2])
+            made.remove((context + ids[start : turn.start], ids[turn.start : turn.end]))
+        return [(context, ids[start:stop], mask[start:stop]) for context, start, stop in bounds]
+
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._link.end)
+        self.run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def _end(self) -> None:
+        tasks = [self._engine, *self._sampling.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._link.end()
 
     async def _start(self, spec: LanguageSpec, conflict: str, limits: Mapping[str, Any]) -> str:
         self._link = Link(Child("mgrpo.environments.endpoint.process", max_line_bytes=1 << 28), lambda why: None)
@@ -180,11 +207,19 @@ class Served:
         if self.error is not None:
             found = self.error
         else:
-            is_root = wish["parent"] is None or wish["rewrites"]
-            context = wish["added"] if is_root else self._wholes[wish["session"], wish["parent"]] + wish["added"]
+            tree = self._trees.setdefault(wish["session"], RecordedTree())
+            context = tree.ask(wish["number"], wish["parent"], wish["added"], wish["rewrites"]).tolist()
             tokens, finish_reason = self.sample(context, wish)
             logprobs = (-np.random.default_rng(len(context)).random(len(tokens))).tolist()
-            self._wholes[name] = context + tokens
+            tree.sampled(
+                wish["number"],
+                Sampled(
+                    tokens=np.array(tokens, np.int32),
+                    logprobs=np.array(logprobs, np.float32),
+                    policy_versions=np.zeros(len(tokens), np.int32),
+                    finish_reason=finish_reason,
+                ),
+            )
             self.made.append(Made(*name, context, tokens, logprobs))
             found = {"tokens": tokens, "logprobs": logprobs, "finish_reason": finish_reason}
         await self._link.ask({"ask": "sampled", "session": name[0], "number": name[1], **found}, WAIT_S)

@@ -1,0 +1,263 @@
+"""Trajectories of agents: each has a session at an endpoint, and is what the agent has asked there until it ended.
+
+An agent may ask for several turns at a time, so trajectories go on as they come, and no run repeats to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mgrpo.environments.agents.endpoint_link import Endpoints, Session, Wish
+from mgrpo.environments.agents.recorded_tree import RecordedTree, UntakenTurns
+from mgrpo.environments.loop.conversation import Chats
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task, together
+from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.instance import Environments, Instance
+from mgrpo.environments.loop.losses import EnvironmentLost
+from mgrpo.environments.loop.trajectory import Trajectory
+from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
+
+_NOTHING: Mapping[str, Any] = {"turns": (), "counts": {}}
+"""The report of an endpoint that is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentBounds:
+    """What holds for every agent."""
+
+    limit_s: float
+    """Seconds that it may take with all its turns."""
+    sets_reward: bool
+    """Whether its own word about its reward counts."""
+    are_remote: bool
+    """Whether agents come and ask for their tasks."""
+    untaken: UntakenTurns = "drop"
+
+
+class Agents(Episodes):
+    """All trajectories of a run, played by agents."""
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        environments: Environments,
+        language: Chats,
+        bounds: EpisodeBounds,
+        *,
+        endpoints: Endpoints,
+        own: AgentBounds,
+    ) -> None:
+        super().__init__(gathering, environments, language, bounds)
+        self.chats, self.endpoints, self.own = language, endpoints, own
+
+    async def start(self) -> None:
+        await self.endpoints.start()
+
+    async def close(self) -> None:
+        await self.endpoints.close()
+
+    async def run(self, task: Task) -> RolloutGroup:
+        """All trajectories of one prompt."""
+        plays = [_Play(self, task, sample) for sample in range(task.num_samples)]
+        try:
+            await together(play.run() for play in plays)
+        finally:
+            self.gathering.leave()
+        prompt = self._common(task, plays)
+        return RolloutGroup(prompt=prompt, completions=tuple(play.completion(prompt) for play in plays))
+
+    def _common(self, task: Task, plays: Sequence[_Play]) -> Prompt:
+        """The first context of all samples, if they have one in common; else the row's prompt."""
+        firsts = [play.first_context for play in plays if play.first_context is not None]
+        if not firsts or any(not np.array_equal(first, firsts[0]) for first in firsts):
+            return task.prompt
+        if np.array_equal(firsts[0], task.prompt.tokens):
+            return task.prompt
+        return replace(task.prompt, tokens=firsts[0], text=self.chats.written(firsts[0].tolist()))
+
+
+class _Play:
+    """One trajectory under way."""
+
+    def __init__(self, agents: Agents, task: Task, sample: int) -> None:
+        self.agents, self.task, self.sample = agents, task, sample
+        self.name = f"{task.name}/{sample}"
+        self.tree = RecordedTree()
+        self.session: Session | None = None
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when a turn cannot be sampled: no trajectory can go on then."""
+        self.trajectory = Trajectory(context=task.prompt.tokens, ended_by="error")
+        self.reward: float | None = None
+        self.record = AgentRecord(ended="lost", status=None, output="", seconds=0.0)
+
+    @property
+    def first_context(self) -> np.ndarray | None:
+        """`[len]` int32, what its first turn follows; None: it has none."""
+        if not self.trajectory.turns:
+            return None
+        branches = self.trajectory.branches
+        return branches[0].prompt_tokens if branches else self.trajectory.context
+
+    async def run(self) -> None:
+        """From the agent's start to its end."""
+        began = time.monotonic()
+        instance = None
+        if not self.agents.own.are_remote:
+            instance = await self.agents._acquire(self.task.row, self.task.seed, self.name)
+            if instance is None:
+                return
+        outcome: Mapping[str, Any] = {"ended": "lost"}
+        report = _NOTHING
+        try:
+            session = self.session = await self.agents.endpoints.open(self._bounds(), self._sample)
+            try:
+                outcome = await self._played(session, instance)
+            finally:
+                # Also where this is cancelled: the session's keys must not live on.
+                report = await session.end()
+        except EnvironmentLost as err:
+            self.agents.losses.say("agent", f"{self.name} has no score: {err}")
+        finally:
+            if self.failure.done() and not self.failure.cancelled():
+                self.failure.exception()  # It has been raised, or something before it.
+            if instance is not None:
+                await instance.release(broken=outcome["ended"] == "lost")
+        self._judge(outcome, report, time.monotonic() - began)
+
+    def completion(self, prompt: Prompt) -> Completion:
+        """The completion of a group with this prompt."""
+        trajectory, first = self.trajectory, self.first_context
+        trajectory.has_own_context = first is not None and not np.array_equal(first, prompt.tokens)
+        found = trajectory.completion(
+            text_of=self.agents.language.text, scored_text=self.agents.bounds.scored_text, reward=self.reward
+        )
+        assert found.trajectory is not None
+        return replace(found, trajectory=replace(found.trajectory, agent=self.record))
+
+    def _bounds(self) -> dict[str, Any]:
+        task, bounds = self.task, self.agents.bounds
+        remote = {"row": task.row, "limit_s": self.agents.own.limit_s} if self.agents.own.are_remote else None
+        return {
+            "max_tokens": task.max_tokens,
+            "max_model_length": bounds.max_model_length,
+            "per_turn_max_tokens": bounds.per_turn_max_tokens,
+            # A remote agent's time begins when it takes its task.
+            "deadline_s": None if remote else self.agents.own.limit_s,
+            "sampling": task.sampling,
+            "task": remote,
+        }
+
+    async def _played(self, session: Session, instance: Instance | None) -> Mapping[str, Any]:
+        """How the agent has ended.
+
+        Raises:
+            EnvironmentLost: its process or its endpoint is gone.
+        """
+        playing = asyncio.ensure_future(self._play(session, instance))
+        try:
+            await asyncio.wait({playing, session.lost, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                self.failure.result()
+            if not playing.done():
+                raise EnvironmentLost(f"the endpoint of agents {session.lost.result()}")
+            return playing.result()
+        finally:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
+
+    async def _play(self, session: Session, instance: Instance | None) -> Mapping[str, Any]:
+        if instance is None:
+            return {"ended": await session.wait()}
+        own = self.agents.own
+        endpoint = {
+            "base_url": session.base_url,
+            "api_key": session.api_key,
+            "reward_key": session.reward_key if own.sets_reward else None,
+            "trajectory": self.name,
+            "seed": self.task.seed,
+        }
+        return await instance.run_agent(endpoint, truth=dict(self.task.truth), limit_s=own.limit_s)
+
+    async def _sample(self, wish: Wish) -> None:
+        """Sample a turn for the agent, and tell it."""
+        session, number = self.session, wish["number"]
+        assert session is not None
+        context = self.tree.ask(number, wish["parent"], wish["added"], wish["rewrites"])
+        room = self.agents.bounds.max_model_length - len(context)
+        ask = Ask(
+            prompt=self.task.prompt,
+            place=self.task.place,
+            sample=self.sample,
+            # 0 is a turn that all samples share.
+            turn=number + 1,
+            tokens=context,
+            num_samples=1,
+            max_tokens=min(wish["max_tokens"], room),
+            stop=tuple(wish["stop"]),
+            answer=asyncio.get_running_loop().create_future(),
+        )
+        try:
+            assert room > 0, "the endpoint knows the length of contexts"
+            (turn,) = await self.agents.gathering.sample(ask)
+            self.tree.sampled(number, turn)
+            await session.answer(number, turn)
+        except EnvironmentLost:
+            return  # Its session says so.
+        except Exception as err:
+            if not self.failure.done():
+                self.failure.set_exception(err)
+            await session.refuse(number, f"{type(err).__name__}: {err}")
+
+    def _judge(self, outcome: Mapping[str, Any], report: Mapping[str, Any], seconds: float) -> None:
+        """What the trajectory is, and what it is worth."""
+        trajectory = self.trajectory = self.tree.trajectory(report, untaken=self.agents.own.untaken)
+        ended = "silent" if outcome["ended"] == "ended" and not trajectory.turns else outcome["ended"]
+        said = report.get("reward") if self.agents.own.sets_reward else None
+        reward = outcome["reward"] if outcome.get("reward") is not None else said
+        has_score = ended == "ended" or (ended == "crashed" and reward is not None and bool(trajectory.turns))
+        trajectory.metrics.update(outcome.get("metrics", {}))
+        trajectory.metrics.update({f"agent/{name}": value for name, value in report.get("metrics", {}).items()})
+        if has_score:
+            self.reward = reward
+            trajectory.ended_by = "length" if trajectory.parts[-1].finish_reason != "stop" else "stop"
+        else:
+            trajectory.ended_by = "error"
+            why = str(outcome.get("output", "")).strip()[-300:]
+            self.agents.losses.say(
+                f"agent {ended}", f"{self.name} has no score, because its agent {_HOW[ended]}: {why}"
+            )
+        self.record = AgentRecord(
+            ended=ended,
+            status=outcome.get("status"),
+            output=str(outcome.get("output", "")),
+            seconds=seconds,
+            counts=_flat(report["counts"]),
+        )
+        if difference := report.get("first_difference"):
+            self.agents.losses.say("difference", f"{self.name}: {difference}")
+
+
+_HOW = {
+    "crashed": "has crashed",
+    "late": "took too long",
+    "silent": "has read no turn of the model",
+    "lost": "is lost",
+}
+
+
+def _flat(counts: Mapping[str, Any]) -> dict[str, float]:
+    """Counts under their names, those of several kinds as name/kind."""
+    found: dict[str, float] = {}
+    for name, value in counts.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{kind}": float(count) for kind, count in value.items()}
+        else:
+            found[name] = float(value)
+    return found

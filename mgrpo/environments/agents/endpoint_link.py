@@ -1,0 +1,286 @@
+"""The learner's side of the endpoint processes: sessions are opened and ended there, and their wishes come from there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.environments.loop.losses import EnvironmentLost, Losses
+from mgrpo.environments.loop.program_language import LanguageSpec
+from mgrpo.environments.loop.trajectory import Sampled
+from mgrpo.environments.workers.link import Link
+from mgrpo.processes.json_lines import Child, Message
+from mgrpo.processes.visible import without_secrets
+
+PROGRAM = "mgrpo.environments.endpoint.process"
+_START_LIMIT_S = 120.0
+_ANSWER_LIMIT_S = 30.0
+_WISHES_LIMIT_S = 7 * 86400.0
+"""No agent asks anything while a policy is trained, however long that takes."""
+_MAX_ANSWER_BYTES = 1 << 28
+_RESTARTS = 3
+"""Starts in a row that may fail before the run ends."""
+
+Wish = Mapping[str, Any]
+"""A turn that an agent wants, see `endpoint.process`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """How the run's endpoints serve."""
+
+    language: LanguageSpec
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Of the first one, the next ones follow; 0: any."""
+    public_url: str | None = None
+    """Their common address for agents; None: each has its own."""
+    max_turns: int = 1024
+    sampling_conflict: str = "override"
+    worker_key: str | None = None
+    """The key of agents that ask for tasks; None: there are none."""
+
+
+class Session:
+    """One trajectory at an endpoint. Always `end` it."""
+
+    def __init__(
+        self, endpoint: _Endpoint, opened: Message, on_wish: Callable[[Wish], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._endpoint, self._on_wish = endpoint, on_wish
+        self.id: str = opened["session"]
+        self.base_url: str = opened["base_url"]
+        self.api_key: str = opened["api_key"]
+        self.reward_key: str = opened["reward_key"]
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done with the reason when its endpoint is gone."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def wait(self) -> str:
+        """Wait until whoever has taken its task ends it: "ended", or "late".
+
+        Raises:
+            EnvironmentLost: its endpoint is gone.
+        """
+        return (await self._endpoint.ask({"ask": "wait", "session": self.id}, _WISHES_LIMIT_S))["status"]
+
+    async def answer(self, number: int, turn: Sampled) -> None:
+        """Tell the agent what was sampled for a wish."""
+        await self._tell(
+            number,
+            {
+                "tokens": turn.tokens.tolist(),
+                "logprobs": turn.logprobs.tolist(),
+                "finish_reason": turn.finish_reason,
+            },
+        )
+
+    async def refuse(self, number: int, why: str) -> None:
+        """Tell the agent that nothing will be sampled any more."""
+        await self._tell(number, {"error": why, "is_over": True})
+
+    async def end(self) -> Message:
+        """End it: calls that are open are cancelled, and no further one is taken. Returns its report, see `Session.report` there.
+
+        Raises:
+            EnvironmentLost: its endpoint is gone.
+        """
+        self._endpoint.sessions.pop(self.id, None)
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await self._endpoint.ask({"ask": "end", "session": self.id}, _ANSWER_LIMIT_S)
+
+    def take(self, wish: Wish) -> None:
+        """Work on a wish."""
+        number = wish["number"]
+        task = self._tasks[number] = asyncio.get_running_loop().create_task(self._on_wish(wish))
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this turn any more."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    def lose(self, why: str) -> None:
+        """Its endpoint is gone."""
+        if not self.lost.done():
+            self.lost.set_result(why)
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _tell(self, number: int, answer: Message) -> None:
+        await self._endpoint.ask({"ask": "sampled", "session": self.id, "number": number, **answer}, _ANSWER_LIMIT_S)
+
+
+class Endpoints:
+    """All endpoint processes of a run, for one asyncio loop. Always `close` them.
+
+    One that ends is started again; its sessions are lost.
+    """
+
+    def __init__(self, settings: EndpointSettings, *, count: int = 1) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self._all = [_Endpoint(settings, number, self._replace) for number in range(count)]
+        self._losses = Losses()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refusal: str | None = None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The addresses of the processes, as they listen."""
+        return [endpoint.url for endpoint in self._all]
+
+    async def start(self) -> None:
+        """Start the processes; returns when they serve.
+
+        Raises:
+            ValueError: one cannot be started.
+        """
+        try:
+            await asyncio.gather(*(endpoint.start() for endpoint in self._all))
+        except EnvironmentLost as err:
+            await self.close()
+            raise ValueError(f"the endpoint of agents cannot be started: {err}; its own message is on stderr") from err
+
+    async def close(self) -> None:
+        """End the processes at once."""
+        self._refusal = "the endpoint of agents is closed"
+        for task in self._tasks:
+            task.cancel()
+        for endpoint in self._all:
+            endpoint.close()
+
+    async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
+        """A session of a new trajectory, at the process that has the fewest.
+
+        Args:
+            bounds: the fields of `open`, see `endpoint.process`.
+            on_wish: samples a turn and answers it.
+        Raises:
+            EnvironmentLost: the process has ended.
+            RuntimeError: the endpoints are closed, or cannot be started again.
+        """
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        return await min(self._all, key=lambda endpoint: (not endpoint.is_serving, len(endpoint.sessions))).open(
+            bounds, on_wish
+        )
+
+    def _replace(self, endpoint: _Endpoint, why: str) -> None:
+        self._losses.say(
+            "endpoint", f"the endpoint of agents {why}; trajectories that it served: {len(endpoint.sessions)}"
+        )
+        endpoint.lose(why)
+        task = asyncio.get_running_loop().create_task(self._start_again(endpoint))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_again(self, endpoint: _Endpoint) -> None:
+        for attempt in range(_RESTARTS):
+            await asyncio.sleep(attempt)
+            try:
+                await endpoint.start()
+            except EnvironmentLost as err:
+                self._refusal = f"the endpoint of agents cannot be started again: {err}"
+            else:
+                self._refusal = None
+                return
+
+
+class _Endpoint:
+    """One process."""
+
+    def __init__(self, settings: EndpointSettings, number: int, when_over: Callable[[_Endpoint, str], None]) -> None:
+        self._settings, self._number, self._when_over = settings, number, when_over
+        self._link: Link | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._is_loaded = False
+        self.sessions: dict[str, Session] = {}
+        self.url = ""
+
+    @property
+    def is_serving(self) -> bool:
+        return self._link is not None and not self._link.is_over and self._is_loaded
+
+    async def start(self) -> None:
+        """Start the process, on the port of the one before it.
+
+        Raises:
+            EnvironmentLost: it has ended, or cannot listen there.
+        """
+        settings = self._settings
+        port = settings.port and settings.port + self._number
+        if self.url and not settings.public_url:
+            port = int(self.url.rpartition(":")[2])
+        self._is_loaded = False
+        child = Child(PROGRAM, environment=without_secrets("MGRPO_ENDPOINT_"), max_line_bytes=_MAX_ANSWER_BYTES)
+        self._link = Link(child, self._over)
+        question = {
+            "ask": "load",
+            "language": settings.language.to_json(),
+            "host": settings.host,
+            "port": port,
+            "public_url": settings.public_url,
+            "number": self._number,
+            "limits": {"max_turns": settings.max_turns},
+            "sampling_conflict": settings.sampling_conflict,
+            "worker_key": settings.worker_key,
+        }
+        try:
+            self.url = (await self.ask(question, _START_LIMIT_S))["url"]
+        except BaseException:
+            self._link.end()
+            raise
+        self._is_loaded = True
+        self._pump = asyncio.get_running_loop().create_task(self._take_wishes())
+
+    async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
+        session = Session(self, await self.ask({"ask": "open", **bounds}, _ANSWER_LIMIT_S), on_wish)
+        self.sessions[session.id] = session
+        return session
+
+    async def ask(self, question: Message, limit_s: float) -> Message:
+        """The process's answer.
+
+        Raises:
+            EnvironmentLost: it has ended, or cannot answer.
+        """
+        assert self._link is not None, "it is started first"
+        answer = await self._link.ask(question, limit_s)
+        if "error" in answer:
+            raise EnvironmentLost(f"the endpoint of agents cannot answer {question['ask']}: {answer['error']}")
+        return answer
+
+    def _over(self, why: str) -> None:
+        if self._is_loaded:  # Else its start has failed, which says so.
+            self._when_over(self, why)
+
+    def lose(self, why: str) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+        sessions, self.sessions = self.sessions, {}
+        for session in sessions.values():
+            session.lose(why)
+
+    def close(self) -> None:
+        self.lose("it was closed")
+        if self._link is not None:
+            self._link.end()
+
+    async def _take_wishes(self) -> None:
+        while True:
+            try:
+                found = await self.ask({"ask": "wishes"}, _WISHES_LIMIT_S)
+            except EnvironmentLost:
+                return  # Its end is told otherwise.
+            for wish in found["wishes"]:
+                if (session := self.sessions.get(wish["session"])) is not None:
+                    session.take(wish)
+            for name, number in found["cancelled"]:
+                if (session := self.sessions.get(name)) is not None:
+                    session.cancel(number)

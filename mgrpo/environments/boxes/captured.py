@@ -1,0 +1,79 @@
+"""The output of a command whose author is not trusted: its last part is kept, however much is written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+_CHUNK = 2**16
+_PAUSE_S = 0.004
+"""After each chunk beyond what is kept: a command that prints without end must not take this process's time."""
+
+
+class Captured:
+    """Reads one end of a pipe until its end. For one event loop."""
+
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
+        """Takes the descriptor over."""
+        self._descriptor, self._max_bytes = descriptor, max_bytes
+        self._loop = asyncio.get_running_loop()
+        self._kept = bytearray()
+        self._is_open = True
+        self._ended = asyncio.Event()
+        self._pause: asyncio.TimerHandle | None = None
+        self.truncated = False
+        """Whether more was written than is kept."""
+        os.set_blocking(descriptor, False)
+        self._loop.add_reader(descriptor, self._read)
+
+    async def finish(self, grace_s: float) -> bytes:
+        """What is kept, once all writers are gone or after `grace_s`: what a command leaves running may hold its output open."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._ended.wait()
+        except TimeoutError:
+            pass
+        self.close()
+        return bytes(self._kept[-self._max_bytes :])
+
+    def close(self) -> None:
+        """Stop reading; a writer gets SIGPIPE."""
+        if self._is_open:
+            self._is_open = False
+            if self._pause is not None:
+                self._pause.cancel()
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._ended.set()
+
+    def _read(self) -> None:
+        try:
+            piece = os.read(self._descriptor, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self.close()
+            return
+        self._kept += piece
+        if len(self._kept) <= self._max_bytes:
+            return
+        self.truncated = True
+        if len(self._kept) > 2 * self._max_bytes + _CHUNK:
+            del self._kept[: -self._max_bytes]
+        self._loop.remove_reader(self._descriptor)
+        self._pause = self._loop.call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._descriptor, self._read)
+
+
+def in_memory(data: bytes) -> int:
+    """Descriptor of a file in memory with this content, at its beginning."""
+    descriptor = os.memfd_create("mgrpo")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,82 @@
+"""What a box without walls may leave when its keeper is killed: its folder, and processes. The next start of any box removes both.
+
+The folder of a box is locked by its keeper as long as that lives, and named in the environment of all that runs in the box.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from mgrpo.sandbox.supervision import remove_folder
+
+_PREFIX = "mgrpo-box-"
+_MARK = "MGRPO_BOX"
+_YOUNG_S = 60.0
+"""A folder may not be locked yet."""
+
+
+def make_folder() -> str:
+    """A new box's empty working folder, inside a folder of its own that only this user can enter."""
+    folder = os.path.join(tempfile.mkdtemp(prefix=_PREFIX), "work")
+    os.mkdir(folder, mode=0o700)
+    return folder
+
+
+def mark(folder: str) -> dict[str, str]:
+    """The variable by which what runs in the box is found."""
+    return {_MARK: folder}
+
+
+def lock(folder: str) -> int:
+    """Held by the keeper until it ends; the descriptor must go to none of its children."""
+    descriptor = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove(outer: str) -> None:
+    """Remove a box's folder; its processes have ended."""
+    remove_folder(outer)
+
+
+def sweep() -> None:
+    """Remove this user's folders whose keepers have ended, and end the processes that are left of these boxes."""
+    for outer in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = outer.stat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S or not _is_left(outer):
+                continue
+            _end_processes(str(outer / "work"))
+            remove(str(outer))
+
+
+def _is_left(outer: Path) -> bool:
+    descriptor = os.open(outer, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _end_processes(folder: str) -> None:
+    variable = f"{_MARK}={folder}".encode()
+    for _ in range(10):
+        found = []
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdecimal() and variable in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
