@@ -4,7 +4,7 @@ import contextlib
 import operator
 import re
 
-from agents import Agent, MaxTurnsExceeded, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import Agent, AgentsException, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI, BadRequestError
 
 set_tracing_disabled(True)
@@ -19,8 +19,8 @@ def calculate(expression: str) -> str:
 
 
 async def run(row, endpoint):
-    client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    client = CLIENT.with_options(base_url=endpoint.openai_url, api_key=endpoint.api_key)
     agent = Agent(name="calculator", tools=[calculate], model=OpenAIChatCompletionsModel(endpoint.model, client))
-    # Out of turns or of tokens: what the agent said last is judged.
-    with contextlib.suppress(MaxTurnsExceeded, BadRequestError):
+    # Out of turns or of tokens: what it said last is judged.
+    with contextlib.suppress(AgentsException, BadRequestError):
         await Runner.run(agent, row["prompt"][0]["content"], max_turns=4)
