@@ -165,7 +165,9 @@ def test_calls_that_fail_are_told_to_the_model_and_a_full_context_ends_the_agent
     """An agent that dies of them leaves no score behind, so nothing would be learnt from them."""
     problem = task.draw(random.Random(8))
     wrong = [("read", {"path": "no.py"}), ("replace", {"path": problem.path, "old": "", "new": ""}), ("fly", {})]
-    said = [message_of(f"<tool_call>{json.dumps({'name': name, 'arguments': told})}</tool_call>") for name, told in wrong]
+    said = [
+        message_of(f"<tool_call>{json.dumps({'name': name, 'arguments': told})}</tool_call>") for name, told in wrong
+    ]
     server = scripted(said)
     keys = {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "a key"}
     assert run_file("agent.py", tmp_path, row_of(task, problem), **keys) == 0
