@@ -19,8 +19,11 @@ WORKER_KEY = "MGRPO_WORKER_KEY"
 """Variable with the key by which remote agents ask for tasks."""
 DEFAULT_TIMEOUT_S = 600.0
 """Longest time of an agent where `trajectory_timeout` is none: one that hangs would hold its group for ever."""
+JOIN_TOKEN = "RAY_AUTH_TOKEN"
+"""The variable with the secret of a run's machines."""
 _FUNCTION = re.compile(r"(?:\S+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _BOXES = ("none", "local", "docker")
 
 WITH_AGENT = Needs("agent", lambda agent: agent is not None)
@@ -30,6 +33,7 @@ WITH_IMAGES = Needs(
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 PORT = Range(low=0, high=65535)
+JOIN = Form("HOST:PORT", lambda text: bool(_ADDRESS.fullmatch(text)))
 WHERE = Form("none, local, docker or the URL of a box server, http://HOST:PORT", lambda text: is_box(text))
 
 
@@ -76,6 +80,9 @@ class Agent:
     """Processes that serve agents, each on one core."""
     agent_endpoint_url: Annotated[str | None, WITH_AGENT] = None
     """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own."""
+    agent_endpoint_join: Annotated[str | None, JOIN, WITH_AGENT] = None
+    """HOST:PORT of this machine where endpoints of other machines join the run, by mgrpo agent-endpoint; all have RAY_AUTH_TOKEN set to
+    the same secret. none: none join."""
     sampling_conflict: Annotated[Literal["override", "refuse"], WITH_AGENT] = "override"
     """What becomes of an agent's own temperature, top_p and the like: override: the run's are used, since others would change the
     distribution that is trained; refuse: such calls get an error."""
@@ -157,6 +164,18 @@ def _url(agent_endpoint_url: str | None) -> Iterator[str]:
         yield f"agent_endpoint_url={agent_endpoint_url} must be a URL, http://HOST:PORT"
 
 
+def _join(agent_endpoint_join: str | None) -> Iterator[str]:
+    if agent_endpoint_join is None:
+        return
+    if int(agent_endpoint_join.rpartition(":")[2]) > 65535:
+        yield f"agent_endpoint_join={agent_endpoint_join} has no port below 65536"
+    if not os.environ.get(JOIN_TOKEN):
+        yield (
+            f"agent_endpoint_join={agent_endpoint_join} needs {JOIN_TOKEN}, by which endpoints of other machines prove that they "
+            "belong to the run; set it to the same secret on all of them"
+        )
+
+
 def _ports(agent_endpoint_port: int, agent_endpoints: int) -> Iterator[str]:
     if agent_endpoint_port and agent_endpoint_port + agent_endpoints > 65536:
         yield (
@@ -210,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     _files,
     _env,
     _url,
+    _join,
     _ports,
     _whole_trajectories,
     _template,

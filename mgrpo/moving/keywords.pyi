@@ -283,6 +283,8 @@ class Keywords(TypedDict, total=False):
     """Processes that serve agents, each on one core. (default: 1)"""
     agent_endpoint_url: str | None
     """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own. (default: none)"""
+    agent_endpoint_join: str | None
+    """HOST:PORT of this machine where endpoints of other machines join the run, by mgrpo agent-endpoint; all have RAY_AUTH_TOKEN set to the same secret. none: none join. (default: none)"""
     sampling_conflict: Literal["override", "refuse"]
     """What becomes of an agent's own temperature, top_p and the like: override: the run's are used, since others would change the distribution that is trained; refuse: such calls get an error. (default: override)"""
     untaken_turns: Literal["train", "drop"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mgrpo.environments.loop.losses import EnvironmentLost, Losses
 from mgrpo.environments.loop.program_language import LanguageSpec
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.workers.link import Link
+from mgrpo.processes.distant import Distant, Door
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
@@ -39,8 +42,12 @@ class EndpointSettings:
     """Their common address for agents; None: each has its own."""
     max_turns: int = 1024
     sampling_conflict: str = "override"
-    worker_key: str | None = None
+    worker_key: str | None = field(default=None, repr=False)
     """The key of agents that ask for tasks; None: there are none."""
+    join: tuple[str, int] | None = None
+    """Where endpoints of other machines may join; None: none do."""
+    join_secret: str = field(default="", repr=False)
+    """What they must know."""
 
 
 class Session:
@@ -119,13 +126,15 @@ class Session:
 class Endpoints:
     """All endpoint processes of a run, for one asyncio loop. Always `close` them.
 
-    One that ends is started again; its sessions are lost.
+    One that ends is started again, if it is a child; its sessions are lost. Each knows the others, to pass calls on to them.
     """
 
     def __init__(self, settings: EndpointSettings, *, count: int = 1) -> None:
         """Starts nothing."""
         self._settings = settings
         self._all = [_Endpoint(settings, number, self._replace) for number in range(count)]
+        self._numbers = itertools.count(count)
+        self._door: Door | None = None
         self._losses = Losses()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = None
@@ -146,12 +155,17 @@ class Endpoints:
         except EnvironmentLost as err:
             await self.close()
             raise ValueError(f"the endpoint of agents cannot be started: {err}; its own message is on stderr") from err
+        await self._introduce()
+        if self._settings.join is not None:
+            await self._open_door(self._settings.join)
 
     async def close(self) -> None:
         """End the processes at once."""
         self._refusal = "the endpoint of agents is closed"
         for task in self._tasks:
             task.cancel()
+        if self._door is not None:
+            await self._door.close()
         for endpoint in self._all:
             endpoint.close()
 
@@ -171,12 +185,60 @@ class Endpoints:
             bounds, on_wish
         )
 
+    async def _introduce(self) -> None:
+        """Tell all where the others are."""
+        urls = {str(endpoint.number): endpoint.direct for endpoint in self._all if endpoint.direct}
+        asked = [
+            endpoint.ask({"ask": "peers", "urls": urls}, _ANSWER_LIMIT_S)
+            for endpoint in self._all
+            if endpoint.is_serving
+        ]
+        # One that is lost meanwhile is told otherwise.
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _open_door(self, address: tuple[str, int]) -> None:
+        try:
+            listener = socket.create_server(address)
+        except OSError as err:
+            await self.close()
+            name = ":".join(map(str, address))
+            raise ValueError(
+                f"agent_endpoint_join={name} cannot be opened: {err.strerror}; choose another address"
+            ) from err
+        self._door = Door(
+            listener,
+            secret=self._settings.join_secret,
+            on_joined=lambda distant: self._begin(self._take_in(distant)),
+            max_line_bytes=_MAX_ANSWER_BYTES,
+        )
+
+    async def _take_in(self, distant: Distant) -> None:
+        """Let a process of another machine serve as well."""
+        endpoint = _Endpoint(self._settings, next(self._numbers), self._forget, joined=distant)
+        try:
+            await endpoint.start()
+        except EnvironmentLost as err:
+            self._losses.say("joining", f"an endpoint of agents at {distant.host} cannot serve: {err}")
+        else:
+            self._all.append(endpoint)
+            await self._introduce()
+
+    def _forget(self, endpoint: _Endpoint, why: str) -> None:
+        self._lose(endpoint, why)
+        self._all.remove(endpoint)
+
     def _replace(self, endpoint: _Endpoint, why: str) -> None:
+        self._lose(endpoint, why)
+        self._begin(self._start_again(endpoint))
+
+    def _lose(self, endpoint: _Endpoint, why: str) -> None:
         self._losses.say(
             "endpoint", f"the endpoint of agents {why}; trajectories that it served: {len(endpoint.sessions)}"
         )
         endpoint.lose(why)
-        task = asyncio.get_running_loop().create_task(self._start_again(endpoint))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -189,19 +251,28 @@ class Endpoints:
                 self._refusal = f"the endpoint of agents cannot be started again: {err}"
             else:
                 self._refusal = None
+                await self._introduce()
                 return
 
 
 class _Endpoint:
     """One process."""
 
-    def __init__(self, settings: EndpointSettings, number: int, when_over: Callable[[_Endpoint, str], None]) -> None:
-        self._settings, self._number, self._when_over = settings, number, when_over
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        number: int,
+        when_over: Callable[[_Endpoint, str], None],
+        *,
+        joined: Distant | None = None,
+    ) -> None:
+        """`joined`: the process; None: a child, which `start` starts."""
+        self._settings, self.number, self._when_over, self._joined = settings, number, when_over, joined
         self._link: Link | None = None
         self._pump: asyncio.Task[None] | None = None
         self._is_loaded = False
         self.sessions: dict[str, Session] = {}
-        self.url = ""
+        self.url = self.direct = ""
 
     @property
     def is_serving(self) -> bool:
@@ -214,28 +285,31 @@ class _Endpoint:
             EnvironmentLost: it has ended, or cannot listen there.
         """
         settings = self._settings
-        port = settings.port and settings.port + self._number
-        if self.url and not settings.public_url:
-            port = int(self.url.rpartition(":")[2])
+        port = settings.port and settings.port + self.number
+        if self.direct:
+            port = int(self.direct.rpartition(":")[2])
         self._is_loaded = False
-        child = Child(PROGRAM, environment=without_secrets("MGRPO_ENDPOINT_"), max_line_bytes=_MAX_ANSWER_BYTES)
-        self._link = Link(child, self._over)
+        process = self._joined or Child(
+            PROGRAM, environment=without_secrets("MGRPO_ENDPOINT_"), max_line_bytes=_MAX_ANSWER_BYTES
+        )
+        self._link = Link(process, self._over)
         question = {
             "ask": "load",
             "language": settings.language.to_json(),
             "host": settings.host,
             "port": port,
             "public_url": settings.public_url,
-            "number": self._number,
+            "number": self.number,
             "limits": {"max_turns": settings.max_turns},
             "sampling_conflict": settings.sampling_conflict,
             "worker_key": settings.worker_key,
         }
         try:
-            self.url = (await self.ask(question, _START_LIMIT_S))["url"]
+            answer = await self.ask(question, _START_LIMIT_S)
         except BaseException:
             self._link.end()
             raise
+        self.url, self.direct = answer["url"], answer["direct"]
         self._is_loaded = True
         self._pump = asyncio.get_running_loop().create_task(self._take_wishes())
 

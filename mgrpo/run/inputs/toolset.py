@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config
-from mgrpo.config.agent import DEFAULT_TIMEOUT_S, WORKER_KEY
+from mgrpo.config.agent import DEFAULT_TIMEOUT_S, JOIN_TOKEN, WORKER_KEY
 from mgrpo.config.tools import PYTHON, ToolSpec, reference, settings_of, source_problems
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.calling import WorkerLimits
@@ -24,7 +24,7 @@ from mgrpo.rewards.trajectory_rewards import TurnRewards
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
-    from mgrpo.environments.agents.agents import Agents
+    from mgrpo.environments.agents.agent_episodes import Agents
     from mgrpo.environments.environment import Tool
     from mgrpo.environments.loop.language import TemplateLanguage
     from mgrpo.rollout.interaction import Asked, Interaction, Opened
@@ -238,7 +238,7 @@ def make_interaction(
 
 def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]:
     """Makes the trajectories of a run's agents."""
-    from mgrpo.environments.agents.agents import AgentBounds, Agents
+    from mgrpo.environments.agents.agent_episodes import AgentBounds, Agents
     from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
     from mgrpo.environments.loop.program_language import ProgramLanguage
 
@@ -253,6 +253,8 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
         max_turns=own.agent_max_turns,
         sampling_conflict=own.sampling_conflict,
         worker_key=os.environ[WORKER_KEY] if are_remote else None,
+        join=_address(own.agent_endpoint_join),
+        join_secret=os.environ.get(JOIN_TOKEN, ""),
     )
     bounds = AgentBounds(
         limit_s=config.tools.trajectory_timeout or DEFAULT_TIMEOUT_S,
@@ -261,6 +263,12 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
         untaken=own.untaken_turns,
     )
     return partial(Agents, endpoints=Endpoints(settings, count=own.agent_endpoints), own=bounds)
+
+
+def _address(text: str | None) -> tuple[str, int] | None:
+    """Host and port."""
+    host, _, port = (text or "").rpartition(":")
+    return (host, int(port)) if port else None
 
 
 def turn_rewards(config: Config) -> TurnRewards:

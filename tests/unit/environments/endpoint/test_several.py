@@ -90,7 +90,8 @@ def test_any_endpoint_may_get_the_calls_of_a_session(tmp_path):
                         await count(itertools.cycle(clients))
                     end = await own.ask("end", session=session["session"])
                     assert learner.branches(session["session"], end) == expected
-                for api, (own, other) in zip(APIS, itertools.cycle(itertools.permutations(served, 2))):
+                apis = [api for api in APIS if api.endswith("-stream") and not api.startswith("chat")]
+                for api, (own, other) in zip(apis, itertools.permutations(served, 2), strict=False):
                     session = await own.open()
                     await run(api, through(other, session))
                     end = await own.ask("end", session=session["session"])

@@ -1,0 +1,130 @@
+"""The learner's side of several endpoints: its own processes, and one that joins from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+
+import openai
+
+from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
+from mgrpo.environments.loop.program_language import LanguageSpec
+from tests.unit.environments.chat_templates import make_tokenizer
+from tests.unit.environments.endpoint.scripted import Engine, Learner
+from tests.unit.environments.endpoint.served import ADD, ASKED, TEMPLATE
+from tests.unit.environments.endpoint.serving import ROOM
+from tests.unit.environments.endpoint.test_several import TOKEN, start
+
+
+def settings_of(folder, tokenizer, **fields):
+    tokenizer.save_pretrained(folder)
+    language = LanguageSpec(
+        tokenizer=str(folder),
+        template=TEMPLATE,
+        template_kwargs={},
+        format="hermes",
+        stop_ids=tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
+        add_bos=False,
+        max_observation_tokens=4000,
+    )
+    return EndpointSettings(language=language, **fields)
+
+
+class Run:
+    """Endpoints, and trajectories at them."""
+
+    def __init__(self, endpoints, learner):
+        self.endpoints, self.learner = endpoints, learner
+
+    async def open(self):
+        async def sample(wish):
+            answer = self.learner.answer(wish)
+            tree = self.learner.trees[session.id]
+            await session.answer(wish["number"], tree._turns[wish["number"]].sampled)
+            assert answer["number"] == wish["number"]
+
+        session = await self.endpoints.open(ROOM | {"sampling": {}, "task": None, "trajectory": "t"}, sample)
+        return session
+
+    async def call(self, session, url):
+        """A turn of a session, by some endpoint's address."""
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/s/{session.id}/v1", api_key=session.api_key, max_retries=0
+        ) as client:
+            await client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+
+
+@contextlib.asynccontextmanager
+async def running(folder, **fields):
+    tokenizer = make_tokenizer()
+    endpoints = Endpoints(settings_of(folder, tokenizer, **fields), count=2)
+    await endpoints.start()
+    try:
+        yield Run(endpoints, Learner(Engine(tokenizer)))
+    finally:
+        await endpoints.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def test_one_that_joins_serves_with_the_others_and_is_let_go(tmp_path):
+    """Endpoints of other nodes come and go while a run trains."""
+
+    async def check():
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = free.getsockname()
+        async with running(tmp_path, join=address, join_secret=TOKEN) as run:
+            process = start("{}:{}".format(*address), TOKEN)
+            try:
+                await until(lambda: len(run.endpoints.urls) == 3)
+                sessions = [await run.open() for _ in range(3)]
+                assert sorted(session.id.partition("-")[0] for session in sessions) == ["0", "1", "2"]
+                for session in sessions:
+                    for url in run.endpoints.urls:
+                        await run.call(session, url)
+                ends = [await session.end() for session in sessions]
+                assert [[turn["delivered"] for turn in end["turns"]] for end in ends] == [[True] * 3] * 3
+
+                sessions = [await run.open() for _ in range(3)]
+                process.kill()
+                await until(lambda: len(run.endpoints.urls) == 2)
+                assert [session.lost.done() for session in sessions] == [
+                    session.id.startswith("2-") for session in sessions
+                ]
+                assert not (await run.open()).id.startswith("2-")
+            finally:
+                process.kill()
+                process.wait()
+
+    asyncio.run(check())
+
+
+def test_one_that_dies_is_started_again_and_known_to_the_others(tmp_path):
+    """A call by any address must find the sessions of the process that has taken its place."""
+
+    async def check():
+        async with running(tmp_path) as run:
+            sessions = [await run.open() for _ in range(2)]
+            dead = next(endpoint for endpoint in run.endpoints._all if endpoint.number == 1)
+            old = dead.direct
+            os.kill(dead._link.pid, signal.SIGKILL)
+            await until(lambda: not dead.is_serving)
+            await until(lambda: dead.is_serving)
+            assert dead.direct == old
+            assert [session.lost.done() for session in sessions] == [
+                session.id.startswith("1-") for session in sessions
+            ]
+            session = await run.open()
+            assert session.id.startswith("1-")
+            other = next(endpoint for endpoint in run.endpoints._all if endpoint.number == 0)
+            await run.call(session, other.direct)
+            assert len((await session.end())["turns"]) == 1
+
+    asyncio.run(check())
