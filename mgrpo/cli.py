@@ -29,6 +29,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo box-server [--port 1235] ...                   open boxes for the agents of runs on other machines
        mgrpo serve-agent [--num N] [--config FILE.yaml] ...  serve a model to an agent that you start, and print its turns
+       mgrpo agent-worker --url URL --agent COMMAND ...     play the tasks of a run that goes on elsewhere
        mgrpo agent-endpoint --join HOST:PORT ...            serve agents of a run that goes on elsewhere
        mgrpo index FILE.jsonl ... --out INDEX               build an index of documents for the tool search
        mgrpo watch DIR ...                                  serve a page on this machine that follows a run
@@ -48,6 +49,7 @@ COMMANDS = {
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "box-server": ("mgrpo.environments.boxes.box_server", "box_server_command"),
     "serve-agent": ("mgrpo.run.commands.serve_agent", "serve_agent_command"),
+    "agent-worker": ("mgrpo.environments.launch.agent_worker", "worker_command"),
     "agent-endpoint": ("mgrpo.environments.endpoint.joined", "endpoint_command"),
     "index": ("mgrpo.environments.tools.indexing", "index_command"),
     "watch": ("mgrpo.telemetry.report", "watch_command"),

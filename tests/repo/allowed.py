@@ -72,7 +72,7 @@ ROOMS = {
         "rollout",
         "telemetry",
     },
-    "run.commands": {"checkpoint", "config", "models", "moving", "processes", "rollout", "types"},
+    "run.commands": {"checkpoint", "config", "environments", "models", "moving", "processes", "rollout", "types"},
     "run.nodes": {"config", "moving", "processes", "rollout"},
     "layout": set(),
     "run.records": {"config", "packing", "policy", "types"},
@@ -86,10 +86,11 @@ INNER = {
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},
-    "environments.agents": {"loop", "workers"},
+    "environments.agents": {"loop", "offered", "workers"},
     "environments.boxes": set(),
     "environments.boxes.local": {"box", "captured", "relay"},
-    "environments.endpoint": {"environment", "loop", "normal_form"},
+    "environments.endpoint": {"environment", "loop", "normal_form", "offered"},
+    "environments.launch": {"boxes", "offered"},
     "environments.loop": {"environment", "formats", "normal_form", "offered"},
     "environments.offered": {"environment"},
     "environments.tools": {"environment", "offered"},
@@ -224,7 +225,9 @@ DOUBLED_FILES = {
 """Names of files and folders that occur more than once, and why. A grep for such a name finds two things."""
 
 DOUBLED_CLASSES = {
-    "Box": "where an agent runs; a part of a tensor",
+    "Agent": "a section of the settings; what plays a trajectory",
+    "Box": "where an agent runs; of a tensor's elements",
+    "Endpoint": "an agent's address of the model; a judge's",
     "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
     "ContextFull": "of a user's program; of a request to the endpoint",
     "Fault": "a call that cannot be read; a request that is answered with an error",

@@ -171,7 +171,9 @@ class Session:
         self.ended = asyncio.Event()
         """Set once no further turn may be asked for."""
         self.why_over: str | None = None
-        """"ended" or "late"."""
+        """"ended", "late", or "lost" where no worker has come."""
+        self.left: Mapping[str, Any] = {}
+        """What was said of its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say
         self._num_asked = self._num_branches = self._num_used = 0
         self._continued: set[int] = set()
