@@ -137,7 +137,7 @@ LARGE = {
     "algo": (15, "a formula a file, beside the loss that adds them up"),
     "config": (33, "a section of the settings a file, with its rules"),
     "data": (16, "the stations from a file of rows to token ids, one after the other"),
-    "environments.endpoint": (14, "three APIs side by side, and a call's way from its connection to its turn and back"),
+    "environments.endpoint": (15, "three APIs side by side, and a call's way from its connection to its turn and back"),
     "environments.loop": (13, "a conversation from its messages to its tokens, and the loop that plays it"),
     "parallel": (14, "nearly flat: each file does one thing of Megatron's our way"),
     "planner": (13, "a cause of memory or time a file, the plan that adds them up, and its page"),
@@ -201,6 +201,7 @@ DOUBLED_FILES = {
     "engines": "those of a run; the command about them",
     "hub": "the Hugging Face Hub, and its section of the settings",
     "local": "programs of the sandbox, and boxes of agents, on this machine",
+    "launch": "of agents; of a run",
     "loss": "the loss, and its section of the settings",
     "losses": "the named losses; trajectories that were lost",
     "model": "Megatron's model, and its section of the settings",
@@ -226,8 +227,8 @@ DOUBLED_FILES = {
 
 DOUBLED_CLASSES = {
     "Agent": "a section of the settings; what plays a trajectory",
-    "Box": "where an agent runs; of a tensor's elements",
     "Endpoint": "an agent's address of the model; a judge's",
+    "Box": "where an agent runs; a part of a tensor",
     "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
     "ContextFull": "of a user's program; of a request to the endpoint",
     "Fault": "a call that cannot be read; a request that is answered with an error",

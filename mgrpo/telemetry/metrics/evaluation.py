@@ -72,7 +72,9 @@ def evaluation_metrics(
 
 
 def correctness(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> list[list[bool]] | None:
-    """Whether each completion of each group is correct; None where reward functions take the place of verifiers."""
+    """Whether each completion of each group is correct; None where functions, environments or agents decide in place of verifiers."""
+    if scale is not None and not scale.verification_reward:
+        return None
     if not all("correct" in score.parts for group in groups for score in group.scores):
         return None
     return [_correct(group, scale).tolist() for group in groups]
