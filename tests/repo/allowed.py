@@ -88,8 +88,9 @@ INNER = {
     "environments.formats": {"environment"},
     "environments.agents": {"loop", "offered", "workers"},
     "environments.boxes": set(),
-    "environments.endpoint": {"environment", "loop", "normal_form", "offered"},
     "environments.launch": {"boxes", "offered"},
+    "environments.boxes.local": {"box", "captured", "relay"},
+    "environments.endpoint": {"environment", "loop", "normal_form"},
     "environments.loop": {"environment", "formats", "normal_form", "offered"},
     "environments.offered": {"environment"},
     "environments.tools": {"environment", "offered"},
@@ -226,9 +227,9 @@ DOUBLED_FILES = {
 
 DOUBLED_CLASSES = {
     "Agent": "a section of the settings; what plays a trajectory",
-    "Box": "where an agent runs; of a tensor's elements",
     "Endpoint": "an agent's address of the model; a judge's",
     "Setup": "of an agent's walls; of a program's",
+    "Box": "where an agent runs; a part of a tensor",
     "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
     "ContextFull": "of a user's program; of a request to the endpoint",
     "Fault": "a call that cannot be read; a request that is answered with an error",
