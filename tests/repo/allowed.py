@@ -189,6 +189,7 @@ SMALL = {
 
 DOUBLED_FILES = {
     "__main__": "what `python -m` runs",
+    "agents": "what plays trajectories; their metrics",
     "agent": "the process of a node; an agent of the user's, and its section of the settings",
     "app": "the sandbox over HTTP; a model's endpoint over HTTP",
     "boxes": "of tensors in a checkpoint; for agents to run in",

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.boxes import leftover
+from mgrpo.environments.boxes.local import leftover
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.workers.environment_catalog import AGENT, Spec
