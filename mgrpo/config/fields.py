@@ -232,7 +232,7 @@ def problem_of(setting: Setting, value: object) -> str:
     if setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
         limits = str(setting.range).removesuffix("" if float in alternatives(setting.type) else FINITE_TOO)
         return f"{setting.name}={value} must be {limits}{reason}"
-    if setting.form and not setting.form.holds(str(value)):
+    if setting.form and value is not None and not setting.form.holds(str(value)):
         return f"{setting.name}={value!r} must be {setting.form.words}"
     return ""
 

@@ -121,4 +121,4 @@ def whole(value: Any) -> Any:
 
 def valid(text: str) -> str:
     """Without halves of characters, which no tokenizer takes."""
-    return text.encode(errors="replace").decode()
+    return text if text.isascii() else text.encode(errors="replace").decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def exact(run_ranks: Any, model: str) -> dict[str, Any]:
     alone = {"layout": {"zero_stage": 0}, "share_prompts": False, "pack_length": 64}
     (found,) = run_ranks(1, float64_cases.gradients, model_dir=model, samples=written_out(), loss=LOSS, **alone)
     assert all(grad.dtype == np.float64 for _, grad in found["gradients"])
-    sizes = {name: weight.shape for name, weight in load_hf(model).state_dict().items()}
+    sizes = {name: weight.shape for name, weight in load_hf(Path(model)).state_dict().items()}
     whole = {box.name: np.full(sizes[box.name], np.nan) for box, _ in found["gradients"]}
     for box, grad in found["gradients"]:
         whole[box.name][cases.region(box)] = grad

@@ -24,7 +24,7 @@ from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, He
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
 from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
-from mgrpo.environments.endpoint.sessions import Opened, Sessions
+from mgrpo.environments.endpoint.sessions import OpenSession, Sessions
 
 MODEL = "policy"
 
@@ -58,7 +58,7 @@ class HandsOut(Protocol):
 DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": anthropic, "v1/responses": responses}
 
 
-class Endpoint:
+class EndpointApp:
     """The application."""
 
     def __init__(self, sessions: Sessions, passing: Passing, *, tasks: HandsOut | None = None) -> None:
@@ -109,7 +109,7 @@ class Endpoint:
             case _:
                 raise _unknown(exchange)
 
-    async def _serve(self, exchange: Exchange, opened: Opened, tail: str) -> None:
+    async def _serve(self, exchange: Exchange, opened: OpenSession, tail: str) -> None:
         session = opened.session
         if tail in DIALECTS:
             _check_method(exchange, "POST")
@@ -134,7 +134,7 @@ class Endpoint:
         else:
             raise _unknown(exchange)
 
-    async def _turn(self, exchange: Exchange, opened: Opened, tail: str, dialect: Dialect) -> None:
+    async def _turn(self, exchange: Exchange, opened: OpenSession, tail: str, dialect: Dialect) -> None:
         session = opened.session
         async with self._body(exchange) as raw:
             body = parsed(raw)

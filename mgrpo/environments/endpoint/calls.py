@@ -3,7 +3,7 @@
 A client library that lost its connection, or has waited for too long, sends the same body again and says that it is a retry: it
 gets the turn that the first call asked for, also one that is still being sampled. Equal calls that do not say so are samples of
 their own, and so are the retries of calls that were refused. A call without a client is cancelled at the engine when no retry has
-come within `Limits.retry_s`; what it had sampled is forgotten.
+come within `EndpointLimits.retry_s`; what it had sampled is forgotten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal["new", "retry", "same"]
 """A request that asks for a turn of its own; that repeats an earlier one, which may have been refused; that is an earlier one."""
 
 
-class Call:
+class AgentCall:
     """One turn that a client asks for, by one or more requests."""
 
     def __init__(self, task: asyncio.Task[Turned]) -> None:
@@ -60,9 +60,9 @@ class Calls:
         self._num_requests = 0
         self._num_refused = 0
         """Requests whose retries ask for turns of their own."""
-        self._known: dict[bytes, list[Call]] = {}
+        self._known: dict[bytes, list[AgentCall]] = {}
         """Calls by their name, except those that failed."""
-        self._running: set[Call] = set()
+        self._running: set[AgentCall] = set()
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Calls:
             self._num_requests -= 1
 
     @contextmanager
-    def call(self, name: bytes, kind: Kind, turn: Callable[[], Coroutine[None, None, Turned]]) -> Iterator[Call]:
+    def call(self, name: bytes, kind: Kind, turn: Callable[[], Coroutine[None, None, Turned]]) -> Iterator[AgentCall]:
         """The call that a request asks for: a new one, unless it repeats an earlier one. It may go on after the request.
 
         Args:
@@ -114,7 +114,7 @@ class Calls:
         for call in list(self._running):
             call.task.cancel()
 
-    def _earlier(self, name: bytes, kind: Kind) -> Call | None:
+    def _earlier(self, name: bytes, kind: Kind) -> AgentCall | None:
         """Of the calls of this name, the newest whose turn nobody has got; else the newest, unless that of the retry was refused."""
         calls = self._known.get(name, ())
         found = max(enumerate(calls), key=lambda each: (each[1].is_lost, each[0]), default=(0, None))[1]
@@ -123,14 +123,14 @@ class Calls:
             return None
         return found
 
-    def _begin(self, name: bytes, turn: Coroutine[None, None, Turned]) -> Call:
-        call = Call(asyncio.create_task(turn))
+    def _begin(self, name: bytes, turn: Coroutine[None, None, Turned]) -> AgentCall:
+        call = AgentCall(asyncio.create_task(turn))
         self._known.setdefault(name, []).append(call)
         self._running.add(call)
         call.task.add_done_callback(lambda task: self._end(name, call))
         return call
 
-    def _end(self, name: bytes, call: Call) -> None:
+    def _end(self, name: bytes, call: AgentCall) -> None:
         self._running.discard(call)
         if call.timer is not None:
             call.timer.cancel()
@@ -141,7 +141,7 @@ class Calls:
             if not self._known[name]:
                 del self._known[name]
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: AgentCall) -> None:
         self._session.counts.plain["abandoned"] += 1
         call.task.cancel()
 

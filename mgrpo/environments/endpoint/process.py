@@ -24,6 +24,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -31,9 +32,9 @@ from typing import Any, BinaryIO
 
 import uvicorn
 
-from mgrpo.environments.endpoint.app import Endpoint
+from mgrpo.environments.endpoint.app import EndpointApp
 from mgrpo.environments.endpoint.passing import Passing
-from mgrpo.environments.endpoint.session import Limits
+from mgrpo.environments.endpoint.session import EndpointLimits
 from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
 from mgrpo.environments.endpoint.wishes import Wishes
 from mgrpo.environments.loop.program_language import LanguageSpec
@@ -46,6 +47,8 @@ MAX_QUESTION_BYTES = 1 << 30
 
 def main() -> None:
     die_with_parent()
+    # Python would raise in the middle of a call; the learner, not the terminal, ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(_serve(*take_standard_streams()))
 
 
@@ -133,12 +136,12 @@ class AskedEndpoint:
         listening = listen(host, question["port"] if self._port is None else self._port)
         direct = _url(host, listening)
         url = (question.get("public_url") or direct).rstrip("/")
-        limits = Limits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
+        limits = EndpointLimits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
         self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
         self._passing = Passing(question["number"])
         server = _Server(
             uvicorn.Config(
-                Endpoint(self._loaded, self._passing),
+                EndpointApp(self._loaded, self._passing),
                 http=BoundedConnection,
                 ws="none",
                 lifespan="off",
@@ -146,6 +149,7 @@ class AskedEndpoint:
                 log_level="error",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 # The connection ends one that is idle.
                 timeout_keep_alive=int(2 * HEAD_LIMIT_S),
             )

@@ -14,7 +14,7 @@ import numpy as np
 
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
 from mgrpo.environments.endpoint.tree import Ask, Node, Tree
-from mgrpo.environments.endpoint.wishes import Answer, Wishes
+from mgrpo.environments.endpoint.wishes import SampledTurn, Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
 LONG_BYTES = 32_000
@@ -52,7 +52,7 @@ class TurnRequest:
     """A system prompt in front of everything; that of the turn before does not count."""
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """Numbers of tokens."""
 
     context: int
@@ -80,8 +80,8 @@ class Turned:
         return self.node.stop
 
     @property
-    def usage(self) -> Usage:
-        return Usage(self.node.length, len(self.node.tokens))
+    def usage(self) -> TokenUsage:
+        return TokenUsage(self.node.length, len(self.node.tokens))
 
     @property
     def logprobs(self) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class TrajectoryBounds:
     """What one trajectory may use."""
 
     max_tokens: int
@@ -115,7 +115,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EndpointLimits:
     """What holds for every trajectory."""
 
     max_turns: int = 1024
@@ -155,8 +155,8 @@ class Session:
         language: ProgramLanguage,
         wishes: Wishes,
         *,
-        bounds: Bounds,
-        limits: Limits,
+        bounds: TrajectoryBounds,
+        limits: EndpointLimits,
         say: Callable[[str, str], None],
     ) -> None:
         """
@@ -334,7 +334,7 @@ class Session:
         self._num_asked += 1
         return number
 
-    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: Answer) -> Turned:
+    def _take(self, number: int, ask: Ask, request: TurnRequest, answer: SampledTurn) -> Turned:
         self._num_used += self._own_tokens(ask) + len(answer.tokens)
         if self._num_used > self.bounds.max_tokens:
             raise over(f"it has used its {self.bounds.max_tokens} tokens, by turns that were sampled meanwhile")

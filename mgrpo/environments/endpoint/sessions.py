@@ -12,13 +12,13 @@ from typing import Any
 
 from mgrpo.environments.endpoint.calls import Calls
 from mgrpo.environments.endpoint.messages import Fault
-from mgrpo.environments.endpoint.session import Bounds, Limits, Session
+from mgrpo.environments.endpoint.session import EndpointLimits, Session, TrajectoryBounds
 from mgrpo.environments.endpoint.wishes import Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Opened:
+class OpenSession:
     """A session to which calls come."""
 
     session: Session
@@ -36,7 +36,9 @@ class Opened:
 class Sessions:
     """Those that have not been asked to end. Belongs to one event loop."""
 
-    def __init__(self, language: ProgramLanguage, wishes: Wishes, *, number: int, url: str, limits: Limits) -> None:
+    def __init__(
+        self, language: ProgramLanguage, wishes: Wishes, *, number: int, url: str, limits: EndpointLimits
+    ) -> None:
         """
         Args:
             language: of chats without tools.
@@ -45,7 +47,7 @@ class Sessions:
         """
         self._language, self._wishes = language, wishes
         self._number, self._url, self.limits = number, url, limits
-        self._open: dict[str, Opened] = {}
+        self._open: dict[str, OpenSession] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._nobody = secrets.token_urlsafe(24)
         self._said: set[str] = set()
@@ -53,11 +55,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, bounds: Bounds) -> dict[str, str]:
+    def open(self, bounds: TrajectoryBounds) -> dict[str, str]:
         """A new session: its name, its address and its keys."""
         name = f"{self._number}-{secrets.token_hex(8)}"
         session = Session(name, self._language, self._wishes, bounds=bounds, limits=self.limits, say=self._say)
-        opened = self._open[name] = Opened(
+        opened = self._open[name] = OpenSession(
             session=session,
             calls=Calls(session),
             api_key=secrets.token_urlsafe(24),
@@ -73,7 +75,7 @@ class Sessions:
             "reward_key": opened.reward_key,
         }
 
-    def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> Opened:
+    def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> OpenSession:
         """The session of a name, for those who have its key.
 
         Args:
@@ -122,9 +124,9 @@ class Sessions:
             sys.stderr.write(f"mgrpo: {text}\n")
 
 
-def bounds_of(question: Mapping[str, Any]) -> Bounds:
+def bounds_of(question: Mapping[str, Any]) -> TrajectoryBounds:
     """The bounds that `open` asks for."""
-    return Bounds(
+    return TrajectoryBounds(
         max_tokens=question["max_tokens"],
         max_model_length=question["max_model_length"],
         per_turn_max_tokens=question.get("per_turn_max_tokens"),

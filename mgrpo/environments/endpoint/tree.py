@@ -29,14 +29,14 @@ from mgrpo.environments.loop.program_language import Shown
 from mgrpo.environments.normal_form import Chat, essence, text_of
 
 
-class Language(Protocol):
+class ChatLanguage(Protocol):
     """The language of chats with these tools."""
 
     @property
     def strips(self) -> bool:
         """Whether thinking is left out of earlier turns once a user speaks again."""
 
-    def with_tools(self, tools: Sequence[Tool]) -> Language:
+    def with_tools(self, tools: Sequence[Tool]) -> ChatLanguage:
         """The same for chats in which these may be called."""
 
     def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[int] = ()) -> list[int]:
@@ -70,7 +70,7 @@ class Ask:
     """Tokens of the context."""
     messages: list[Chat]
     """Those that follow the parent; all of them without a parent."""
-    language: Language
+    language: ChatLanguage
     difference: str | None = None
     """Why it goes on from no turn although there are some."""
 
@@ -116,7 +116,7 @@ class Node:
 class Tree:
     """All turns of one session."""
 
-    def __init__(self, language: Language) -> None:
+    def __init__(self, language: ChatLanguage) -> None:
         """`language`: for chats without tools."""
         self.language = language
         self.nodes: dict[int, Node] = {}
@@ -251,7 +251,9 @@ class Tree:
             node = node.parent
         return list(chain(node.added, *reversed(parts)))
 
-    def _rewritten(self, language: Language, node: Node, following: Sequence[tuple[str, str, str]]) -> list[int] | None:
+    def _rewritten(
+        self, language: ChatLanguage, node: Node, following: Sequence[tuple[str, str, str]]
+    ) -> list[int] | None:
         """The context after a turn where a user speaks again and the template leaves out earlier thinking; else None."""
         if not language.strips or "user" not in {role for role, _, _ in following}:
             return None

@@ -12,7 +12,7 @@ Name = tuple[str, int]
 """A session, and the number of a turn in it."""
 
 
-class Answer(NamedTuple):
+class SampledTurn(NamedTuple):
     """What was sampled."""
 
     tokens: list[int]
@@ -25,7 +25,7 @@ class Wishes:
 
     def __init__(self) -> None:
         self._new: dict[Name, dict[str, Any]] = {}
-        self._open: dict[Name, asyncio.Future[Answer]] = {}
+        self._open: dict[Name, asyncio.Future[SampledTurn]] = {}
         self._cancelled: list[Name] = []
         self._changed = asyncio.Event()
 
@@ -33,7 +33,7 @@ class Wishes:
     def num_open(self) -> int:
         return len(self._open)
 
-    async def sample(self, session: str, number: int, wish: Mapping[str, Any]) -> Answer:
+    async def sample(self, session: str, number: int, wish: Mapping[str, Any]) -> SampledTurn:
         """What the learner samples for a wish. Cancelled, it tells the learner so, if that knows of it.
 
         Raises:
@@ -82,7 +82,7 @@ class Wishes:
         if future is None or future.done():
             return
         if error is None:
-            future.set_result(Answer(list(tokens), list(logprobs), finish_reason))
+            future.set_result(SampledTurn(list(tokens), list(logprobs), finish_reason))
         else:
             code = "run_over" if is_over else "engine_unavailable"
             future.set_exception(Fault(503, "server_error", f"this turn could not be sampled: {error}", code))

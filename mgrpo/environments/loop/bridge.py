@@ -130,12 +130,14 @@ class Bridges:
 
     def _probed(self, role: str) -> str:
         """The text of a call and its answer; "" where the template refuses them."""
-        for arguments in ({}, "{}"):
+        written: tuple[object, ...] = ({}, "{}")
+        for arguments in written:
             call = {"type": "function", "id": "call00000", "function": {"name": _CALLED, "arguments": arguments}}
-            asked = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            answer = {"role": role, "name": _CALLED, "tool_call_id": "call00000", "content": _MARK}
+            asked: Message = {"role": "user", "content": "Q"}
+            calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answer: Message = {"role": role, "name": _CALLED, "tool_call_id": "call00000", "content": _MARK}
             with contextlib.suppress(ValueError):
-                return self.render([*asked, answer], True)
+                return self.render([asked, calling, answer], True)
         return ""
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:

@@ -166,16 +166,23 @@ def _record(trajectory: TrajectoryRecord | None, context_ends: Iterator[int]) ->
 
 def _trajectory(record: Mapping[str, Any], is_sampled: np.ndarray, contexts: np.ndarray) -> TrajectoryRecord:
     turns = tuple(_turn(turn) for turn in record["turns"])
-    branches = tuple(
-        # States of earlier versions have neither a branch's parent and messages nor an agent.
-        Branch(
-            prompt_tokens=contexts[a:b], start=start, end=end, **dict(zip(("parent", "messages"), more, strict=False))
-        )
-        for start, end, a, b, *more in record.get("branches", ())
-    )
+    branches = tuple(_branch(contexts, *branch) for branch in record.get("branches", ()))
     agent = AgentRecord(**record["agent"]) if record.get("agent") else None
     values = {**record, "turns": turns, "messages": tuple(record["messages"]), "branches": branches, "agent": agent}
     return TrajectoryRecord(is_sampled=is_sampled, **values)
+
+
+def _branch(
+    contexts: np.ndarray,
+    start: int,
+    end: int,
+    first: int,
+    last: int,
+    parent: int = -1,
+    messages: Sequence[Mapping[str, object]] = (),
+) -> Branch:
+    """States of earlier versions have neither parent nor messages."""
+    return Branch(prompt_tokens=contexts[first:last], start=start, end=end, parent=parent, messages=tuple(messages))
 
 
 def _turn(record: Mapping[str, Any]) -> Turn:

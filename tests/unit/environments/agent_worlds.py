@@ -31,7 +31,7 @@ def schema(name: str) -> Chat:
     return {"type": "function", "function": {"name": name, "description": "Looks.", "parameters": parameters}}
 
 
-TOOLS = ([], [schema("look")], [schema("look"), schema("add")])
+TOOLS: tuple[list[Chat], ...] = ([], [schema("look")], [schema("look"), schema("add")])
 TEXTS = (
     "4",
     "",

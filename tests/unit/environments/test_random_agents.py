@@ -12,6 +12,7 @@ import pytest
 from mgrpo.algo.training_samples import train_samples
 from mgrpo.data.builtin_templates import TEMPLATES
 from mgrpo.data.tokenizer import load_tokenizer
+from mgrpo.environments.agents.recorded_tree import UntakenTurns
 from mgrpo.environments.endpoint.tree import Node
 from mgrpo.types import RolloutGroup, Score, ScoredGroup, TrainSample
 from tests.builders import prompt
@@ -57,7 +58,7 @@ def world(name: str, seed: int) -> World:
     return World(own, engine, drawn, template=template, has_tools=name != "tulu")
 
 
-def samples_of(made: World, untaken: str) -> list[TrainSample]:
+def samples_of(made: World, untaken: UntakenTurns) -> list[TrainSample]:
     trajectory = made.record.trajectory(made.end(), untaken=untaken)
     trajectory.ended_by = "stop"
     completion = trajectory.completion(text_of=made.language.text, scored_text="final", reward=1.0)
@@ -78,7 +79,7 @@ def expected(made: World, untaken: str) -> set[int]:
             kept.add(parent.number)
     if untaken == "train":
         return kept
-    has_child = {nodes[number].parent.number for number in kept if nodes[number].parent is not None}
+    has_child = {parent.number for number in kept if (parent := nodes[number].parent) is not None}
     last = max(number for number in kept if nodes[number].delivered)
     dropped = {
         number
@@ -98,7 +99,8 @@ def test_every_trained_token_was_sampled_after_exactly_its_context(name: str, se
     origin = {
         value: (number, place) for number, one in made.samples.items() for place, value in enumerate(one.logprobs)
     }
-    for untaken in ("train", "drop"):
+    choices: tuple[UntakenTurns, ...] = ("train", "drop")
+    for untaken in choices:
         trained: list[tuple[int, int]] = []
         for sample in samples_of(made, untaken):
             whole = [*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mgrpo.run.produce.saved_rollouts import packed, unpacked
-from mgrpo.types import Completion, RolloutGroup, Turn
+from mgrpo.types import AgentRecord, Completion, RolloutGroup, Turn
 from tests import builders
 from tests.unit.packing.test_document import equal_scores
 
@@ -58,7 +58,10 @@ def assert_equal(found: Completion, expected: Completion) -> None:
         neutral = {"is_sampled": None, "branches": ()}
         assert dataclasses.replace(found.trajectory, **neutral) == dataclasses.replace(expected.trajectory, **neutral)
         ours, theirs = (
-            [(branch.start, branch.end, branch.prompt_tokens.dtype, branch.prompt_tokens.tolist()) for branch in own]
+            [
+                (one.start, one.end, one.parent, one.messages, one.prompt_tokens.dtype, one.prompt_tokens.tolist())
+                for one in own
+            ]
             for own in (found.trajectory.branches, expected.trajectory.branches)
         )
         assert ours == theirs
@@ -96,6 +99,28 @@ def test_branches_come_back_with_their_contexts():
     for number, own in groups.items():
         for ours, theirs in zip(found[number].completions, own.completions, strict=True):
             assert_equal(ours, theirs)
+
+
+def test_trees_of_agents_come_back_whole():
+    """The report of a resumed run would show a list of turns, and forget how the agent ended."""
+    agent = AgentRecord(ended="crashed", status=3, output="é\n", seconds=1.5, counts={"retries": 2.0})
+    first, second = builders.branch(0, 2), builders.branch(4, 5, [5, 6, 7])
+    branches = (first, dataclasses.replace(second, parent=0, messages=MESSAGES))
+    record = dataclasses.replace(RECORD, branches=branches, agent=agent)
+    expected = builders.completion(5, trajectory=record)
+    found = through_a_state({1: group(expected)})[1].completions[0]
+    assert_equal(found, expected)
+    assert found.trajectory is not None and found.trajectory.agent == agent
+
+
+def test_states_of_earlier_versions_are_read():
+    """Their branches have neither a parent nor messages, and no agent drove them."""
+    expected = builders.completion(5, trajectory=dataclasses.replace(RECORD, branches=(builders.branch(0, 5),)))
+    records, arrays = packed({1: group(expected)})
+    (trajectory,) = records[1]["trajectories"]
+    del trajectory["agent"]
+    trajectory["branches"] = [branch[:4] for branch in trajectory["branches"]]
+    assert_equal(unpacked(builders.prompt(), json.loads(json.dumps(records[1])), arrays).completions[0], expected)
 
 
 @pytest.mark.parametrize("sets", [[[7, 0], [1], []], [[], [], []]])
