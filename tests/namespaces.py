@@ -46,3 +46,34 @@ def skip_without_namespaces() -> None:
     """Skip the test where the kernel refuses namespaces; anywhere else a sandbox that does not start is a failure."""
     if refusals := _refusals():
         pytest.skip(f"the kernel refuses namespaces to this user: {'; '.join(refusals)}")
+
+
+def run_as_somebody(script: str) -> str:
+    """What a script prints that runs as a user without rights, in a user namespace."""
+    prelude = """
+import json, os
+from pathlib import Path
+from mgrpo.sandbox import linux
+from mgrpo.sandbox.cases import StdioTest
+from mgrpo.sandbox.sandbox import Sandbox
+
+def become_somebody():
+    user, group = os.getuid(), os.getgid()
+    linux.unshare(linux.CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"4711 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"4711 {group} 1")
+
+if os.fork() == 0:
+    become_somebody()
+    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+    os._exit(0)
+if os.wait()[1] != 0:
+    raise SystemExit(77)
+become_somebody()
+"""
+    done = subprocess.run([sys.executable, "-c", prelude + script], capture_output=True, text=True, timeout=120)
+    if done.returncode == 77:
+        pytest.skip("this machine has no user namespace within a user namespace")
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -33,7 +33,6 @@ WITH_IMAGES = Needs(
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 PORT = Range(low=0, high=65535)
-JOIN = Form("HOST:PORT", lambda text: bool(_ADDRESS.fullmatch(text)))
 WHERE = Form("none, local, docker or the URL of a box server, http://HOST:PORT", lambda text: is_box(text))
 
 
@@ -80,7 +79,7 @@ class Agent:
     """Processes that serve agents, each on one core."""
     agent_endpoint_url: Annotated[str | None, WITH_AGENT] = None
     """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own."""
-    agent_endpoint_join: Annotated[str | None, JOIN, WITH_AGENT] = None
+    agent_endpoint_join: Annotated[str | None, WITH_AGENT] = None
     """HOST:PORT of this machine where endpoints of other machines join the run, by mgrpo agent-endpoint; all have RAY_AUTH_TOKEN set to
     the same secret. none: none join."""
     sampling_conflict: Annotated[Literal["override", "refuse"], WITH_AGENT] = "override"
@@ -167,8 +166,8 @@ def _url(agent_endpoint_url: str | None) -> Iterator[str]:
 def _join(agent_endpoint_join: str | None) -> Iterator[str]:
     if agent_endpoint_join is None:
         return
-    if int(agent_endpoint_join.rpartition(":")[2]) > 65535:
-        yield f"agent_endpoint_join={agent_endpoint_join} has no port below 65536"
+    if not _ADDRESS.fullmatch(agent_endpoint_join) or int(agent_endpoint_join.rpartition(":")[2]) > 65535:
+        yield f"agent_endpoint_join={agent_endpoint_join} must be HOST:PORT, such as node0:29500"
     if not os.environ.get(JOIN_TOKEN):
         yield (
             f"agent_endpoint_join={agent_endpoint_join} needs {JOIN_TOKEN}, by which endpoints of other machines prove that they "

@@ -134,7 +134,7 @@ class Tools:
         configs = self.tool_configs or (NO_ENTRIES,) * len(self.tools)
         own = [
             ToolSpec(entry=reference(entry), call_name=name, settings=self._endpoint(entry) | settings_of(entry, text))
-            for entry, name, text in zip(self.tools, names, configs, strict=self.rollout_func is None)
+            for entry, name, text in zip(self.tools, names, configs, strict=bool(self.tools))
         ]
         program = [] if self.rollout_func is None else [self._program(self.rollout_func)]
         return (*own, *map(_factory, self.environment_factory), *program)

@@ -53,7 +53,6 @@ def grown(seed: int) -> tuple[Completion, list[Turn]]:
     message = {"role": "assistant", "content": ""}
     told = [{"number": number, "delivered": number not in lost, "message": message} for number in turns]
     trajectory = record.trajectory({"turns": told}, untaken="train")
-    trajectory.ended_by = "stop"
     completion = trajectory.completion(text_of=lambda tokens: [""] * len(tokens), scored_text="final")
     return completion, [turn for number, turn in turns.items() if number not in lost]
 

@@ -21,6 +21,7 @@ from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.instance import Environments, Instance
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Trajectory
+from mgrpo.environments.offered.row_columns import sendable
 from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
 
 _NOTHING: Mapping[str, Any] = {"turns": (), "counts": {}}
@@ -142,15 +143,16 @@ class _Play:
 
     def _bounds(self) -> dict[str, Any]:
         task, bounds = self.task, self.agents.bounds
-        remote = {"row": task.row, "limit_s": self.agents.own.limit_s} if self.agents.own.are_remote else None
+        own = self.agents.own
         return {
             "max_tokens": task.max_tokens,
             "max_model_length": bounds.max_model_length,
             "per_turn_max_tokens": bounds.per_turn_max_tokens,
-            # A remote agent's time begins when it takes its task.
-            "deadline_s": None if remote else self.agents.own.limit_s,
+            # That of a remote agent begins when a worker takes its task.
+            "deadline_s": own.limit_s,
             "sampling": task.sampling,
-            "task": remote,
+            "task": sendable(task.row) if own.are_remote else None,
+            "sets_reward": own.sets_reward,
         }
 
     async def _played(self, session: Session, instance: Instance | None) -> Mapping[str, Any]:
@@ -174,7 +176,7 @@ class _Play:
 
     async def _play(self, session: Session, instance: Instance | None) -> Mapping[str, Any]:
         if instance is None:
-            return {"ended": await session.wait()}
+            return await session.wait()
         own = self.agents.own
         endpoint = {
             "base_url": session.base_url,
@@ -226,7 +228,6 @@ class _Play:
         trajectory.metrics.update({f"agent/{name}": value for name, value in report.get("metrics", {}).items()})
         if has_score:
             self.reward = reward
-            trajectory.ended_by = "length" if trajectory.parts[-1].finish_reason != "stop" else "stop"
         else:
             trajectory.ended_by = "error"
             why = str(outcome.get("output", "")).strip()[-300:]

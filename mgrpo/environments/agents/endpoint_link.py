@@ -65,13 +65,14 @@ class Session:
         """Done with the reason when its endpoint is gone."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def wait(self) -> str:
-        """Wait until whoever has taken its task ends it: "ended", or "late".
+    async def wait(self) -> Mapping[str, Any]:
+        """Wait until it is over, and how: "ended" as whoever has taken its task says, or "late", or "lost" where nobody came.
 
         Raises:
             EnvironmentLost: its endpoint is gone.
         """
-        return (await self._endpoint.ask({"ask": "wait", "session": self.id}, _WISHES_LIMIT_S))["status"]
+        answer = await self._endpoint.ask({"ask": "wait", "session": self.id}, _WISHES_LIMIT_S)
+        return {"ended": answer["status"], **answer["left"]}
 
     async def answer(self, number: int, turn: Sampled) -> None:
         """Tell the agent what was sampled for a wish."""

@@ -87,7 +87,7 @@ class RecordedTree:
     def trajectory(
         self, end: Mapping[str, Any], *, untaken: UntakenTurns = "drop", prompt: np.ndarray | None = None
     ) -> Trajectory:
-        """The trajectory, once the agent has ended; without parts if it has read no turn.
+        """The trajectory, once the agent has ended; without parts if it has read no turn. Its last turn is the last that was read.
 
         Args:
             end: the endpoint's answer to `end`: of each turn whether it was delivered, its message and calls; of roots their
@@ -127,8 +127,12 @@ class RecordedTree:
                 found.add_sampled(one.sampled)
                 found.messages += own if one.parent is not None else own[-1:]
                 _note(found, told[one.number])
+        found.ended_by = "error"
         if kept:
-            last = told[max(one.number for one in kept if told[one.number]["delivered"])]
+            number = max(one.number for one in kept if told[one.number]["delivered"])
+            sampled, last = self._turns[number].sampled, told[number]
+            assert sampled is not None
+            found.ended_by = "stop" if sampled.finish_reason == "stop" else "length"
             found.last_content = last["message"].get("content") or ""
             found.is_calling = bool(last.get("calls") or last.get("num_unreadable"))
         return found

@@ -26,6 +26,11 @@ class Captured:
         os.set_blocking(descriptor, False)
         self._loop.add_reader(descriptor, self._read)
 
+    @property
+    def kept(self) -> bytes:
+        """The last part of what has arrived."""
+        return bytes(self._kept[-self._max_bytes :])
+
     async def finish(self, grace_s: float) -> bytes:
         """What is kept, once all writers are gone or after `grace_s`: what a command leaves running may hold its output open."""
         try:
@@ -34,7 +39,7 @@ class Captured:
         except TimeoutError:
             pass
         self.close()
-        return bytes(self._kept[-self._max_bytes :])
+        return self.kept
 
     def close(self) -> None:
         """Stop reading; a writer gets SIGPIPE."""

@@ -29,7 +29,7 @@ from mgrpo.environments.boxes import leftover, sight
 from mgrpo.processes.lifetime import adopt_orphans, children, die_with_parent, kill_descendants
 from mgrpo.sandbox import linux
 from mgrpo.sandbox.seccomp import filter_program
-from mgrpo.sandbox.supervision import exceed_memory, others, reap_descendants, socket_bytes
+from mgrpo.sandbox.supervision import exceed_memory, others, reap_descendants, remove_folder, socket_bytes
 from mgrpo.sandbox.walls import (
     become_unprivileged,
     enter_user_namespace,
@@ -197,7 +197,7 @@ class _Keeper:
         if self._has_walls:
             os._exit(0)  # with which the kernel ends the rest
         reap_descendants()
-        leftover.remove(os.path.dirname(self._setup.folder))
+        remove_folder(os.path.dirname(self._setup.folder))
 
     def _answer(self, question: dict[str, Any], descriptors: list[int]) -> None:
         match question["ask"]:

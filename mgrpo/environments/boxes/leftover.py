@@ -40,9 +40,11 @@ def lock(folder: str) -> int:
     return descriptor
 
 
-def remove(outer: str) -> None:
-    """Remove a box's folder; its processes have ended."""
-    remove_folder(outer)
+def clear(outer: str) -> None:
+    """End and remove what the keeper of a box has not; nothing where it has ended in order."""
+    if os.path.isdir(outer):
+        _end_processes(os.path.join(outer, "work"))
+        remove_folder(outer)
 
 
 def sweep() -> None:
@@ -52,8 +54,7 @@ def sweep() -> None:
             found = outer.stat()
             if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S or not _is_left(outer):
                 continue
-            _end_processes(str(outer / "work"))
-            remove(str(outer))
+            clear(str(outer))
 
 
 def _is_left(outer: Path) -> bool:

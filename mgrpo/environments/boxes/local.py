@@ -191,7 +191,7 @@ class LocalBox:
             self._keeper.kill()
             await _ended(self._keeper, 1)
         if self._setup.walls == "none":
-            leftover.remove(os.path.dirname(self.folder))
+            leftover.clear(os.path.dirname(self.folder))
 
     def _ask(
         self, kind: str, job: dict[str, Any], stdin: bytes, max_bytes: int, *, is_one: bool = False

@@ -5,13 +5,14 @@
     POST /s/{session}/v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses
     GET  /s/{session}/v1/models, /v1/models/{id}
     POST /s/{session}/reward                    {"reward": number, "metrics": {name: number}}, with the key of rewards
-    POST /s/{session}/end                       either key
+    POST /s/{session}/end                       how the agent ended, see `tasks.left_by`, or nothing; with either key
 
 The path names the session and its key must fit. A turn counts as delivered once it was written to a client that was still there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import traceback
@@ -25,6 +26,8 @@ from mgrpo.environments.endpoint.messages import BadRequest, Fault
 from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
 from mgrpo.environments.endpoint.sessions import OpenSession, Sessions
+from mgrpo.environments.endpoint.tasks import Tasks, left_by
+from mgrpo.environments.offered.agent import checked_metrics
 
 MODEL = "policy"
 
@@ -48,20 +51,13 @@ class Dialect(Protocol):
         """The end of a stream that has begun."""
 
 
-class HandsOut(Protocol):
-    """Tasks of remote agents."""
-
-    async def next(self, worker_key: str | None) -> Mapping[str, Any] | None:
-        """A task for a worker with this key, once there is one; None: ask again."""
-
-
 DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": anthropic, "v1/responses": responses}
 
 
 class EndpointApp:
     """The application."""
 
-    def __init__(self, sessions: Sessions, passing: Passing, *, tasks: HandsOut | None = None) -> None:
+    def __init__(self, sessions: Sessions, passing: Passing, *, tasks: Tasks | None = None) -> None:
         """
         Args:
             passing: the way to the sessions of other endpoints.
@@ -125,7 +121,8 @@ class EndpointApp:
                 await self._reward(exchange, session)
         elif tail == "end":
             _check_method(exchange, "POST")
-            async with self._body(exchange):
+            async with self._body(exchange) as raw:
+                session.left = left_by(parsed(raw) if raw else {})
                 opened.close("ended")
                 await exchange.answer(200, {})
         elif tail == "v1/models" or tail.startswith("v1/models/"):
@@ -167,18 +164,38 @@ class EndpointApp:
     async def _reward(self, exchange: Exchange, session: Session) -> None:
         async with self._body(exchange) as raw:
             body = parsed(raw)
-            reward, metrics = finite(body.get("reward"), "reward"), body.get("metrics") or {}
-            if not isinstance(metrics, dict):
-                raise BadRequest("metrics must be an object of numbers", param="metrics")
-            found = {name: finite(value, f"metrics.{name:.80}") for name, value in metrics.items()}
+            reward = finite(body.get("reward"), "reward")
+            try:
+                found = checked_metrics(body.get("metrics") or {})
+            except ValueError as err:
+                raise BadRequest(str(err), "invalid_value", "metrics") from None
             if session.why_over is not None:
                 raise over("its reward can no longer be set")
             session.reward, session.metrics = reward, found
             await exchange.answer(200, {"reward": reward})
 
-    async def _next_task(self, exchange: Exchange, tasks: HandsOut) -> None:
-        task = await tasks.next(exchange.key or None)
-        await exchange.answer(200, {"task": task})
+    async def _next_task(self, exchange: Exchange, tasks: Tasks) -> None:
+        asking = asyncio.create_task(tasks.next(exchange.key or None))
+        try:
+            watch = await exchange.wait(asking, comment_s=None)
+        except ClientGone:
+            if asking.done() and not asking.exception() and (found := asking.result()) is not None:
+                tasks.put_back(found[0])
+            raise
+        finally:
+            asking.cancel()
+        try:
+            found = asking.result()
+            data = json.dumps({"task": None if found is None else found[1]}).encode()
+            await exchange.deliver(data, watch, is_stream=False)
+        except ClientGone:
+            if found is not None:
+                tasks.put_back(found[0])
+            raise
+        finally:
+            watch.cancel()
+        if found is not None:
+            tasks.begun(found[0])
 
     def _body(self, exchange: Exchange) -> Any:
         limits = self._sessions.limits

@@ -5,11 +5,12 @@ Every question has a number "id", which its answer repeats; answers come in any 
     load     language, host, port, public_url, number, limits, sampling_conflict, worker_key
                                           ->  url, and direct: where other endpoints of the run reach this one
     peers    urls                         ->  nothing: the direct address of each endpoint of the run by its number
-    open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling, task
-                                          ->  session, base_url, api_key, reward_key
+    open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling; task, sets_reward
+                                          ->  session, base_url, api_key, reward_key. With a task, a row, a worker plays it
     wishes                                ->  wishes, cancelled; waits until there are any
     sampled  session, number; tokens, logprobs, finish_reason, or error, is_over  ->  nothing
-    wait     session                      ->  status: waits until the trajectory is over, "ended" or "late"
+    wait     session                      ->  status: waits until the trajectory is over, "ended", "late", or "lost" where no
+                                              worker came; left: what its worker said, see `tasks.left_by`
     end      session                      ->  what `Session.report` says; its calls are cancelled and its keys are forgotten
 
 An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for. One that has
@@ -36,6 +37,7 @@ from mgrpo.environments.endpoint.app import EndpointApp
 from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import EndpointLimits
 from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
+from mgrpo.environments.endpoint.tasks import Tasks
 from mgrpo.environments.endpoint.wishes import Wishes
 from mgrpo.environments.loop.program_language import LanguageSpec
 from mgrpo.processes.json_lines import Message, take_standard_streams
@@ -74,6 +76,7 @@ class AskedEndpoint:
         self._passing: Passing | None = None
         self._server: asyncio.Task[None] | None = None
         self._loaded: Sessions | None = None
+        self._tasks: Tasks | None = None
 
     async def serve(self, questions: asyncio.StreamReader, write: Callable[[bytes], object]) -> None:
         """Answer until no more is asked. What it serves goes on until the process ends.
@@ -107,7 +110,7 @@ class AskedEndpoint:
                 self._passing.urls = {int(number): url for number, url in question["urls"].items()}
                 return {}
             case "open":
-                return self._sessions.open(bounds_of(question))
+                return self._open(question)
             case "wishes":
                 return await self._wishes.take()
             case "sampled":
@@ -115,8 +118,10 @@ class AskedEndpoint:
                 self._wishes.settle(**{name: question[name] for name in known if name in question})
                 return {}
             case "wait":
-                return {"status": await self._sessions.wait(question["session"])}
+                return await self._sessions.wait(question["session"])
             case "end":
+                if self._tasks is not None:
+                    self._tasks.remove(question["session"])
                 return await self._sessions.end(question["session"])
             case other:
                 raise AssertionError(other)
@@ -125,6 +130,18 @@ class AskedEndpoint:
     def _sessions(self) -> Sessions:
         assert self._loaded is not None, "the first question is load"
         return self._loaded
+
+    def _open(self, question: Message) -> dict[str, Any]:
+        row, bounds = question.get("task"), bounds_of(question)
+        opened = self._sessions.open(bounds, begins=row is None)
+        if row is not None:
+            assert self._tasks is not None, "tasks need a worker_key"
+            kept = {name: opened[name] for name in ("base_url", "api_key")}
+            # Whoever may not say how good it was gets no key for that.
+            reward_key = opened["reward_key"] if question.get("sets_reward", True) else None
+            task = {"row": row, **kept, "reward_key": reward_key, "deadline_s": bounds.deadline_s}
+            self._tasks.add(opened["session"], task)
+        return opened
 
     async def _load(self, question: Message) -> dict[str, str]:
         """Serve; returns the address for agents, and the one for other endpoints."""
@@ -139,9 +156,11 @@ class AskedEndpoint:
         limits = EndpointLimits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
         self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
         self._passing = Passing(question["number"])
+        if (worker_key := question.get("worker_key")) is not None:
+            self._tasks = Tasks(worker_key, begin=self._loaded.begin, lose=self._loaded.lose)
         server = _Server(
             uvicorn.Config(
-                EndpointApp(self._loaded, self._passing),
+                EndpointApp(self._loaded, self._passing, tasks=self._tasks),
                 http=BoundedConnection,
                 ws="none",
                 lifespan="off",

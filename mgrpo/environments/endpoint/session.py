@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +108,7 @@ class TrajectoryBounds:
     """Tokens of a context and the turn after it."""
     per_turn_max_tokens: int | None = None
     deadline_s: float | None = None
-    """Seconds from its beginning."""
+    """Seconds from its beginning, which `Sessions` counts."""
     sampling: Mapping[str, float | None] = field(default_factory=dict)
     """How all its turns are sampled; what is missing is neutral."""
 
@@ -172,9 +171,10 @@ class Session:
         self.ended = asyncio.Event()
         """Set once no further turn may be asked for."""
         self.why_over: str | None = None
-        """"ended" or "late"."""
+        """"ended", "late", or "lost" where no worker has come."""
+        self.left: Mapping[str, Any] = {}
+        """What was said of its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say
-        self._began = time.monotonic()
         self._num_asked = self._num_branches = self._num_used = 0
         self._continued: set[int] = set()
         """Turns after which another one was asked for."""
@@ -263,9 +263,6 @@ class Session:
         return messages
 
     def _check_open(self) -> None:
-        deadline = self.bounds.deadline_s
-        if deadline is not None and time.monotonic() >= self._began + deadline:
-            self.close("late")
         if self.why_over == "late":
             raise over("it has taken longer than it may")
         if self.why_over is not None:

@@ -55,8 +55,12 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, bounds: TrajectoryBounds) -> dict[str, str]:
-        """A new session: its name, its address and its keys."""
+    def open(self, bounds: TrajectoryBounds, *, begins: bool = True) -> dict[str, str]:
+        """A new session: its name, its address and its keys.
+
+        Args:
+            begins: whether its time runs from now on, and not from `begin`.
+        """
         name = f"{self._number}-{secrets.token_hex(8)}"
         session = Session(name, self._language, self._wishes, bounds=bounds, limits=self.limits, say=self._say)
         opened = self._open[name] = OpenSession(
@@ -65,15 +69,24 @@ class Sessions:
             api_key=secrets.token_urlsafe(24),
             reward_key=secrets.token_urlsafe(24),
         )
-        if bounds.deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(bounds.deadline_s, opened.close, "late")
+        if begins:
+            self.begin(name)
         return {
             "session": name,
             "base_url": f"{self._url}/s/{name}",
             "api_key": opened.api_key,
             "reward_key": opened.reward_key,
         }
+
+    def begin(self, name: str) -> None:
+        """Let the time of a session run, unless it has ended."""
+        if (opened := self._open.get(name)) is not None and (limit_s := opened.session.bounds.deadline_s) is not None:
+            self._timers[name] = asyncio.get_running_loop().call_later(limit_s, opened.close, "late")
+
+    def lose(self, name: str) -> None:
+        """Nobody plays a session."""
+        if (opened := self._open.get(name)) is not None:
+            opened.close("lost")
 
     def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> OpenSession:
         """The session of a name, for those who have its key.
@@ -102,11 +115,12 @@ class Sessions:
             )
         return opened
 
-    async def wait(self, name: str) -> str:
-        """Wait until a session is over: "ended" or "late"."""
+    async def wait(self, name: str) -> dict[str, Any]:
+        """Wait until a session is over: its "status" is "ended", "late" or "lost", beside what was said at its end."""
         session = self._open[name].session
         await session.ended.wait()
-        return session.why_over or "ended"
+        status = session.why_over or "ended"
+        return {"status": status, "left": dict(session.left) if status == "ended" else {}}
 
     async def end(self, name: str) -> dict[str, Any]:
         """Cancel what goes on in a session and forget it; returns its report."""

@@ -25,7 +25,9 @@ __all__ = ["BridgeError", "Bridges"]
 
 _CALLED, _MARK = "qzcalledzq", "qzanswerzq"
 _MOST_KNOWN = 256
-"""Most kinds of bridges that are kept, and most messages in one of several roles: clients choose both."""
+"""Most kinds of bridges that are kept: clients choose them."""
+_MOST_MESSAGES = 64
+"""Most messages of one bridge; to find it takes longer than in proportion to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class Bridges:
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         """Finds the tokens that no observation may contain."""
-        self._known: dict[tuple[str, ...], _Known | BridgeError] = {}
+        self._known: dict[tuple[str, ...], _Known | str] = {}
+        """By the roles of what follows a turn; a text: why such messages cannot be followed."""
 
     def check(self, *roles: str) -> None:
         """Raise BridgeError unless the template can be followed after a turn and messages of these roles."""
@@ -191,18 +194,18 @@ class Bridges:
         return last in self._stop_ids or last == self._of(("user",)).end_id
 
     def _of(self, roles: tuple[str, ...]) -> _Known:
-        if len(roles) > _MOST_KNOWN and set(roles) != {"tool"}:
-            raise BridgeError(f"{len(roles)} messages follow a turn of the model")
+        if len(roles) > _MOST_MESSAGES:
+            raise BridgeError(f"{len(roles)} messages follow a turn of the model; {_MOST_MESSAGES} may")
         if (known := self._known.get(roles)) is None:
             try:
                 known = self._found(roles)
             except BridgeError as err:
-                known = err
+                known = str(err)
             if len(self._known) >= _MOST_KNOWN:
-                self._known.pop(next(iter(self._known)))
+                self._known.pop(next(iter(self._known)), None)
             self._known[roles] = known
-        if isinstance(known, BridgeError):
-            raise known
+        if isinstance(known, str):
+            raise BridgeError(known)
         return known
 
     def _several(self, num_texts: int) -> _Known | None:

@@ -74,11 +74,11 @@ class ProgramLanguage(TemplateLanguage):
         if not tools:
             return self
         key = json.dumps([tool.schema for tool in tools], sort_keys=True)
-        if key not in self._known:
-            # Clients choose their tools.
+        if (known := self._known.get(key)) is None:
+            # Clients choose their tools, and long requests are read in threads.
             if len(self._known) >= _MOST_KNOWN:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = ProgramLanguage(
+                self._known.pop(next(iter(self._known)), None)
+            known = self._known[key] = ProgramLanguage(
                 self.tokenizer,
                 format_of=self._format_of,
                 bridges_of=self._bridges_of,
@@ -87,7 +87,7 @@ class ProgramLanguage(TemplateLanguage):
                 max_observation_tokens=self.max_observation_tokens,
                 strips=self._asked_to_strip,
             )
-        return self._known[key]
+        return known
 
     def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Container[int] = ()) -> list[int]:
         """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it.

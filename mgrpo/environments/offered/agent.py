@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,14 @@ from mgrpo.environments.environment import Environment
 from mgrpo.environments.offered.calling import outcome, said
 
 Run = Callable[..., Awaitable[float | None]]
-_MOST_OUTPUT_CHARS = 4000
+CHECK_S = 300.0
+"""Longest time of a check, after the agent's own limit."""
+ENDING_S = CHECK_S + 30.0
+"""The same with what is cleaned up around it."""
+MOST_OUTPUT_CHARS = 1 << 14
+"""Kept of what an agent prints: the last part."""
+_MOST_METRICS = 64
+_METRIC = re.compile(r"[\w./:@-]{1,80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +72,22 @@ class Outcome:
 class Agent(Environment):
     """Plays one trajectory at a time. A subclass has `run`."""
 
+    ending_s: float = 0.0
+    """Time that `run` may take beyond its limit; then it is cancelled, and late."""
+    row: Mapping[str, Any]
+    seed: int
+
     async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
-        """Play the trajectory of the row that `reset` was given, until it ends or `limit_s` seconds have passed.
+        """Play the trajectory of the row that `reset` was given, for at most `limit_s` seconds.
 
         Args:
             truth: the columns of the row that the agent must not see.
         """
         raise NotImplementedError
 
-    def reset(self, row: Mapping[str, Any], *, seed: int) -> None:
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> Awaitable[None] | None:
         self.row, self.seed = row, seed
+        return None
 
 
 class FunctionAgent(Agent):
@@ -92,24 +106,15 @@ class FunctionAgent(Agent):
         self._function, self._settings = function, settings
 
     async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
-        task = asyncio.create_task(outcome(self._function, self.row, endpoint, **self._settings))
-        try:
-            await asyncio.wait({task}, timeout=limit_s)
-        finally:
-            # A function that goes on nevertheless is the worker's affair.
-            task.cancel()
-        if not task.done():
-            await asyncio.wait({task})
-            return Outcome(ended="late", output=f"it was cancelled after {limit_s:g} s")
-        returned, err = task.result()
+        returned, err = await outcome(self._function, self.row, endpoint, **self._settings)
+        if isinstance(err, asyncio.CancelledError):
+            raise err
         if err is not None:
-            lines = traceback.format_exception(err)
-            return Outcome(ended="crashed", output=("".join(lines) or said(err))[-_MOST_OUTPUT_CHARS:])
+            return Outcome(ended="crashed", output=_traceback(err))
         try:
-            reward = checked_reward(returned)
+            return Outcome(ended="ended", reward=checked_reward(returned), metrics=checked_metrics(endpoint.metrics))
         except ValueError as refusal:
-            return Outcome(ended="crashed", output=f"{self.name} returned {refusal}")
-        return Outcome(ended="ended", reward=reward, metrics=_numbers(endpoint.metrics))
+            return Outcome(ended="crashed", output=f"{self.name} gave {refusal}")
 
 
 def checked_reward(value: object) -> float | None:
@@ -120,14 +125,45 @@ def checked_reward(value: object) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (number := _finite(value)) is None:
         raise ValueError(f"{value!r:.80}, expected the reward as a finite number, or None")
-    return float(value)
+    return number
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        str(name): float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+def checked_metrics(values: object) -> dict[str, float]:
+    """Metrics by name, as an agent or its check has given them.
+
+    Raises:
+        ValueError: they are not a few finite numbers under short names.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"metrics={values!r:.80}, expected an object of numbers")
+    if len(values) > _MOST_METRICS:
+        raise ValueError(f"{len(values)} metrics, expected at most {_MOST_METRICS}")
+    found = {}
+    for name, value in values.items():
+        number = _finite(value)
+        if not isinstance(name, str) or not _METRIC.fullmatch(name) or number is None:
+            raise ValueError(f"the metric {name!r:.80} = {value!r:.80}, expected a short name and a finite number")
+        found[name] = number
+    return found
+
+
+def _finite(value: object) -> float | None:
+    """A number that JSON holds, not a bool."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _traceback(err: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(err))
+    # The exception's own methods are the user's.
+    except Exception:
+        text = said(err)
+    return text.encode(errors="replace").decode()[-MOST_OUTPUT_CHARS:]

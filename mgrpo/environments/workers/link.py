@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.processes.distant import Distant
@@ -20,11 +21,16 @@ PATIENCE_S = 10.0
 _MAX_ANSWER_BYTES = 1 << 26
 
 
-def new_child(folders: Sequence[str], python: str | None) -> Child:
-    """A worker process, without the secrets of this one: its tools read untrusted text."""
+def new_child(folders: Sequence[str], python: str | None, variables: Collection[str] = ()) -> Child:
+    """A worker process, without the secrets of this one: its tools read untrusted text.
+
+    Args:
+        variables: names of those that it is given all the same.
+    """
+    named = {name: os.environ[name] for name in variables if name in os.environ}
     return Child(
         PROGRAM,
-        environment=without_secrets(TOOL_VARIABLES),
+        environment=without_secrets(TOOL_VARIABLES) | named,
         folders=folders,
         python=python,
         max_line_bytes=_MAX_ANSWER_BYTES,

@@ -25,13 +25,15 @@ _PAUSE_BETWEEN_STARTS_S = 1.0
 _TRIES_TO_BEGIN = 2
 
 
-def describe(specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str | None = None) -> Description:
+def describe(
+    specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str | None = None, variables: Sequence[str] = ()
+) -> Description:
     """The offers of the environments, asked of one worker process, which then ends. Blocks.
 
     Raises:
         ValueError: one cannot be built or set up; the message names its entry.
     """
-    child = new_child(folders, python)
+    child = new_child(folders, python, variables)
     try:
         child.send([_load_question(specs, WorkerLimits()) | {"id": 0}])
         return _description_in(child.receive(_START_LIMIT_S + PATIENCE_S))
@@ -56,6 +58,7 @@ class EnvironmentPool:
         limits: WorkerLimits | None = None,
         folders: Sequence[str] = (),
         python: str | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         """Starts nothing.
 
@@ -64,13 +67,14 @@ class EnvironmentPool:
             num_workers: processes; no more than `pool_size` are started.
             folders: further folders in which the workers find modules.
             python: their interpreter; None: this one.
+            variables: names of variables of this process that they are given beside those without secrets.
         """
         if pool_size < 1 or num_workers < 1:
             raise ValueError(f"pool_size={pool_size} and env_workers={num_workers} must be at least 1")
         self._specs, self._limits = tuple(specs), limits or WorkerLimits()
         workers = min(num_workers, pool_size)
         self._capacities = [len(range(place, pool_size, workers)) for place in range(workers)]
-        self._folders, self._python = tuple(folders), python
+        self._folders, self._python, self._variables = tuple(folders), python, tuple(variables)
         self._hosts: list[Host] = []
         self._tally = Tally()
         self._queue = Queue(self._limits.acquire_timeout_s, self._tally.asked_time)
@@ -212,7 +216,7 @@ class EnvironmentPool:
 
     def _new_host(self, capacity: int) -> Host:
         host = Host(
-            Link(new_child(self._folders, self._python), lambda why: self._replace(host, why)),
+            Link(new_child(self._folders, self._python, self._variables), lambda why: self._replace(host, why)),
             capacity,
             tally=self._tally,
             grace_s=self._limits.grace_s,

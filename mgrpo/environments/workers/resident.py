@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgrpo.environments.offered.agent import Endpoint
+from mgrpo.environments.offered.agent import Endpoint, Outcome
 from mgrpo.environments.offered.calling import Failed, Late, TimedCalls, WorkerLimits
 from mgrpo.environments.offered.description import Description
 from mgrpo.environments.offered.offered_environment import finite, shortened
@@ -17,8 +17,6 @@ from mgrpo.environments.workers.environment_catalog import Spec, built
 from mgrpo.processes.json_lines import Message
 
 _MAX_SNAPSHOT_BYTES = 1 << 22
-ENDING_S = 60.0
-"""Time for an agent's check, and for what it leaves to be cleaned up, beyond its own limit."""
 
 
 class Resident:
@@ -86,7 +84,10 @@ class Resident:
         self._refuse_if_stuck()
         agent = self.toolbox.agent
         run = functools.partial(agent.run, Endpoint(**endpoint), truth=truth, limit_s=limit_s)
-        found = await self._calls.within(limit_s + ENDING_S, lambda: run())
+        try:
+            found = await self._calls.within(limit_s + agent.ending_s, run)
+        except Late as err:
+            found = Outcome(ended="late", output=str(err))
         return {**found.to_json(), "metrics": {f"{agent.name}/{name}": value for name, value in found.metrics.items()}}
 
     async def ending(self) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -11,12 +12,12 @@ from typing import Any
 from mgrpo.environments.environment import Answered, Call, Observation
 from mgrpo.environments.loop.instance import Ending
 from mgrpo.environments.loop.losses import EnvironmentLost
+from mgrpo.environments.offered.agent import ENDING_S
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.row_columns import is_plain, sendable
 from mgrpo.environments.workers.host import Host
 from mgrpo.environments.workers.link import Frozen
-from mgrpo.environments.workers.resident import ENDING_S
 from mgrpo.processes.json_lines import Message
 
 
@@ -105,7 +106,9 @@ class WorkerInstance:
         # It stays so if the caller is cancelled.
         self._is_asked = True
         try:
-            with tally.asked(is_step=question["ask"] in ("step", "resume")):
+            # An agent that plays waits for the model, not the run for it.
+            is_play = question["ask"] == "run"
+            with contextlib.nullcontext() if is_play else tally.asked(is_step=question["ask"] in ("step", "resume")):
                 answer = await host.link.ask(question | {"instance": self._number}, limit_s)
         except EnvironmentLost as err:
             self._is_asked = False

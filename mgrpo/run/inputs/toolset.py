@@ -15,6 +15,7 @@ from mgrpo.config import Config
 from mgrpo.config.agent import DEFAULT_TIMEOUT_S, JOIN_TOKEN, WORKER_KEY
 from mgrpo.config.tools import PYTHON, ToolSpec, reference, settings_of, source_problems
 from mgrpo.environments.formats import detected, named
+from mgrpo.environments.offered.agent import ENDING_S
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.description import Description, Offer
 from mgrpo.environments.workers.environment_catalog import AGENT, NAMES, Spec
@@ -75,7 +76,10 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
         return Toolset(specs=(), description=Description(offers=(_REMOTE_OFFER,))), []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs) or (_agent_spec(config),)
-        return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
+        description = describe(
+            specs, folders=_folders(), python=config.tools.env_python, variables=config.agent.agent_env
+        )
+        return Toolset(specs=specs, description=description), []
     except ValueError as err:
         return None, [str(err)]
 
@@ -211,10 +215,11 @@ def make_interaction(
         limits=WorkerLimits(
             tool_timeout_s=tools.tool_timeout,
             reset_timeout_s=tools.env_reset_timeout,
-            acquire_timeout_s=tools.env_acquire_timeout,
+            acquire_timeout_s=_acquire_timeout(config),
         ),
         folders=_folders(),
         python=tools.env_python,
+        variables=config.agent.agent_env,
     )
     return Interaction(
         environments,
@@ -257,12 +262,23 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
         join_secret=os.environ.get(JOIN_TOKEN, ""),
     )
     bounds = AgentBounds(
-        limit_s=config.tools.trajectory_timeout or DEFAULT_TIMEOUT_S,
-        sets_reward=own.agent_sets_reward,
+        limit_s=_agent_limit(config),
+        # An agent that is judged could write a reward and crash before its check.
+        sets_reward=own.agent_sets_reward and own.agent_check is None,
         are_remote=are_remote,
         untaken=own.untaken_turns,
     )
     return partial(Agents, endpoints=Endpoints(settings, count=own.agent_endpoints), own=bounds)
+
+
+def _agent_limit(config: Config) -> float:
+    return config.tools.trajectory_timeout or DEFAULT_TIMEOUT_S
+
+
+def _acquire_timeout(config: Config) -> float:
+    """An agent that waits for its turn waits for whole trajectories of others."""
+    least = _agent_limit(config) + ENDING_S if config.agent.agent is not None else 0.0
+    return max(config.tools.env_acquire_timeout, least)
 
 
 def _address(text: str | None) -> tuple[str, int] | None:

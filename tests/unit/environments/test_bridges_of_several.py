@@ -195,8 +195,24 @@ def test_a_template_that_joins_users_is_followed(tokenizer: Any) -> None:
 
 
 def test_clients_cannot_fill_the_memory_with_kinds_of_bridges(tokenizer: Any) -> None:
+    """A bridge of 500 messages takes a third of a second to find, in which nobody else is served."""
     made = bridges(tokenizer, JOINED, "<|im_end|>")
-    for number in range(1, 20):
-        made.after(("user",) * number, ["x"] * number, [""] * number, last=5)
-    with pytest.raises(BridgeError, match="300 messages follow"):
-        made.after(("user",) * 300, ["x"] * 300, [""] * 300, last=5)
+    for number in range(300):
+        many = ["user" if number >> place & 1 else "system" for place in range(9)]
+        made.after(many, ["x"] * 9, [""] * 9, last=5)
+    assert len(made._known) == 256
+    with pytest.raises(BridgeError, match="65 messages follow"):
+        made.after(("user",) * 65, ["x"] * 65, [""] * 65, last=5)
+    many_calls = made.after_tools(["x"] * 65, ["look"] * 65, last=5)
+    assert many_calls == made.after_tools(["\n".join(["x"] * 65)], ["look"], last=5)
+
+
+def test_a_refusal_can_be_repeated_for_ever(tokenizer: Any) -> None:
+    """An exception that is raised again holds on to the frames of all its raises, and so to their requests."""
+    made = bridges(tokenizer, GOOD["headers"][0], *GOOD["headers"][1])
+    raised = []
+    for _ in range(2):
+        with pytest.raises(BridgeError) as caught:
+            made.check("system")
+        raised.append(caught.value)
+    assert raised[0] is not raised[1] and str(raised[0]) == str(raised[1])

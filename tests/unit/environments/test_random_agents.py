@@ -60,7 +60,6 @@ def world(name: str, seed: int) -> World:
 
 def samples_of(made: World, untaken: UntakenTurns) -> list[TrainSample]:
     trajectory = made.record.trajectory(made.end(), untaken=untaken)
-    trajectory.ended_by = "stop"
     completion = trajectory.completion(text_of=made.language.text, scored_text="final", reward=1.0)
     other = trajectory.completion(text_of=made.language.text, scored_text="final", reward=0.0)
     group = RolloutGroup(prompt=prompt(), completions=(completion, other))

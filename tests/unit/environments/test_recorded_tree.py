@@ -12,12 +12,12 @@ from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.types import Completion
 
 
-def sampled(*tokens: int) -> Sampled:
+def sampled(*tokens: int, reason: str = "stop") -> Sampled:
     return Sampled(
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -1.0, np.float32),
         policy_versions=np.full(len(tokens), 3, np.int32),
-        finish_reason="stop",
+        finish_reason=reason,
     )
 
 
@@ -45,7 +45,6 @@ def end(delivered: set[int], number: int, **fields: Any) -> dict[str, Any]:
 
 
 def completion(trajectory: Trajectory) -> Completion:
-    trajectory.ended_by = "stop"
     return trajectory.completion(text_of=lambda tokens: [str(each.tolist()) for each in tokens], scored_text="final")
 
 
@@ -146,6 +145,17 @@ def test_nothing_that_was_read_is_a_completion_without_tokens() -> None:
         assert len(made.tokens) == len(made.logprobs) == len(made.policy_versions) == 0
         assert made.trajectory is not None and made.trajectory.branches == () and made.trajectory.turns == ()
         assert made.scored_text == ""
+
+
+def test_a_trajectory_ends_as_the_last_turn_that_was_read() -> None:
+    """With the trees of agents it is not the last of the last branch."""
+    tree = grown((None, [1], [2]), (0, [3], [4]), (0, [5], [6]))
+    tree.ask(3, 1, [7])
+    tree.sampled(3, sampled(8, reason="length"))
+    for delivered, ended_by, content in (({0, 1, 2, 3}, "length", "turn 3"), ({0, 1, 2}, "stop", "turn 2")):
+        trajectory = tree.trajectory(end(delivered, 4))
+        assert (trajectory.ended_by, trajectory.last_content) == (ended_by, content)
+    assert tree.trajectory(end(set(), 4)).ended_by == "error"
 
 
 def test_messages_and_calls_go_with_their_branches() -> None:

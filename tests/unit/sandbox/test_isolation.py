@@ -20,7 +20,7 @@ from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation
 from mgrpo.sandbox.paths import readable_paths, search_path
 from mgrpo.sandbox.sandbox import Sandbox
-from tests.namespaces import skip_without_namespaces
+from tests.namespaces import run_as_somebody, skip_without_namespaces
 
 PLENTY_S = 20.0
 
@@ -238,37 +238,6 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def run_as_somebody(script: str) -> str:
-    """What a script prints that runs as a user without rights, in a user namespace."""
-    prelude = """
-import json, os
-from pathlib import Path
-from mgrpo.sandbox import linux
-from mgrpo.sandbox.cases import StdioTest
-from mgrpo.sandbox.sandbox import Sandbox
-
-def become_somebody():
-    user, group = os.getuid(), os.getgid()
-    linux.unshare(linux.CLONE_NEWUSER)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"4711 {user} 1")
-    Path("/proc/self/gid_map").write_text(f"4711 {group} 1")
-
-if os.fork() == 0:
-    become_somebody()
-    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
-    os._exit(0)
-if os.wait()[1] != 0:
-    raise SystemExit(77)
-become_somebody()
-"""
-    done = subprocess.run([sys.executable, "-c", prelude + script], capture_output=True, text=True, timeout=120)
-    if done.returncode == 77:
-        pytest.skip("this machine has no user namespace within a user namespace")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _descendants(of: int | None = None) -> set[int]:

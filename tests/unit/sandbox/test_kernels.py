@@ -19,10 +19,9 @@ import pytest
 from mgrpo.processes.lifetime import children
 from mgrpo.sandbox.interpreters import CellOutput, Kernel, Kernels
 from mgrpo.sandbox.walled import LostError, SandboxError
-from tests.namespaces import skip_without_namespaces
+from tests.namespaces import run_as_somebody, skip_without_namespaces
 from tests.unit.sandbox.conftest import SECRET
 from tests.unit.sandbox.test_hostile import REFUSED, WITHOUT_SUCCESS, attempt
-from tests.unit.sandbox.test_isolation import run_as_somebody
 
 LIMIT_S = 0.3
 # For calls that end by themselves, on a machine that does other things.

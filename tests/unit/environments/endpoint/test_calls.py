@@ -137,7 +137,7 @@ def test_a_deadline_ends_what_is_open_and_what_comes_later(served: Served) -> No
         with pytest.raises(openai.BadRequestError) as refused:
             asyncio.run(client_of(session, max_retries=2).chat.completions.create(**ASK))
         assert refused.value.code == "trajectory_over"
-    assert served.ask("wait", session=session["session"]) == {"id": pytest.approx(0, abs=1e9), "status": "late"}
+    assert served.ask("wait", session=session["session"])["status"] == "late"
     wait_until(lambda: (session["session"], 0) in served.cancelled)
     served.end(session)
 

@@ -1,0 +1,452 @@
+"""Boxes that are containers, by the command line of docker or podman.
+
+A container's first process reads what its owner holds open, and ends with it: after a kill -9 of the owner the program `docker run
+--rm` sees the end of its input, and the container goes. What outlives even that has a label, and goes at the next start.
+
+The size of what is written is not limited: few storage drivers can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mgrpo.environments.boxes.box import CLOSE_LIMIT_S, Bounds, BoxError, BoxLost, Done, address_of, moved
+from mgrpo.environments.boxes.captured import Captured, in_memory
+from mgrpo.environments.boxes.relay import Relay
+
+LABEL = "mgrpo.owner"
+_MOUNT = "/run/mgrpo"
+_PORT = 47123
+"""Of the forwarder, in a container's own network."""
+_FOLDER = "/box"
+"""Where the image has no working folder."""
+_GRACE_S = 0.2
+_ASK_S = 30.0
+_FILE_LIMIT_S = 60.0
+_ABSENT, _NOT_REGULAR = 44, 45
+# The program of the command line is told of these itself.
+_OF_THE_PROGRAM = (
+    "PATH",
+    "HOME",
+    "DOCKER_",
+    "CONTAINER",
+    "XDG_",
+    "TMPDIR",
+    "LD_",
+    "SSL_",
+    "HTTP",
+    "http",
+    "NO_PROXY",
+    "no_proxy",
+)
+_FIRST = "while read -r line; do :; done"
+_NUMBERED = 'echo $$ > "$0" 2>/dev/null; exec "$@"'
+_KILL = 'read -r pid < "$0" && { kill -9 -- "-$pid" || kill -9 "$pid"; }'
+_END = """
+for attempt in 1 2 3 4 5 6 7 8; do
+    kill -9 -1 2>/dev/null
+    left=
+    for file in /proc/[0-9]*/stat; do
+        read -r line < "$file" 2>/dev/null || continue
+        case "${line%% *}" in 1|$$) continue;; esac
+        case "${line##*) }" in [ZX]*) continue;; esac
+        left=$line
+    done
+    [ -z "$left" ] && exit 0
+    sleep 0.1
+done
+echo "$left"; exit 1
+"""
+_PUT = 'mkdir -p "$(dirname "$0")" && cat > "$0" && chmod "$1" "$0"'
+_GET = f'[ -e "$0" ] || exit {_ABSENT}; [ -f "$0" ] || exit {_NOT_REGULAR}; head -c "$1" "$0"'
+
+
+async def open_container(bounds: Bounds, *, program: str = "docker") -> ContainerBox:
+    """A container of the image.
+
+    Raises:
+        ValueError: no image is named, or the program is missing or has no daemon.
+        BoxError: the container did not start.
+    """
+    if bounds.image is None:
+        raise ValueError(
+            f"agent_box={program} needs agent_image, the name of an image that has sh and what the agent needs"
+        )
+    if shutil.which(program) is None:
+        raise ValueError(
+            f"agent_box={program}, but there is no program {program} on the PATH; install it, or set agent_box=local"
+        )
+    box = ContainerBox(program, bounds)
+    try:
+        async with asyncio.timeout(bounds.start_timeout_s):
+            await box.start_container()
+    except BaseException as err:
+        await box.close()
+        if isinstance(err, TimeoutError):
+            raise BoxError(f"a container was not ready after {bounds.start_timeout_s:g} s") from None
+        raise
+    return box
+
+
+async def remove_orphans(program: str) -> int:
+    """Remove the containers of this machine whose owners have ended; returns how many."""
+    if shutil.which(program) is None:
+        return 0
+    form = '{{.ID}} {{.Label "' + LABEL + '"}}'
+    listed = await _Command.run([program, "ps", "-a", "--filter", f"label={LABEL}", "--format", form], limit_s=_ASK_S)
+    if listed.status != 0:
+        return 0
+    left = []
+    for line in listed.stdout.decode().splitlines():
+        container, _, owner = line.partition(" ")
+        machine, _, rest = owner.partition("/")
+        if machine == _machine() and rest not in (f"{_boot()}/{pid}/{_began(pid)}" for pid in rest.split("/")[1:2]):
+            left.append(container)
+    if left:
+        await _Command.run([program, "rm", "-f", *left], limit_s=_ASK_S)
+    return len(left)
+
+
+class ContainerBox:
+    """A `Box`."""
+
+    folder = _FOLDER
+
+    def __init__(self, program: str, bounds: Bounds) -> None:
+        self._program, self._bounds = program, bounds
+        self._name = f"mgrpo-box-{secrets.token_hex(8)}"
+        # Only this user enters the outer folder on this machine; a container has the inner one.
+        self._outer = tempfile.mkdtemp(prefix="mgrpo-container-")
+        self._socket = os.path.join(self._outer, "endpoint", "socket")
+        self._relay: Relay | None = None
+        self._is_forwarding = False
+        self._first: _Command | None = None
+        self._number = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start_container(self) -> None:
+        """Raises as `open_container`."""
+        os.mkdir(os.path.dirname(self._socket), mode=0o755)
+        self._relay = Relay(_listen(self._socket))
+        image = self._bounds.image
+        assert image is not None
+        inspect = await self._ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image, limit_s=None)
+        if inspect.status != 0:
+            pulled = await self._ask("pull", "--quiet", image, limit_s=None)
+            if pulled.status != 0:
+                raise ValueError(f"agent_image={image!r} cannot be had from {self._program}: {_said(pulled)}")
+            inspect = await self._ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image, limit_s=None)
+        found = inspect.stdout.decode().strip()
+        self.folder = found if found.strip("/") else _FOLDER
+        self._first = await _Command.start(
+            [self._program, *self._run_arguments(image)], stdin=asyncio.subprocess.PIPE, max_bytes=4096
+        )
+        while (await self._ask("exec", self._name, "true", limit_s=None)).status != 0:
+            if self._first.process.returncode is not None:
+                ended = await self._first.wait(None)
+                raise BoxError(f"a container of {image!r} did not start: {_said(ended)}")
+            await asyncio.sleep(0.05)
+
+    def _run_arguments(self, image: str) -> list[str]:
+        memory = f"{self._bounds.memory_bytes}b"
+        owner = f"{_machine()}/{_boot()}/{os.getpid()}/{_began(str(os.getpid()))}"
+        return [
+            *("run", "--rm", "--interactive", "--name", self._name, "--label", f"{LABEL}={owner}"),
+            *("--network", "bridge" if self._bounds.network else "none"),
+            *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._bounds.max_processes)),
+            *("--security-opt", "no-new-privileges", "--cap-drop", "NET_RAW", "--cap-drop", "MKNOD"),
+            *("--volume", f"{os.path.dirname(self._socket)}:{_MOUNT}:ro", "--workdir", self.folder),
+            *("--entrypoint", "sh", image, "-c", _FIRST),
+        ]
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout_s: float,
+    ) -> Done:
+        process = await self._begin(argv, env, cwd, stdin=stdin)
+        return await process.wait(timeout_s)
+
+    async def start(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> ContainerProcess:
+        return await self._begin(argv, env, cwd, is_one=True)
+
+    async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        done = await (await self._shell(_PUT, path, f"{mode:o}", stdin=data)).wait(_FILE_LIMIT_S)
+        if done.status != 0:
+            raise OSError(errno.EIO, _said(done), path)
+
+    async def get(self, path: str, *, max_bytes: int) -> bytes:
+        process = await self._shell(_GET, path, str(max_bytes + 1), max_bytes=max_bytes + 2)
+        done = await process.wait(_FILE_LIMIT_S)
+        if len(done.stdout) > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", path)
+        if done.status == _ABSENT:
+            raise FileNotFoundError(errno.ENOENT, "No such file", path)
+        if done.status != 0:
+            raise OSError(errno.EINVAL, _said(done) or "not a regular file", path)
+        return done.stdout
+
+    async def url_for(self, url: str) -> str:
+        """With a network of its own as well, where the endpoint may listen at this machine's loopback only."""
+        address = address_of(url)
+        self._check()
+        assert self._relay is not None
+        self._relay.pass_to(address)
+        if not self._is_forwarding:
+            await self._start_forwarder()
+            self._is_forwarding = True
+        return moved(url, "127.0.0.1", _PORT)
+
+    async def end_processes(self) -> None:
+        """A process that the container's user may not end loses the box. The first one stays; zombies of the others may."""
+        self._is_forwarding = False
+        done = await (await self._shell(_END, "sh")).wait(_ASK_S)
+        if done.status != 0:
+            await self.close()
+            raise BoxLost(f"processes in a container could not be ended: {_said(done)}")
+
+    async def alive(self) -> bool:
+        if self._closing is not None or self._first is None or self._first.process.returncode is not None:
+            return False
+        found = await self._ask("inspect", "--format", "{{.State.Running}}", self._name)
+        return found.stdout.strip() == b"true"
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                if self._first is not None:
+                    if (stdin := self._first.process.stdin) is not None:
+                        stdin.close()
+                    await _Command.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
+                    await self._first.end(1.0)
+        finally:
+            if self._relay is not None:
+                await self._relay.close()
+            shutil.rmtree(self._outer, ignore_errors=True)
+
+    async def _start_forwarder(self) -> None:
+        text = Path(__file__).with_name("forwarder.py").read_text()
+        script = 'for python in python3 python; do command -v $python >/dev/null && exec $python -c "$0" "$@"; done; exit 127'
+        process = await self._begin(["sh", "-c", script, text, f"{_MOUNT}/socket", str(_PORT)], None, "/", is_one=True)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                while b"ready" not in process.said:
+                    if process.command.process.returncode is not None:
+                        done = await process.wait(None)
+                        raise BoxError(
+                            f"agent_image={self._bounds.image!r} cannot reach the endpoint: that needs python3 in it ({_said(done)})"
+                        )
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise BoxError("a container's forwarder did not start") from None
+
+    async def _shell(self, script: str, *arguments: str, stdin: bytes = b"", max_bytes: int = 4096) -> ContainerProcess:
+        return await self._begin(["sh", "-c", script, *arguments], None, None, stdin=stdin, max_bytes=max_bytes)
+
+    async def _begin(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        cwd: str | None,
+        *,
+        stdin: bytes = b"",
+        is_one: bool = False,
+        max_bytes: int | None = None,
+    ) -> ContainerProcess:
+        self._check()
+        self._number += 1
+        number = f"/tmp/.mgrpo-{self._number}"
+        given = {name: value for name, value in (env or {}).items() if not name.startswith(_OF_THE_PROGRAM)}
+        # By name only: the arguments of a process are seen by every user of this machine.
+        named = [name if name in given else f"{name}={value}" for name, value in (env or {}).items()]
+        command = await _Command.start(
+            [
+                *(self._program, "exec", "--interactive", "--workdir", cwd or self.folder),
+                *(word for each in named for word in ("--env", each)),
+                *(self._name, "sh", "-c", _NUMBERED, number, *argv),
+            ],
+            env=given,
+            stdin=stdin,
+            is_one=is_one,
+            max_bytes=max_bytes or self._bounds.output_bytes,
+        )
+        return ContainerProcess(self, command, number)
+
+    async def kill(self, number: str) -> None:
+        """Kill a process of the container; BoxLost where that fails."""
+        await self._ask("exec", self._name, "sh", "-c", _KILL, number)
+
+    async def _ask(self, *words: str, limit_s: float | None = _ASK_S) -> Done:
+        return await _Command.run([self._program, *words], limit_s=limit_s)
+
+    def _check(self) -> None:
+        if self._closing is not None:
+            raise BoxLost("the box has ended")
+
+
+class ContainerProcess:
+    """A `Process`."""
+
+    def __init__(self, box: ContainerBox, command: _Command, number: str) -> None:
+        self._box, self.command, self._number = box, command, number
+        self._done: Done | None = None
+
+    @property
+    def said(self) -> bytes:
+        """What it has printed so far."""
+        return self.command.said
+
+    async def wait(self, timeout_s: float | None = None) -> Done:
+        if self._done is not None:
+            return self._done
+        try:
+            done = await self.command.wait(timeout_s)
+        except TimeoutError:
+            await self.kill()
+            try:
+                done = await self.command.wait(CLOSE_LIMIT_S)
+            except TimeoutError:
+                await self.command.end(0.0)
+                raise BoxLost("a process in a container could not be killed") from None
+            done = Done(
+                status=-signal.SIGKILL, stdout=done.stdout, stderr=done.stderr, timed_out=True, truncated=done.truncated
+            )
+        except asyncio.CancelledError:
+            await asyncio.shield(self.kill())
+            raise
+        if done.status != 0 and not await self._box.alive():
+            raise BoxLost(f"the box has ended: {_said(done)}")
+        self._done = done
+        return done
+
+    async def kill(self) -> None:
+        if self.command.process.returncode is None:
+            await self._box.kill(self._number)
+
+
+class _Command:
+    """One run of the command line's program."""
+
+    def __init__(self, process: asyncio.subprocess.Process, outputs: Sequence[Captured]) -> None:
+        self.process, self._outputs = process, outputs
+
+    @classmethod
+    async def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | int = b"",
+        is_one: bool = False,
+        max_bytes: int,
+    ) -> _Command:
+        pipes = [os.pipe() for _ in range(1 if is_one else 2)]
+        with contextlib.ExitStack() as given:
+            for _, theirs in pipes:
+                given.callback(os.close, theirs)
+            if isinstance(stdin, bytes):
+                stdin = in_memory(stdin)
+                given.callback(os.close, stdin)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=stdin,
+                    stdout=pipes[0][1],
+                    stderr=pipes[-1][1],
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
+                )
+            except BaseException:
+                for ours, _ in pipes:
+                    os.close(ours)
+                raise
+        return cls(process, [Captured(ours, max_bytes) for ours, _ in pipes])
+
+    @classmethod
+    async def run(cls, argv: Sequence[str], *, limit_s: float | None) -> Done:
+        """TimeoutError after the limit."""
+        command = await cls.start(argv, max_bytes=2**16)
+        try:
+            return await command.wait(limit_s)
+        finally:
+            await command.end(0.0)
+
+    @property
+    def said(self) -> bytes:
+        return self._outputs[0].kept
+
+    async def wait(self, limit_s: float | None) -> Done:
+        """TimeoutError after the limit: it goes on."""
+        async with asyncio.timeout(limit_s):
+            status = await self.process.wait()
+        texts = await asyncio.gather(*(output.finish(_GRACE_S) for output in self._outputs))
+        truncated = any(output.truncated for output in self._outputs)
+        # A shell's number for a signal.
+        status = 128 - status if 128 < status < 128 + signal.NSIG else status
+        return Done(status=status, stdout=texts[0], stderr=(*texts, b"")[1], truncated=truncated)
+
+    async def end(self, grace_s: float) -> None:
+        """Kill it, where it has not ended in this time."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        for output in self._outputs:
+            output.close()
+
+
+def _listen(path: str) -> socket.socket:
+    """A Unix socket; the name may be longer than the kernel takes at once."""
+    folder = os.open(os.path.dirname(path), os.O_PATH)
+    try:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+    finally:
+        os.close(folder)
+    os.chmod(path, 0o666)  # the container's user is another one
+    listening.listen(256)
+    return listening
+
+
+def _said(done: Done) -> str:
+    return (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
+
+
+def _machine() -> str:
+    return socket.gethostname()
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _began(pid: str) -> str:
+    """When the process began, in the kernel's ticks: another one of the same number began later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "ended"

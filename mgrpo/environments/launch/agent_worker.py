@@ -1,0 +1,212 @@
+"""`mgrpo agent-worker`: takes tasks of a run that goes on elsewhere, and has a command play them on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mgrpo.environments.boxes.box import BoxError
+from mgrpo.environments.launch.command import CommandAgent
+from mgrpo.environments.offered.agent import Endpoint, Outcome
+
+KEY = "MGRPO_WORKER_KEY"
+"""The variable that holds the run's key for workers, there and here."""
+_ANSWER_S = 30.0
+"""Longer than an endpoint keeps those waiting who ask for a task."""
+_LONGEST_PAUSE_S = 30.0
+_NO_DEADLINE_S = 86_400.0
+_LAST_WORDS_S = 5.0
+
+
+class WorkerRefused(Exception):
+    """The run does not know this worker's key."""
+
+
+class AgentWorker:
+    """Plays tasks with one kind of command, several at a time."""
+
+    def __init__(self, urls: Sequence[str], key: str, settings: Mapping[str, Any]) -> None:
+        """
+        Args:
+            urls: of the run's endpoints; one name may stand for many.
+            settings: of `CommandAgent`.
+        """
+        self._urls, self._key, self._settings = [url.rstrip("/") for url in urls], key, settings
+        self._is_silent = False
+
+    async def work(self, num_at_once: int) -> None:
+        """Until it is cancelled. What is being played then is lost, and the run is told.
+
+        Raises:
+            WorkerRefused: the key is wrong.
+            ValueError: such agents cannot be started here.
+        """
+        first = CommandAgent(**self._settings)
+        await first.setup()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_at_once)
+        async with httpx.AsyncClient(timeout=_ANSWER_S, limits=limits) as client:
+            agents = [first, *(CommandAgent(**self._settings) for _ in range(num_at_once - 1))]
+            slots = [asyncio.create_task(self._play_all(client, agent, place)) for place, agent in enumerate(agents)]
+            try:
+                await asyncio.gather(*slots)
+            finally:
+                # A second one would cut short what the first has them do.
+                for slot in slots:
+                    if not slot.cancelling():
+                        slot.cancel()
+                await asyncio.gather(*slots, return_exceptions=True)
+
+    async def _play_all(self, client: httpx.AsyncClient, agent: CommandAgent, place: int) -> None:
+        pause_s = 1.0
+        # Others begin at other endpoints.
+        for number in itertools.count(place):
+            url = self._urls[number % len(self._urls)]
+            try:
+                task = await self._next(client, url)
+            except (httpx.HTTPError, ValueError) as err:
+                self._say_silent(url, err)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            pause_s, self._is_silent = 1.0, False
+            if task is not None:
+                await self._play(client, agent, task)
+
+    async def _next(self, client: httpx.AsyncClient, url: str) -> Mapping[str, Any] | None:
+        answer = await client.get(f"{url}/tasks/next", headers=_bearer(self._key))
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise WorkerRefused(f"the run at {url} does not take this key; give the one that it has in {KEY}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise ValueError(f"the run at {url} hands out no tasks; start it with agent=remote")
+        task = answer.raise_for_status().json()["task"]
+        if task is not None and not isinstance(task, dict):
+            raise ValueError(f"the task is {task!r:.80}")
+        return task
+
+    async def _play(self, client: httpx.AsyncClient, agent: CommandAgent, task: Mapping[str, Any]) -> None:
+        outcome: dict[str, Any] = {"ended": "lost", "output": "its worker was stopped"}
+        try:
+            found = await self._played(agent, task)
+            outcome = {"ended": found.ended, "status": found.status, "output": found.output}
+            if found.reward is not None and task["reward_key"] is not None:
+                await _tell(client, task, "reward", {"reward": found.reward, "metrics": dict(found.metrics)})
+        except (BoxError, OSError, ValueError) as err:
+            outcome = {"ended": "lost", "output": f"{type(err).__name__}: {err}"}
+        finally:
+            # Also where it is cancelled: the run need not wait for the deadline.
+            try:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await _tell(client, task, "end", outcome)
+            except TimeoutError:
+                pass
+            finally:
+                await agent.end()
+
+    async def _played(self, agent: CommandAgent, task: Mapping[str, Any]) -> Outcome:
+        endpoint = Endpoint(base_url=task["base_url"], api_key=task["api_key"], reward_key=task["reward_key"])
+        await agent.reset(task["row"], seed=0)
+        return await agent.run(endpoint, truth={}, limit_s=task["deadline_s"] or _NO_DEADLINE_S)
+
+    def _say_silent(self, url: str, err: Exception) -> None:
+        if not self._is_silent:
+            self._is_silent = True
+            sys.stderr.write(f"mgrpo agent-worker: no task from {url} ({type(err).__name__}: {err}); trying again\n")
+
+
+async def _tell(client: httpx.AsyncClient, task: Mapping[str, Any], what: str, values: Mapping[str, Any]) -> None:
+    """Tell the session, unless it is over: then the run knows better."""
+    key = task["reward_key"] if what == "reward" else task["api_key"]
+    with contextlib.suppress(httpx.HTTPError):
+        await client.post(f"{task['base_url']}/{what}", json=values, headers=_bearer(key))
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def worker_command(argv: Sequence[str]) -> int:
+    """The command `mgrpo agent-worker`."""
+    words = parser().parse_args(argv)
+    try:
+        key = _key(words.key_file)
+        settings = {
+            "command": words.agent,
+            "box": words.agent_box,
+            "image": words.agent_image,
+            "network": words.agent_network,
+            "files": words.agent_files,
+            "env": tuple(words.agent_env),
+            "max_processes": words.agent_max_processes,
+            "memory_mb": words.agent_memory_mb,
+        }
+        worker = AgentWorker(words.url, key, settings)
+        # Whatever ends this process, the keepers of its boxes end them.
+        return asyncio.run(_until_stopped(worker, words.at_once))
+    except ValueError as err:
+        sys.stderr.write(f"mgrpo agent-worker: {err}\n")
+        return 2
+
+
+async def _until_stopped(worker: AgentWorker, num_at_once: int) -> int:
+    working = asyncio.create_task(worker.work(num_at_once))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, working.cancel)
+    try:
+        await working
+    except asyncio.CancelledError:
+        return 0
+    except WorkerRefused as err:
+        sys.stderr.write(f"mgrpo agent-worker: {err}\n")
+    return 2
+
+
+def _key(file: str | None) -> str:
+    """The run's key. Never a word of the command line, which every user of the machine may read."""
+    try:
+        key = os.environ.get(KEY, "") if file is None else Path(file).read_text().strip()
+    except OSError as err:
+        raise ValueError(f"--key_file {file} cannot be read: {err.strerror}") from err
+    if not key:
+        raise ValueError(f"there is no key of the run; export {KEY}, or name a file that holds it: --key_file FILE")
+    return key
+
+
+def _command(text: str) -> str:
+    if not shlex.split(text):
+        raise ValueError
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the command."""
+    found = argparse.ArgumentParser(
+        prog="mgrpo agent-worker",
+        description="Takes tasks of a run with agent=remote, and has a command play them on this machine, until it is stopped. "
+        f"The run's key is read from the variable {KEY} or from --key_file.",
+        allow_abbrev=False,
+    )
+    found.add_argument("--url", action="append", required=True, help="of an endpoint of the run; may be repeated")
+    found.add_argument("--agent", required=True, type=_command, help='the command, such as "python agent.py"')
+    found.add_argument("--at_once", type=int, default=4, metavar="N", help="tasks at a time, 4")
+    found.add_argument("--key_file", metavar="FILE", help=f"holds the run's key, in place of the variable {KEY}")
+    found.add_argument(
+        "--agent_box", default="local", metavar="BOX", help="see the setting of this name; likewise the others"
+    )
+    found.add_argument("--agent_image", metavar="IMAGE")
+    found.add_argument("--agent_network", action="store_true")
+    found.add_argument("--agent_files", metavar="FOLDER")
+    found.add_argument("--agent_env", nargs="*", default=(), metavar="NAME")
+    found.add_argument("--agent_max_processes", type=int, default=256, metavar="N")
+    found.add_argument("--agent_memory_mb", type=int, default=4096, metavar="MIB")
+    return found

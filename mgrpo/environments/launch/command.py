@@ -1,0 +1,219 @@
+"""An agent that is a command: any program that is told its model's address by variables of its environment.
+
+It runs in a box of its own, which ends with the trajectory, together with everything that it has started or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgrpo.environments.boxes.box import MIB, Bounds, Box, Done
+from mgrpo.environments.boxes.opening import check_box, open_box
+from mgrpo.environments.launch.files import Files, files_of_command, files_of_folder
+from mgrpo.environments.launch.results import Result, ResultError, Unjudged, result_in, reward_of_status
+from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHARS, Agent, Endpoint, Outcome
+
+_TASK, _RESULT = "task.json", "result.json"
+_LEAST_MASKED_CHARS = 6
+"""Shorter values of variables are words that occur anywhere."""
+_checked: set[tuple[str, Bounds]] = set()
+"""Kinds of boxes that this process has opened before."""
+
+
+class CommandAgent(Agent):
+    """The command, for one trajectory at a time."""
+
+    name = "agent"
+    ending_s = ENDING_S
+
+    def __init__(
+        self,
+        *,
+        command: str,
+        check: str | None = None,
+        box: str = "local",
+        image: str | None = None,
+        network: bool = False,
+        files: str | None = None,
+        env: Sequence[str] = (),
+        max_processes: int = 256,
+        memory_mb: int = 4096,
+        sets_reward: bool = True,
+    ) -> None:
+        """The settings `agent_*`, see `config.agent`; a relative path in a command names a file of the current folder.
+
+        Raises:
+            ValueError: a file or a variable is missing.
+        """
+        self._words, self._check = _words("agent", command), None if check is None else _words("agent_check", check)
+        self._files = Files({}) if files is None else files_of_folder(files)
+        self._check_files = self._files
+        if self._check is not None:
+            self._check_files |= files_of_command(self._check, self._files)
+        self._files |= files_of_command(self._words, self._files)
+        self._where = box
+        self._has_own_word = sets_reward and check is None
+        self._own = _variables(env)
+        absolute = {
+            word for word in (*self._words, *(self._check or ())) if os.path.isabs(word) and os.path.exists(word)
+        }
+        self._bounds = Bounds(
+            image=image,
+            network=network,
+            # In an image they name what that holds.
+            readable=() if image is not None else tuple(sorted(absolute)),
+            memory_bytes=memory_mb * MIB,
+            max_processes=max_processes,
+            output_bytes=8 * MOST_OUTPUT_CHARS,
+        )
+        self._box: Box | None = None
+
+    async def setup(self) -> None:
+        """Raises ValueError where there cannot be such boxes."""
+        if (kind := (self._where, self._bounds)) not in _checked:
+            await check_box(*kind)
+            _checked.add(kind)
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> None:
+        await self.end()
+        self.row, self.seed = row, seed
+        bounds = self._bounds
+        if isinstance(image := row.get("image"), str):
+            bounds = dataclasses.replace(bounds, image=image, readable=())
+        self._box = await open_box(self._where, bounds)
+        await self._files.put_into(self._box)
+
+    async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
+        """See `Agent.run`.
+
+        Raises:
+            BoxLost, Unjudged: there is no score.
+        """
+        assert self._box is not None, "a reset comes first"
+        hidden = [*self._own.values(), endpoint.api_key, endpoint.reward_key or ""]
+        task = await _Task.put_into(self._box, ".mgrpo", self.row)
+        process = await self._box.start(
+            self._words, env={**await self._addresses(endpoint), **self._own, **task.variables}
+        )
+        done = await process.wait(limit_s)
+        # Nothing of it may change what a check sees.
+        await self._box.end_processes()
+        output = _shown(done, hidden)
+        if done.timed_out:
+            return Outcome(ended="late", status=done.status, output=output)
+        word = Result()
+        if self._has_own_word:
+            try:
+                word = await result_in(self._box, task.result)
+            except ResultError as err:
+                return Outcome(ended="crashed", status=done.status, output=_joined(output, str(err)))
+        if done.status == 0 and self._check is not None:
+            try:
+                word = await self._verdict(truth)
+            except ResultError as err:
+                return Outcome(ended="crashed", status=done.status, output=_joined(output, str(err)))
+        return Outcome(
+            ended="crashed" if done.status else "ended",
+            status=done.status,
+            output=output,
+            reward=word.reward,
+            metrics=word.metrics,
+        )
+
+    async def end(self) -> None:
+        box, self._box = self._box, None
+        if box is not None:
+            await box.close()
+
+    async def close(self) -> None:
+        await self.end()
+
+    async def _verdict(self, truth: Mapping[str, Any]) -> Result:
+        """Judge what the agent has left.
+
+        Raises:
+            ResultError: the agent has left a folder in which it cannot be judged.
+            BoxLost, Unjudged: the check did not run to its end.
+        """
+        box = self._box
+        assert box is not None and self._check is not None
+        try:
+            # Its own word is put where the agent could leave nothing.
+            task = await _Task.put_into(box, f".mgrpo-{secrets.token_hex(8)}", {**self.row, **truth})
+            await self._check_files.put_into(box)
+        except OSError as err:
+            raise ResultError(f"the files of agent_check cannot be written: {err.strerror or err}") from err
+        done = await box.exec(self._check, env={**self._own, **task.variables}, timeout_s=CHECK_S)
+        await box.end_processes()
+        how = f"took more than {CHECK_S:g} s" if done.timed_out else f"ended with the status {done.status}"
+        try:
+            found = await result_in(box, task.result)
+        except ResultError as err:
+            raise Unjudged(f"agent_check {how}, and {err}") from err
+        if found.reward is not None:
+            return found
+        if done.timed_out or (reward := reward_of_status(done.status)) is None:
+            raise Unjudged(f"agent_check {how} and wrote no reward: {_shown(done, [*self._own.values()])[-1000:]}")
+        return dataclasses.replace(found, reward=reward)
+
+    async def _addresses(self, endpoint: Endpoint) -> dict[str, str]:
+        assert self._box is not None
+        url = await self._box.url_for(endpoint.base_url)
+        found = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": endpoint.api_key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": endpoint.api_key,
+        }
+        if self._has_own_word and endpoint.reward_key is not None:
+            found["MGRPO_REWARD_KEY"] = endpoint.reward_key
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """A command's task, and where it may write a result."""
+
+    result: str
+    """Relative to the box's folder."""
+    variables: Mapping[str, str]
+
+    @classmethod
+    async def put_into(cls, box: Box, home: str, row: Mapping[str, Any]) -> _Task:
+        await box.put(f"{home}/{_TASK}", json.dumps(row, ensure_ascii=False, indent=1).encode(errors="replace"))
+        return cls(
+            result=f"{home}/{_RESULT}",
+            variables={"MGRPO_TASK": f"{box.folder}/{home}/{_TASK}", "MGRPO_RESULT": f"{box.folder}/{home}/{_RESULT}"},
+        )
+
+
+def _words(name: str, command: str) -> list[str]:
+    words = shlex.split(command)
+    if not words:
+        raise ValueError(f"{name}={command!r} is no command")
+    return words
+
+
+def _variables(names: Sequence[str]) -> dict[str, str]:
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(f"agent_env names {', '.join(missing)}, which the run's environment does not have; export it")
+    return {name: os.environ[name] for name in names}
+
+
+def _shown(done: Done, hidden: Sequence[str]) -> str:
+    """The last part of the output, without keys."""
+    text = (done.stdout + done.stderr).decode(errors="replace")
+    for value in sorted(hidden, key=len, reverse=True):
+        if len(value) >= _LEAST_MASKED_CHARS:
+            text = text.replace(value, "***")
+    return text[-MOST_OUTPUT_CHARS:]
+
+
+def _joined(output: str, why: str) -> str:
+    return f"{output.rstrip()}\n{why}".strip()

@@ -1,0 +1,38 @@
+"""Settings of agents: what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.config.validate import problems
+from mgrpo.moving import from_values
+
+TOKEN = "RAY_AUTH_TOKEN"
+
+
+@pytest.fixture
+def found_in(model):
+    def found(**values):
+        agent = {"agent": "python agent.py", "output_dir": f"{model['model_name_or_path']}/out"}
+        return [
+            each for each in problems(from_values(model | agent | values), world_size=1) if "agent_endpoint" in each
+        ]
+
+    return found
+
+
+@pytest.mark.parametrize("address", ["node0", "node0:", ":29500", "node0:x", "node0:65536", "node0:295000"])
+def test_endpoints_join_at_an_address(found_in, monkeypatch, address):
+    """A run of hours must not find out at its start on which port nobody can come."""
+    monkeypatch.setenv(TOKEN, "a secret")
+    assert found_in(agent_endpoint_join=address) == [
+        f"agent_endpoint_join={address} must be HOST:PORT, such as node0:29500"
+    ]
+
+
+def test_endpoints_join_with_a_secret(found_in, monkeypatch):
+    """Without one anybody who reaches the port could forge trajectories."""
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert [TOKEN in each for each in found_in(agent_endpoint_join="node0:29500")] == [True]
+    monkeypatch.setenv(TOKEN, "a secret")
+    assert not found_in(agent_endpoint_join="node0:29500") and not found_in()

@@ -1,0 +1,186 @@
+"""Agents that run elsewhere: `mgrpo agent-worker` in a process of its own, at an endpoint with a scripted engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mgrpo.environments.launch.agent_worker import KEY
+from tests.unit.environments.endpoint.served import ASKED, Served
+from tests.unit.environments.launch.test_command import FORKS_AWAY, processes_with
+
+RUN_KEY = "the run's"
+ROOT = str(Path(__file__).parents[4])
+PROMPT = {"prompt": ASKED, "worth": 0.5}
+LONG_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    found = Served(tmp_path_factory.mktemp("tokenizer"))
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def worker(url: str, agent: str, *flags: str, key: str | None = RUN_KEY) -> Iterator[subprocess.Popen]:
+    environment = {name: value for name, value in os.environ.items() if name != KEY} | {"PYTHONPATH": ROOT}
+    if key is not None:
+        environment[KEY] = key
+    words = [
+        sys.executable,
+        "-m",
+        "mgrpo",
+        "agent-worker",
+        "--url",
+        url,
+        "--agent",
+        agent,
+        "--agent_box",
+        "none",
+        *flags,
+    ]
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def opened(served: Served, row: dict[str, Any] | None = None, **bounds: Any) -> dict[str, Any]:
+    return served.open(task=PROMPT if row is None else row, **{"deadline_s": LONG_S, **bounds})
+
+
+def waited(served: Served, session: dict[str, Any]) -> dict[str, Any]:
+    answer = served.ask("wait", session=session["session"])
+    return {"over": answer["status"], **answer["left"]}
+
+
+def until(is_so: Any) -> None:
+    end = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.05)
+
+
+def test_workers_play_all_tasks_and_one_of_them_many(served: Served) -> None:
+    """Ids and order as with any agent; the reward is what the agent has written."""
+    sessions = [opened(served) for _ in range(5)]
+    with worker(served.url, "python chatting.py", "--at_once", "2"):
+        found = [waited(served, session) for session in sessions]
+    for session, left in zip(sessions, found, strict=True):
+        assert (left["over"], left["ended"], left["status"]) == ("ended", "ended", 0)
+        assert left["output"].startswith("done 4 ")
+        end = served.end(session)
+        assert end["reward"] == 0.5
+        assert len(served.branches(session, end)) == 1 and len(end["turns"]) == 5
+
+
+def test_a_worker_that_comes_late_finds_its_tasks(served: Served) -> None:
+    """The time of a trajectory begins when its task is taken, not when it waits for a worker."""
+    session = opened(served, deadline_s=LONG_S)
+    time.sleep(1.0)
+    with worker(served.url, "python chatting.py"):
+        assert waited(served, session)["ended"] == "ended"
+
+
+def test_a_crash_elsewhere_is_told_with_its_output(served: Served) -> None:
+    session = opened(served)
+    with worker(served.url, "python agents.py crashes"):
+        left = waited(served, session)
+    assert (left["ended"], left["status"], left["output"]) == ("crashed", 3, "before the crash\n")
+    assert served.end(session)["reward"] is None
+
+
+def test_an_agent_that_may_not_set_its_reward_does_not(served: Served) -> None:
+    session = opened(served, sets_reward=False)
+    with worker(served.url, "python chatting.py"):
+        assert waited(served, session)["ended"] == "ended"
+    assert served.end(session)["reward"] is None
+
+
+def test_an_agent_that_hangs_elsewhere_is_late(served: Served) -> None:
+    session = opened(served, deadline_s=3.0)
+    with worker(served.url, "sleep 1000000"):
+        left = waited(served, session)
+    assert left["over"] == "late" or left["ended"] == "late"
+
+
+def test_a_worker_that_is_killed_leaves_nothing_and_its_task_is_late(served: Served) -> None:
+    mark = f"mgrpo-mark-{os.getpid()}-worker"
+    session = opened(served, deadline_s=8.0)
+    with worker(served.url, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}") as process:
+        until(lambda: len(processes_with(mark)) == 2)
+        process.kill()
+        until(lambda: not processes_with(mark))
+        assert waited(served, session)["over"] == "late"
+
+
+def test_a_worker_that_is_stopped_says_so(served: Served) -> None:
+    """The run need not wait for the deadline."""
+    mark = f"mgrpo-mark-{os.getpid()}-stopped"
+    session = opened(served)
+    with worker(served.url, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}") as process:
+        until(lambda: len(processes_with(mark)) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert waited(served, session)["ended"] == "lost"
+        assert process.wait(LONG_S) == 0
+    assert not processes_with(mark)
+
+
+def test_a_wrong_key_ends_the_worker(served: Served) -> None:
+    session = opened(served)
+    with worker(served.url, "python chatting.py", key="another") as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert process.returncode == 2 and "does not take this key" in said and "another" not in said
+    assert served.end(session)["turns"] == []
+
+
+def test_a_worker_without_a_key_says_where_to_put_one(served: Served, tmp_path: Path) -> None:
+    with worker(served.url, "python chatting.py", key=None) as process:
+        _, said = process.communicate(timeout=LONG_S)
+    assert process.returncode == 2 and KEY in said
+    file = tmp_path / "key"
+    file.write_text(f"{RUN_KEY}\n")
+    session = opened(served)
+    with worker(served.url, "python chatting.py", "--key_file", str(file), key=None):
+        assert waited(served, session)["ended"] == "ended"
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", "the run's\xff"])
+def test_tasks_are_for_those_with_the_key(served: Served, key: str | None) -> None:
+    headers = {} if key is None else {"x-api-key": key.encode("latin1")}
+    answer = httpx.get(f"{served.url}/tasks/next", headers=headers)
+    assert answer.status_code == 401 and "row" not in answer.text
+
+
+def test_a_task_whose_taker_has_gone_is_handed_out_again(served: Served) -> None:
+    """It is not lost with a connection that broke while a worker waited."""
+    headers = {"x-api-key": RUN_KEY}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{served.url}/tasks/next", headers=headers, timeout=0.5)
+    session = opened(served)
+    task = httpx.get(f"{served.url}/tasks/next", headers=headers, timeout=LONG_S).json()["task"]
+    assert task["row"] == PROMPT and task["base_url"] == session["base_url"] and task["deadline_s"] == LONG_S
+    served.end(session)
+
+
+@pytest.mark.parametrize(
+    "body", [{"ended": "won"}, {"status": 1.5}, {"status": True}, {"status": 10**30}, {"output": 1}, {"ended": []}]
+)
+def test_an_end_in_other_words_is_refused(served: Served, body: dict[str, Any]) -> None:
+    session = opened(served)
+    answer = httpx.post(f"{session['base_url']}/end", json=body, headers={"x-api-key": session["api_key"]})
+    assert answer.status_code == 400
+    served.end(session)
