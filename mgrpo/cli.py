@@ -27,6 +27,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo rollout --num N [--config FILE.yaml] ...       print some completions, with their turns and tools, in colour
        mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
+       mgrpo box-server [--port 1235] ...                   open boxes for the agents of runs on other machines
        mgrpo serve-agent [--num N] [--config FILE.yaml] ...  serve a model to an agent that you start, and print its turns
        mgrpo agent-worker --url URL --agent COMMAND ...     play the tasks of a run that goes on elsewhere
        mgrpo agent-endpoint --join HOST:PORT ...            serve agents of a run that goes on elsewhere
@@ -46,6 +47,7 @@ COMMANDS = {
     "rollout": ("mgrpo.run.commands.sample", "rollout_command"),
     "engines": ("mgrpo.run.commands.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
+    "box-server": ("mgrpo.environments.boxes.box_server", "box_server_command"),
     "serve-agent": ("mgrpo.run.commands.serve_agent", "serve_agent_command"),
     "agent-worker": ("mgrpo.environments.launch.agent_worker", "worker_command"),
     "agent-endpoint": ("mgrpo.environments.endpoint.joined", "endpoint_command"),

@@ -129,8 +129,9 @@ def picture(report: Mapping[str, Any], window: int = WINDOW) -> str:
     last = max(len(mean) for _, mean, _ in curves.values())
     frame = Frame.around(ranges, 1, last, size=(WIDTH, HEIGHT), top=UNDER_TITLE)
     colours = dict(zip(curves, COLOURS, strict=False))
-    seeds = min(len(setting["runs"]) for setting in report["settings"])
-    title = f"reward of a step's completions, 0 to 1, mean of the last {window} steps; line: mean of {seeds} seeds, band: their range"
+    counts = {len(setting["runs"]) for setting in report["settings"]}
+    seeds = f"{min(counts)} seeds" if len(counts) == 1 else "the seeds"
+    title = f"reward of a step's completions, 0 to 1, mean of the last {window} steps; line: mean of {seeds}, band: their range"
     bands, lines = [], []
     for number, (low, mean, high) in enumerate(curves.values()):
         steps = range(1, len(mean) + 1)

@@ -27,6 +27,7 @@ _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _BOXES = ("none", "local", "docker")
 
 WITH_AGENT = Needs("agent", lambda agent: agent is not None)
+AT_HOME = Needs("an agent that the run starts", lambda agent_kind: agent_kind not in ("none", "remote"))
 WITH_COMMAND = Needs("an agent that is a command", lambda agent_kind: agent_kind == "command")
 WITH_IMAGES = Needs(
     "an agent that is a command, in agent_box=local, docker or at a URL",
@@ -63,7 +64,7 @@ class Agent:
     """Whether it may reach more of the network than its endpoint."""
     agent_files: Annotated[str | None, WITH_COMMAND] = None
     """Folder that is copied into the working folder of each agent. none: it begins empty."""
-    agent_env: Annotated[tuple[str, ...], WITH_COMMAND] = ()
+    agent_env: Annotated[tuple[str, ...], AT_HOME] = ()
     """Names of variables of the run's environment that it is given as well, such as keys of other services."""
     agent_max_turns: Annotated[int, ONE_OR_MORE, WITH_AGENT] = 1024
     """Turns of the model that one trajectory may have, in all its branches."""

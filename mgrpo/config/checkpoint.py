@@ -14,7 +14,7 @@ from mgrpo.config.provenance import Provenance
 
 EVALUATED = ("scores", "no_score_rate", "sequence_lengths", "sequence_lengths_min", "sequence_lengths_max", "stop_rate")
 ACCURACY = ("pass_at_1",)
-BY_NAME = ("by_source", "by_verifier", "custom", "env", "objective", "rewards", "tools", "turns", "val")
+BY_NAME = ("agents", "by_source", "by_verifier", "custom", "env", "objective", "rewards", "tools", "turns", "val")
 """Metrics that are named after rows, rewards and environments; the first evaluation shows which exist."""
 
 STATES = Needs("checkpoint_state_freq above 0", lambda checkpoint_state_freq: checkpoint_state_freq > 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import tempfile
 
 from mgrpo.sandbox import linux
 
@@ -90,7 +89,7 @@ def filter_program(*, internet: bool = False) -> bytes:
             rules.refuse("clone", _Comparison(0, _MASKED_EQUAL, flag, flag))
         # A filter cannot read clone3's flags, which are in memory; on this error the C library falls back to clone.
         rules.refuse("clone3", error=errno.ENOSYS)
-        with tempfile.TemporaryFile() as file:
+        with open(os.memfd_create("filter"), "r+b") as file:
             _check(library.seccomp_export_bpf(context, ctypes.c_int(file.fileno())), "seccomp_export_bpf")
             file.seek(0)
             return file.read()

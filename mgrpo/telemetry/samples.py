@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def trace_records(
     Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on, and null for tokens that
     were not sampled; `tokens` has the text of each token. A trajectory's `response_mask` marks the tokens that were sampled.
     Its `branches` list the tokens, from `start` to `end`, that were sampled after `prompt_tokens` and not after the tokens
-    before them.
+    before them, with the branch that each goes on from (`parent`, -1: none) and its own messages.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -261,7 +262,13 @@ def _masks(completion: Completion) -> Record:
     if completion.trajectory is None:
         return {}
     branches = [
-        {"start": branch.start, "end": branch.end, "prompt_tokens": branch.prompt_tokens.tolist()}
+        {
+            "start": branch.start,
+            "end": branch.end,
+            "prompt_tokens": branch.prompt_tokens.tolist(),
+            "parent": branch.parent,
+            "messages": plain(branch.messages),
+        }
         for branch in completion.trajectory.branches
     ]
     return {"response_mask": completion.loss_mask.tolist(), **({"branches": branches} if branches else {})}
@@ -279,6 +286,7 @@ def _trajectory(completion: Completion) -> dict[str, Any]:
         "scored_text": record.scored_text,
         "reward": None if record.reward is None else finite(record.reward),
         "metrics": plain(record.metrics),
+        **({"agent": plain(asdict(record.agent))} if record.agent else {}),
     }
     return {"trajectory": found}
 

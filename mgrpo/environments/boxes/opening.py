@@ -9,11 +9,16 @@ import asyncio
 import weakref
 from importlib.metadata import entry_points
 
-from mgrpo.environments.boxes import leftover
 from mgrpo.environments.boxes.box import Bounds, Box, BoxError
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local import leftover
+from mgrpo.environments.boxes.local.local_box import open_local
 
 GROUP = "mgrpo.boxes"
+VARIABLES = (
+    *("MGRPO_BOX_TOKEN", "MGRPO_BOX_TOKEN_FILE", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY"),
+    *("DOCKER_CERT_PATH", "CONTAINER_HOST", "XDG_RUNTIME_DIR"),
+)
+"""Of the environment, that the process which opens boxes needs; no box has them."""
 STARTS_AT_ONCE = 8
 """Of one process: more would only make each of them slower."""
 _CONTAINERS = ("docker", "podman")
@@ -40,7 +45,7 @@ async def open_box(where: str, bounds: Bounds) -> Box:
 
             return await open_container(bounds, program=where)
         if where.startswith(("http://", "https://")):
-            from mgrpo.environments.boxes.remote import open_remote
+            from mgrpo.environments.boxes.remote_box import open_remote
 
             return await open_remote(where, bounds)
         return await _open_others(where, bounds)

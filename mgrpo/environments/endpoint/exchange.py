@@ -128,9 +128,6 @@ class Exchange:
         else:
             await self._begin(200, [_JSON, (b"content-length", str(len(data)).encode())])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        # The watch notices in the second round of the loop that the connection was lost before.
-        for _ in range(2):
-            await asyncio.sleep(0)
         if watch.done():
             raise ClientGone
         await self._send({"type": "http.response.body", "body": b""})

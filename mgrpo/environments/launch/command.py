@@ -15,8 +15,8 @@ from typing import Any
 
 from mgrpo.environments.boxes.box import MIB, Bounds, Box, Done
 from mgrpo.environments.boxes.opening import check_box, open_box
-from mgrpo.environments.launch.files import Files, files_of_command, files_of_folder
-from mgrpo.environments.launch.results import Result, ResultError, Unjudged, result_in, reward_of_status
+from mgrpo.environments.launch.copied_files import Files, files_of_command, files_of_folder
+from mgrpo.environments.launch.results import OwnWord, ResultError, Unjudged, result_in, reward_of_status
 from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHARS, Agent, Endpoint, Outcome
 
 _TASK, _RESULT = "task.json", "result.json"
@@ -107,7 +107,7 @@ class CommandAgent(Agent):
         output = _shown(done, hidden)
         if done.timed_out:
             return Outcome(ended="late", status=done.status, output=output)
-        word = Result()
+        word = OwnWord()
         if self._has_own_word:
             try:
                 word = await result_in(self._box, task.result)
@@ -134,7 +134,7 @@ class CommandAgent(Agent):
     async def close(self) -> None:
         await self.end()
 
-    async def _verdict(self, truth: Mapping[str, Any]) -> Result:
+    async def _verdict(self, truth: Mapping[str, Any]) -> OwnWord:
         """Judge what the agent has left.
 
         Raises:

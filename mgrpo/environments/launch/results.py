@@ -25,14 +25,14 @@ class Unjudged(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class OwnWord:
     """A command's own word."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-async def result_in(box: Box, path: str) -> Result:
+async def result_in(box: Box, path: str) -> OwnWord:
     """The result that was written to a file of the box; an empty one where there is no file.
 
     Raises:
@@ -43,14 +43,14 @@ async def result_in(box: Box, path: str) -> Result:
         data = await box.get(path, max_bytes=_MOST_BYTES)
     except OSError as err:
         if err.errno == errno.ENOENT:
-            return Result()
+            return OwnWord()
         why = f"longer than {_MOST_BYTES} bytes" if err.errno == errno.EFBIG else err.strerror or str(err)
         raise ResultError(f"its result cannot be read: {why}") from err
     try:
         values = json.loads(data, parse_constant=_refuse)
         if not isinstance(values, dict):
             raise ValueError(f"it is {values!r:.80}")
-        return Result(
+        return OwnWord(
             reward=checked_reward(values.get("reward")), metrics=checked_metrics(_given(values.get("metrics")))
         )
     # Bytes that are no text are a ValueError; lists in each other are a RecursionError.

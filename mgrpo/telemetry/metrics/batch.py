@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from mgrpo.telemetry.metrics.agents import agent_metrics
 from mgrpo.telemetry.metrics.turns import turn_metrics
 from mgrpo.types import Completion, PackLengths, RewardScale, ScoredGroup, TrainSample
 
@@ -64,6 +65,7 @@ def batch_metrics(
         **_filtering(kept, dropped, scale, num_excluded_prompts),
         **_policy_versions(kept, policy_version),
         **turn_metrics(sampled),
+        **agent_metrics(sampled),
         **kept_metrics(sampled),
         "time/actor_tokens_per_second": tokens_per_second(sampled, engine_s),
     }

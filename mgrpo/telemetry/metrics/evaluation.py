@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from mgrpo.telemetry.metrics.agents import agent_metrics
 from mgrpo.telemetry.metrics.batch import (
     completion_lengths,
     error_rates,
@@ -49,7 +50,7 @@ def evaluation_metrics(
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
     scored = reward_metrics(groups, scale) | scorer_metrics(groups, scale)
-    others = scored | error_rates(groups, scale) | turn_metrics(groups)
+    others = scored | error_rates(groups, scale) | turn_metrics(groups) | agent_metrics(groups)
     metrics = {
         "eval/scores": mean_score([reward for group in groups for reward in group.rewards]),
         "eval/no_score_rate": no_score_rate(groups),
@@ -72,7 +73,9 @@ def evaluation_metrics(
 
 
 def correctness(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> list[list[bool]] | None:
-    """Whether each completion of each group is correct; None where reward functions take the place of verifiers."""
+    """Whether each completion of each group is correct; None where functions, environments or agents decide in place of verifiers."""
+    if scale is not None and not scale.verification_reward:
+        return None
     if not all("correct" in score.parts for group in groups for score in group.scores):
         return None
     return [_correct(group, scale).tolist() for group in groups]

@@ -194,6 +194,15 @@ def test_parts_of_a_mixture_without_verifiers_have_rewards_only():
     assert correctness(groups, None) is None
 
 
+def test_what_an_environment_or_an_agent_rewards_is_neither_right_nor_wrong():
+    """Rows of the verifier passthrough would have an accuracy of 0 however well they are rewarded."""
+    scale = RewardScale(max_possible_score=0.0, verification_reward=0.0, format_reward=0.0)
+    groups = [group([1.0, 1.0], parts=[{"passthrough": 0.0, "correct": 0.0}] * 2, verifiers=("passthrough",))]
+    metrics = evaluation_metrics(groups, scale=scale)
+    assert correctness(groups, scale) is None
+    assert metrics["eval/scores"] == 1.0 and "eval/pass_at_1" not in metrics
+
+
 def test_datasets_are_named_by_their_shortest_distinguishing_suffix():
     """The name of a metric has no slash, and two datasets never share one."""
     assert short_names(["data/heldout.jsonl"]) == ["heldout"]

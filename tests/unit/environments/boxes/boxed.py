@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import http.server
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mgrpo.environments.boxes.box import MIB, Bounds, Done
-from mgrpo.environments.boxes.local import LocalBox, open_local
+from mgrpo.environments.boxes.local.local_box import LocalBox, open_local
 
 PLENTY_S = 60.0
 SMALL = Bounds(memory_bytes=512 * MIB, disk_bytes=16 * MIB, max_processes=64, output_bytes=4096)
@@ -69,3 +71,28 @@ def served() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def running(argument: str) -> list[str]:
+    """Processes `sleep ARGUMENT` of this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[:2] == [b"sleep", argument.encode()]:
+                found.append(entry.name)
+    return found
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PLENTY_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    asyncio.run(until(is_so))

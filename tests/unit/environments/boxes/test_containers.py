@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from mgrpo.environments.boxes.containers import open_container, remove_orphans
 from mgrpo.environments.boxes.opening import open_box
 from tests.namespaces import skip_without_namespaces
 from tests.unit.environments.boxes import fake_docker
-from tests.unit.environments.boxes.boxed import PLENTY_S, served, sh
+from tests.unit.environments.boxes.boxed import PLENTY_S, running, served, sh, until, wait_until
 
 BOUNDS = Bounds(image=fake_docker.IMAGE, memory_bytes=512 * MIB, max_processes=64, output_bytes=4096)
 
@@ -80,9 +79,9 @@ def test_a_container_does_what_a_box_does(docker, monkeypatch):
         late = await sh(box, "echo began; sleep 3456", timeout_s=1.5)
         assert late.timed_out and late.stdout == b"began\n"
         await sh(box, "echo x > kept; (setsid sleep 3456 &) ; sleep 3456 & exit 0")
-        assert len(_running("3456")) >= 2
+        assert len(running("3456")) >= 2
         await box.end_processes()
-        assert not _running("3456") and await box.get("kept", max_bytes=10) == b"x\n"
+        assert not running("3456") and await box.get("kept", max_bytes=10) == b"x\n"
         long = await sh(box, "head -c 100000 /dev/zero; echo the end")
         assert long.truncated and long.stdout.endswith(b"\0the end\n") and len(long.stdout) == BOUNDS.output_bytes
 
@@ -141,8 +140,7 @@ def test_a_container_that_is_gone_is_lost(docker):
 
     async def use(box):
         waiting = asyncio.create_task(sh(box, "sleep 3457"))
-        while not _running("3457"):
-            await asyncio.sleep(0.02)
+        await until(lambda: running("3457"))
         subprocess.run(["docker", "rm", "-f", box._name], check=True)
         with pytest.raises(BoxLost):
             await waiting
@@ -171,12 +169,9 @@ def test_a_container_ends_with_a_killed_worker(docker):
     """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as worker:
         assert worker.stdout.readline() == b"started\n"
-        assert _running("3458")
+        assert running("3458")
         os.kill(worker.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PLENTY_S
-    while _running("3458") or list(docker.glob("*.container")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not running("3458") and not list(docker.glob("*.container")))
 
 
 def test_orphans_are_removed_at_a_start(docker):
@@ -211,16 +206,3 @@ def test_a_container_that_does_not_start_says_why(docker, monkeypatch):
     monkeypatch.setattr("mgrpo.environments.boxes.containers._FIRST", "echo no space left >&2; exit 1")
     with pytest.raises(BoxError, match="did not start: no space left"):
         asyncio.run(open_container(BOUNDS))
-
-
-def _running(argument: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if words[:2] == [b"sleep", argument.encode()]:
-                found.append(entry.name)
-    return found

@@ -288,7 +288,7 @@ def test_boxes_do_not_meet(walls):
 
 
 async def _another(walls: str):
-    from mgrpo.environments.boxes.local import open_local
+    from mgrpo.environments.boxes.local.local_box import open_local
 
     return await open_local(Bounds(memory_bytes=512 * MIB), walls=[walls])
 

@@ -11,17 +11,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-from mgrpo.environments.boxes import leftover
 from mgrpo.environments.boxes.box import MIB, Bounds, BoxLost, Done
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local import leftover
+from mgrpo.environments.boxes.local.local_box import open_local
 from mgrpo.environments.boxes.opening import check_box, open_box
 from tests.namespaces import run_as_somebody, skip_without_namespaces
-from tests.unit.environments.boxes.boxed import PLENTY_S, SMALL, opened, python, served, sh, with_box
+from tests.unit.environments.boxes.boxed import (
+    PLENTY_S,
+    SMALL,
+    opened,
+    python,
+    running,
+    served,
+    sh,
+    until,
+    wait_until,
+    with_box,
+)
 
 WALLS = ["user", "none"] if os.geteuid() else ["user", "root", "none"]
 
@@ -86,7 +96,7 @@ def test_a_late_command_is_killed_and_its_last_words_kept(walls):
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        await _until(lambda: not _running("4321"))
+        await until(lambda: not running("4321"))
 
     with_box(walls, use)
 
@@ -109,9 +119,9 @@ def test_what_an_agent_leaves_running_ends_before_the_check(walls):
 
     async def use(box):
         await sh(box, "echo x > kept; setsid sleep 7654 >/dev/null 2>&1 & (setsid sleep 7654 &) ; sleep 7654 &")
-        await _until(lambda: len(_running("7654")) >= 3)
+        await until(lambda: len(running("7654")) >= 3)
         await box.end_processes()
-        assert not _running("7654")
+        assert not running("7654")
         assert await box.get("kept", max_bytes=10) == b"x\n"
         assert (await sh(box, "echo on")).stdout == b"on\n"
 
@@ -168,7 +178,7 @@ def test_a_box_ends_with_all_that_is_in_it(walls, tmp_path, monkeypatch):
     async def run():
         async with opened(walls) as box:
             waiting = asyncio.create_task(sh(box, "setsid sleep 5432 & sleep 5432"))
-            await _until(lambda: len(_running("5432")) >= 2)
+            await until(lambda: len(running("5432")) >= 2)
             keeper = box._keeper.pid
             assert await box.alive()
             await asyncio.gather(box.close(), box.close())
@@ -179,7 +189,7 @@ def test_a_box_ends_with_all_that_is_in_it(walls, tmp_path, monkeypatch):
                 with pytest.raises(BoxLost):
                     await ask
             assert not await box.alive()
-        assert not _running("5432") and not Path(f"/proc/{keeper}").exists()
+        assert not running("5432") and not Path(f"/proc/{keeper}").exists()
 
     before = Path("/proc/self/mountinfo").read_text()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -193,13 +203,13 @@ def test_a_box_that_is_killed_is_lost(walls):
 
     async def use(box):
         waiting = asyncio.create_task(sh(box, "sleep 6543"))
-        await _until(lambda: bool(_running("6543")))
+        await until(lambda: bool(running("6543")))
         box._keeper.kill()
         with pytest.raises(BoxLost):
             await waiting
         assert not await box.alive()
         await box.close()
-        await _until(lambda: not _running("6543"))
+        await until(lambda: not running("6543"))
 
     with_box(walls, use)
 
@@ -209,7 +219,7 @@ def test_nothing_outlives_a_worker_that_is_killed(walls, tmp_path):
     script = f"""if True:
         import asyncio, tempfile
         from mgrpo.environments.boxes.box import Bounds
-        from mgrpo.environments.boxes.local import open_local
+        from mgrpo.environments.boxes.local.local_box import open_local
         tempfile.tempdir = {str(tmp_path)!r}
         async def main():
             box = await open_local(Bounds(), walls=[{walls!r}])
@@ -220,9 +230,9 @@ def test_nothing_outlives_a_worker_that_is_killed(walls, tmp_path):
     """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as worker:
         assert worker.stdout.readline() == b"started\n"
-        _wait_until(lambda: len(_running("8765")) >= 3)
+        wait_until(lambda: len(running("8765")) >= 3)
         os.kill(worker.pid, signal.SIGKILL)
-    _wait_until(lambda: not _running("8765") and list(tmp_path.iterdir()) == [])
+    wait_until(lambda: not running("8765") and list(tmp_path.iterdir()) == [])
 
 
 def test_what_a_killed_keeper_leaves_is_removed_at_the_next_start(tmp_path, monkeypatch):
@@ -233,7 +243,7 @@ def test_what_a_killed_keeper_leaves_is_removed_at_the_next_start(tmp_path, monk
         async with opened("none") as living:
             box = await open_local(SMALL, walls=["none"])
             process = await box.start(["sh", "-c", "(setsid sleep 9876 &); sleep 9876"])
-            await _until(lambda: len(_running("9876")) >= 2)
+            await until(lambda: len(running("9876")) >= 2)
             monkeypatch.setattr(leftover, "clear", lambda _: None)
             box._keeper.kill()
             with pytest.raises(BoxLost):
@@ -243,9 +253,9 @@ def test_what_a_killed_keeper_leaves_is_removed_at_the_next_start(tmp_path, monk
             monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
             for folder in tmp_path.iterdir():
                 os.utime(folder, (1, 1))
-            assert _running("9876") and len(list(tmp_path.iterdir())) == 2
+            assert running("9876") and len(list(tmp_path.iterdir())) == 2
             await check_box("none", SMALL)
-            assert not _running("9876") and [str(each) for each in tmp_path.iterdir()] == [
+            assert not running("9876") and [str(each) for each in tmp_path.iterdir()] == [
                 os.path.dirname(living.folder)
             ]
             assert (await sh(living, "echo on")).stdout == b"on\n"
@@ -321,7 +331,7 @@ def test_an_ordinary_user_has_the_same_boxes():
     script = """
 import asyncio, time
 from mgrpo.environments.boxes.box import Bounds, MIB
-from mgrpo.environments.boxes.local import open_local
+from mgrpo.environments.boxes.local.local_box import open_local
 async def main():
     box = await open_local(Bounds(max_processes=20))
     done = await box.exec(["sh", "-c", "id -u; pwd; kill -9 1; cat /proc/1/environ /proc/1/mem; touch /usr/x; echo on"], timeout_s=60)
@@ -376,7 +386,7 @@ def test_a_box_that_does_not_open_in_time_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match="not ready after 0 s"):
         asyncio.run(open_local(Bounds(start_timeout_s=0.0), walls=["none"]))
-    _wait_until(lambda: list(tmp_path.iterdir()) == [])
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
 def test_many_boxes_at_once(walls):
@@ -394,28 +404,3 @@ def test_many_boxes_at_once(walls):
         return await asyncio.gather(*map(one, range(24)))
 
     assert asyncio.run(run()) == [str(number) for number in range(24)]
-
-
-def _running(argument: str) -> list[str]:
-    """Processes of this machine with this argument."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if words[:2] == [b"sleep", argument.encode()]:
-                found.append(entry.name)
-    return found
-
-
-async def _until(is_so) -> None:
-    deadline = time.monotonic() + PLENTY_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
-def _wait_until(is_so) -> None:
-    asyncio.run(_until(is_so))

@@ -15,7 +15,9 @@ from tests.unit.environments.endpoint.test_chat_client import client_of, count
 
 pytest.importorskip("transformers")
 ASK = {"model": "policy", "messages": ASKED, "tools": [ADD]}
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+IMPATIENT = openai.Timeout(PATIENCE_S, read=0.5)
+"""Of a client that does not wait for its turn."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,8 @@ def wait_until(is_true: Callable[[], Any]) -> None:
 def test_a_client_that_waited_too_long_and_asks_again_gets_the_same_turn(served: Served) -> None:
     """The turn would be sampled twice, and the first one's tokens be paid for and lost."""
     session = served.open()
-    served.delay_s = 1.0
-    client = client_of(session, timeout=0.4, max_retries=5)
+    served.delay_s = 1.2
+    client = client_of(session, timeout=IMPATIENT, max_retries=9)
     asyncio.run(client.chat.completions.create(**ASK))
     end = served.end(session)
     assert len(served.made_in(session)) == 1 and [turn["delivered"] for turn in end["turns"]] == [True]
@@ -52,12 +54,12 @@ def test_a_client_that_waited_too_long_and_asks_again_gets_the_same_turn(served:
 def test_a_retry_gets_the_answer_that_was_lost_and_the_agent_goes_on_from_it(served: Served) -> None:
     """The first client is gone when its turn is there; a sampled turn without a reader would be in no branch."""
     session = served.open()
-    served.delay_s = 0.5
+    served.delay_s = 1.0
 
     async def lose() -> None:
         with pytest.raises(openai.APITimeoutError):
-            await client_of(session, timeout=0.2).chat.completions.create(**ASK)
-        await asyncio.sleep(0.6)
+            await client_of(session, timeout=IMPATIENT).chat.completions.create(**ASK)
+        await asyncio.to_thread(wait_until, lambda: served.made_in(session))
         served.delay_s = 0.0
         await client_of(session).chat.completions.create(extra_headers={"x-stainless-retry-count": "1"}, **ASK)
         await count(client_of(session), ASKED)
@@ -88,7 +90,7 @@ def test_a_call_whose_client_has_gone_is_cancelled_at_the_engine(served: Served)
 
     async def leave() -> None:
         with pytest.raises(openai.APITimeoutError):
-            await client_of(session, timeout=0.3).chat.completions.create(**ASK)
+            await client_of(session, timeout=IMPATIENT).chat.completions.create(**ASK)
 
     asyncio.run(leave())
     wait_until(lambda: (session["session"], 0) in served.cancelled)
@@ -98,11 +100,11 @@ def test_a_call_whose_client_has_gone_is_cancelled_at_the_engine(served: Served)
 
 def test_a_turn_that_nobody_read_is_not_delivered(served: Served) -> None:
     session = served.open()
-    served.delay_s = 0.5
+    served.delay_s = 1.0
 
     async def leave() -> None:
         with pytest.raises(openai.APITimeoutError):
-            await client_of(session, timeout=0.2).chat.completions.create(**ASK)
+            await client_of(session, timeout=IMPATIENT).chat.completions.create(**ASK)
 
     asyncio.run(leave())
     wait_until(lambda: served.made_in(session))
@@ -131,14 +133,15 @@ def test_the_end_of_a_session_cancels_its_calls_at_once(served: Served) -> None:
 
 
 def test_a_deadline_ends_what_is_open_and_what_comes_later(served: Served) -> None:
-    session = served.open(deadline_s=0.5)
+    session = served.open(deadline_s=2.0)
     served.delay_s = 60.0
     for _ in range(2):
         with pytest.raises(openai.BadRequestError) as refused:
             asyncio.run(client_of(session, max_retries=2).chat.completions.create(**ASK))
         assert refused.value.code == "trajectory_over"
     assert served.ask("wait", session=session["session"])["status"] == "late"
-    wait_until(lambda: (session["session"], 0) in served.cancelled)
+    asked = [wish["number"] for wish in served.taken if wish["session"] == session["session"]]
+    wait_until(lambda: {(session["session"], number) for number in asked} <= set(served.cancelled))
     served.end(session)
 
 
@@ -180,7 +183,7 @@ def test_a_stream_shows_signs_of_life_while_its_turn_is_sampled(served: Served) 
     served.delay_s = 2.5
 
     async def ask() -> int:
-        client = client_of(session, timeout=openai.Timeout(1.5))
+        client = client_of(session, timeout=openai.Timeout(PATIENCE_S, read=1.5))
         return len([chunk async for chunk in await client.chat.completions.create(stream=True, **ASK)])
 
     assert asyncio.run(ask()) >= 3

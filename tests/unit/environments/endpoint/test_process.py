@@ -22,7 +22,7 @@ from tests.unit.environments.endpoint.served import Served
 
 pytest.importorskip("transformers")
 BODY = json.dumps({"messages": [{"role": "user", "content": "count to 0"}]}).encode()
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

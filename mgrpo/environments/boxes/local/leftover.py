@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,6 +22,8 @@ _YOUNG_S = 60.0
 
 def make_folder() -> str:
     """A new box's empty working folder, inside a folder of its own that only this user can enter."""
+    import tempfile  # which a keeper does not need
+
     folder = os.path.join(tempfile.mkdtemp(prefix=_PREFIX), "work")
     os.mkdir(folder, mode=0o700)
     return folder
@@ -49,6 +50,8 @@ def clear(outer: str) -> None:
 
 def sweep() -> None:
     """Remove this user's folders whose keepers have ended, and end the processes that are left of these boxes."""
+    import tempfile
+
     for outer in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             found = outer.stat()

@@ -17,17 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.environments.boxes import leftover, sight
 from mgrpo.environments.boxes.box import CLOSE_LIMIT_S, Bounds, BoxError, BoxLost, Done, address_of, moved
 from mgrpo.environments.boxes.captured import Captured, in_memory
-from mgrpo.environments.boxes.keeper import MAX_PACKET, Setup
+from mgrpo.environments.boxes.local import leftover, sight
+from mgrpo.environments.boxes.local.keeper import MAX_PACKET, KeeperSetup
 from mgrpo.environments.boxes.relay import Relay
 from mgrpo.sandbox.walled import PROGRAM_IDS
 
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from mgrpo.environments.boxes import keeper; keeper.main(sys.argv[2])"
-)
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[4])
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from mgrpo.environments.boxes.local import keeper; keeper.main(sys.argv[2])"
 _GRACE_S = 0.2
 """For output that comes after the end of a command: what it has left running may hold the pipes open."""
 _FILE_LIMIT_S = 60.0
@@ -76,7 +74,7 @@ async def _open(bounds: Bounds, kind: str) -> LocalBox:
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)
         folder = sight.FOLDER if has_walls else leftover.make_folder()
-        setup = Setup(
+        setup = KeeperSetup(
             descriptor=theirs.fileno(),
             walls=kind,  # type: ignore[arg-type]
             folder=folder,
@@ -115,7 +113,7 @@ async def _open(bounds: Bounds, kind: str) -> LocalBox:
 class LocalBox:
     """A `Box`."""
 
-    def __init__(self, keeper: subprocess.Popen, connection: socket.socket, setup: Setup, bounds: Bounds) -> None:
+    def __init__(self, keeper: subprocess.Popen, connection: socket.socket, setup: KeeperSetup, bounds: Bounds) -> None:
         self.folder = setup.folder
         self._keeper, self._connection, self._setup, self._bounds = keeper, connection, setup, bounds
         self._loop = asyncio.get_running_loop()

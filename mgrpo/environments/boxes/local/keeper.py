@@ -15,7 +15,6 @@ import contextlib
 import errno
 import json
 import os
-import random
 import resource
 import select
 import signal
@@ -25,7 +24,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
-from mgrpo.environments.boxes import leftover, sight
+from mgrpo.environments.boxes.local import leftover, sight
 from mgrpo.processes.lifetime import adopt_orphans, children, die_with_parent, kill_descendants
 from mgrpo.sandbox import linux
 from mgrpo.sandbox.seccomp import filter_program
@@ -48,7 +47,7 @@ _BYTES_A_FILE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class KeeperSetup:
     """Settings of a keeper."""
 
     descriptor: int
@@ -73,7 +72,7 @@ class Setup:
 
 def main(text: str) -> None:
     """Keep one box until its owner is gone."""
-    setup = Setup(**json.loads(text))
+    setup = KeeperSetup(**json.loads(text))
     owner = socket.socket(fileno=setup.descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
@@ -112,13 +111,13 @@ def main(text: str) -> None:
     keeper.end()
 
 
-def _program_id(setup: Setup) -> int:
+def _program_id(setup: KeeperSetup) -> int:
     """In a user namespace of its own one id is as good as another; without, boxes should not share one."""
     first, count = setup.program_ids
-    return first if setup.walls == "user" else first + random.SystemRandom().randrange(count)
+    return first if setup.walls == "user" else first + int.from_bytes(os.urandom(4), "little") % count
 
 
-def _raise_walls(setup: Setup, program_id: int) -> socket.socket | None:
+def _raise_walls(setup: KeeperSetup, program_id: int) -> socket.socket | None:
     """Returns the socket that listens at 127.0.0.1 within the walls, for the owner to accept on; None with the machine's network."""
     if setup.walls == "user":
         enter_user_namespace(range(program_id, program_id + 1))
@@ -156,7 +155,7 @@ def _go_on_as_first(owner: socket.socket) -> None:
 class _Keeper:
     """Its children return from no frame of this object: they execute a command or exit."""
 
-    def __init__(self, setup: Setup, program_id: int, owner: socket.socket) -> None:
+    def __init__(self, setup: KeeperSetup, program_id: int, owner: socket.socket) -> None:
         self._setup, self._program_id, self._owner = setup, program_id, owner
         self._has_walls = setup.walls != "none"
         self._filter: bytes | None = None
@@ -299,7 +298,7 @@ class _Keeper:
         self._owner.send(json.dumps(answer).encode())
 
 
-def _limit(setup: Setup) -> None:
+def _limit(setup: KeeperSetup) -> None:
     """Limits of each process; the keeper sees to their sums."""
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
@@ -314,7 +313,7 @@ def _limit(setup: Setup) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _run(job: dict[str, Any], setup: Setup) -> NoReturn:
+def _run(job: dict[str, Any], setup: KeeperSetup) -> NoReturn:
     argv = job["argv"]
     try:
         os.chdir(job["cwd"])
@@ -324,7 +323,7 @@ def _run(job: dict[str, Any], setup: Setup) -> NoReturn:
         os._exit(_NOT_STARTED)
 
 
-def _put(job: dict[str, Any], _: Setup) -> None:
+def _put(job: dict[str, Any], _: KeeperSetup) -> None:
     folder, path = os.path.dirname(job["path"]), job["path"]
     if folder:
         os.makedirs(folder, exist_ok=True)
@@ -336,7 +335,7 @@ def _put(job: dict[str, Any], _: Setup) -> None:
     os.fchmod(target, job["mode"])
 
 
-def _get(job: dict[str, Any], _: Setup) -> None:
+def _get(job: dict[str, Any], _: KeeperSetup) -> None:
     path, left = job["path"], job["max_bytes"]
     source = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     _regular(source, path)

@@ -1,0 +1,94 @@
+"""Task folders in Harbor's layout as rows, and their tests as the check: `python -m mgrpo.environments.boxes.harbor TASKS --out DIR`.
+
+Writes DIR/rows.jsonl and DIR/check.py, for a run with `agent_box=docker` and `agent_check="python3 DIR/check.py"`. A row's tests are its
+ground truth, which only the check is given, after the agent's end. Images are built outside of a run: the command prints how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+from mgrpo.environments.boxes import harbor_check
+
+_MOST_BYTES = 16 * 2**20
+_CHECK_S = 300.0
+"""Longest time of a check."""
+
+
+def row_of(task: Path) -> dict[str, Any]:
+    """A task's row.
+
+    Raises:
+        ValueError: a file is missing or is not what it should be, or the task needs what a box does not have.
+    """
+    for name in ("task.toml", "instruction.md", "tests/test.sh"):
+        if not (task / name).is_file():
+            raise ValueError(f"{task} has no file {name}")
+    if (task / "environment" / "docker-compose.yaml").exists():
+        raise ValueError(f"{task} needs several containers (environment/docker-compose.yaml), and a box is one")
+    try:
+        settings = tomllib.loads((task / "task.toml").read_text())
+    except tomllib.TOMLDecodeError as err:
+        raise ValueError(f"{task}/task.toml: {err}") from None
+    verifier, environment = settings.get("verifier", {}), settings.get("environment", {})
+    files = {
+        str(path.relative_to(task / "tests")): path for path in sorted((task / "tests").rglob("*")) if path.is_file()
+    }
+    if (num_bytes := sum(path.stat().st_size for path in files.values())) > _MOST_BYTES:
+        raise ValueError(f"{task}/tests holds {num_bytes} bytes, more than the {_MOST_BYTES} of a row")
+    return {
+        "prompt": (task / "instruction.md").read_text(),
+        "task": task.name,
+        "image": environment.get("docker_image") or f"harbor-{task.name.lower()}",
+        "ground_truth": {
+            "tests": {name: base64.b64encode(path.read_bytes()).decode() for name, path in files.items()},
+            "env": {name: str(value) for name, value in verifier.get("env", {}).items()},
+            "timeout_s": min(float(verifier.get("timeout_sec", _CHECK_S)), _CHECK_S),
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert all tasks of a folder; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mgrpo.environments.boxes.harbor", description="Harbor's task folders as rows."
+    )
+    parser.add_argument("tasks", type=Path, help="folder of task folders, or one of these")
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl and check.py")
+    options = parser.parse_args(argv)
+    folders = (
+        [options.tasks]
+        if (options.tasks / "task.toml").is_file()
+        else sorted(path.parent for path in options.tasks.glob("*/task.toml"))
+    )
+    rows = []
+    for folder in folders:
+        try:
+            rows.append(row_of(folder))
+        except (ValueError, OSError) as err:
+            sys.stderr.write(f"left out: {err}\n")
+            continue
+        if (folder / "environment" / "Dockerfile").is_file() and rows[-1]["image"].startswith("harbor-"):
+            sys.stdout.write(f"docker build --tag {rows[-1]['image']} {folder / 'environment'}\n")
+    if not rows:
+        sys.stderr.write(
+            f"no task in {options.tasks}: expected folders with task.toml, instruction.md and tests/test.sh\n"
+        )
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(harbor_check.__file__, options.out / "check.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
