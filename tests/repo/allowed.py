@@ -88,9 +88,9 @@ INNER = {
     "environments.formats": {"environment"},
     "environments.agents": {"loop", "offered", "workers"},
     "environments.boxes": set(),
-    "environments.launch": {"boxes", "offered"},
     "environments.boxes.local": {"box", "captured", "relay"},
-    "environments.endpoint": {"environment", "loop", "normal_form"},
+    "environments.endpoint": {"environment", "loop", "normal_form", "offered"},
+    "environments.launch": {"boxes", "offered"},
     "environments.loop": {"environment", "formats", "normal_form", "offered"},
     "environments.offered": {"environment"},
     "environments.tools": {"environment", "offered"},
@@ -189,6 +189,7 @@ SMALL = {
 
 DOUBLED_FILES = {
     "__main__": "what `python -m` runs",
+    "agents": "what plays trajectories; their metrics",
     "agent": "the process of a node; an agent of the user's, and its section of the settings",
     "app": "the sandbox over HTTP; a model's endpoint over HTTP",
     "boxes": "of tensors in a checkpoint; for agents to run in",
@@ -228,7 +229,6 @@ DOUBLED_FILES = {
 DOUBLED_CLASSES = {
     "Agent": "a section of the settings; what plays a trajectory",
     "Endpoint": "an agent's address of the model; a judge's",
-    "Setup": "of an agent's walls; of a program's",
     "Box": "where an agent runs; a part of a tensor",
     "Ask": "a turn that is asked of engines; what a request to the endpoint asks",
     "ContextFull": "of a user's program; of a request to the endpoint",

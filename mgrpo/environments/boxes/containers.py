@@ -25,6 +25,7 @@ from mgrpo.environments.boxes.captured import Captured, in_memory
 from mgrpo.environments.boxes.relay import Relay
 
 LABEL = "mgrpo.owner"
+_PREFIX = "mgrpo-container-"
 _MOUNT = "/run/mgrpo"
 _PORT = 47123
 """Of the forwarder, in a container's own network."""
@@ -99,7 +100,11 @@ async def open_container(bounds: Bounds, *, program: str = "docker") -> Containe
 
 
 async def remove_orphans(program: str) -> int:
-    """Remove the containers of this machine whose owners have ended; returns how many."""
+    """Remove the containers of this machine whose owners have ended, and their folders; returns how many containers."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
+        pid, began = folder.name.removeprefix(_PREFIX).split("-")[:2]
+        if _began(pid) != began:
+            shutil.rmtree(folder, ignore_errors=True)  # which another user's folder does not let it
     if shutil.which(program) is None:
         return 0
     form = '{{.ID}} {{.Label "' + LABEL + '"}}'
@@ -126,7 +131,8 @@ class ContainerBox:
         self._program, self._bounds = program, bounds
         self._name = f"mgrpo-box-{secrets.token_hex(8)}"
         # Only this user enters the outer folder on this machine; a container has the inner one.
-        self._outer = tempfile.mkdtemp(prefix="mgrpo-container-")
+        pid = str(os.getpid())
+        self._outer = tempfile.mkdtemp(prefix=f"{_PREFIX}{pid}-{_began(pid)}-")
         self._socket = os.path.join(self._outer, "endpoint", "socket")
         self._relay: Relay | None = None
         self._is_forwarding = False

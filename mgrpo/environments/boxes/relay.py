@@ -71,18 +71,18 @@ class Relay:
         assert self._address is not None
         try:
             with contextlib.closing(inner):
-                await self._join(inner)
+                await self._join(inner, *self._address)
         finally:
             self._room.release()
 
-    async def _join(self, inner: socket.socket) -> None:
+    async def _join(self, inner: socket.socket, host: str, port: int) -> None:
         writers = []
         try:
             with contextlib.suppress(OSError, TimeoutError):
                 if inner.family != socket.AF_UNIX:
                     inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
-                    theirs, to_them = await asyncio.open_connection(*self._address, limit=_CHUNK)
+                    theirs, to_them = await asyncio.open_connection(host, port, limit=_CHUNK)
                 writers.append(to_them)
                 ours, to_us = await asyncio.open_connection(sock=inner, limit=_CHUNK)
                 writers.append(to_us)

@@ -92,8 +92,10 @@ class RemoteBox:
         stdin: bytes = b"",
         timeout_s: float,
     ) -> Done:
-        words = {"argv": list(argv), "env": dict(env or {}), "cwd": cwd, "timeout_s": timeout_s}
-        process = RemoteProcess(self, (await self.ask("exec", **words, stdin=_text(stdin)))["process"])
+        answer = await self.ask(
+            "exec", argv=list(argv), env=dict(env or {}), cwd=cwd, stdin=_text(stdin), timeout_s=timeout_s
+        )
+        process = RemoteProcess(self, answer["process"])
         try:
             return await process.wait()
         except asyncio.CancelledError:

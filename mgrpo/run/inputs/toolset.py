@@ -14,6 +14,7 @@ import mgrpo
 from mgrpo.config import Config
 from mgrpo.config.agent import DEFAULT_TIMEOUT_S, JOIN_TOKEN, WORKER_KEY
 from mgrpo.config.tools import PYTHON, ToolSpec, reference, settings_of, source_problems
+from mgrpo.environments.boxes.opening import VARIABLES
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.agent import ENDING_S
 from mgrpo.environments.offered.calling import WorkerLimits
@@ -76,9 +77,7 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
         return Toolset(specs=(), description=Description(offers=(_REMOTE_OFFER,))), []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs) or (_agent_spec(config),)
-        description = describe(
-            specs, folders=_folders(), python=config.tools.env_python, variables=config.agent.agent_env
-        )
+        description = describe(specs, folders=_folders(), python=config.tools.env_python, variables=_variables(config))
         return Toolset(specs=specs, description=description), []
     except ValueError as err:
         return None, [str(err)]
@@ -219,7 +218,7 @@ def make_interaction(
         ),
         folders=_folders(),
         python=tools.env_python,
-        variables=config.agent.agent_env,
+        variables=_variables(config),
     )
     return Interaction(
         environments,
@@ -273,6 +272,11 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
 
 def _agent_limit(config: Config) -> float:
     return config.tools.trajectory_timeout or DEFAULT_TIMEOUT_S
+
+
+def _variables(config: Config) -> tuple[str, ...]:
+    """Names of the variables that only workers with an agent are given: its own, and those of what opens its boxes."""
+    return (*config.agent.agent_env, *VARIABLES) if config.agent.agent is not None else ()
 
 
 def _acquire_timeout(config: Config) -> float:

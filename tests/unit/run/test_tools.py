@@ -238,7 +238,7 @@ def test_a_risk_that_is_accepted_for_verifiers_is_for_the_models_code(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], settings: list[dict[str, Any]]
 ) -> None:
     """Other tools have no such setting and would not be made."""
-    monkeypatch.setattr(tools_of_a_run, "describe", lambda specs, folders, python: Description(offers=()))
+    monkeypatch.setattr(tools_of_a_run, "describe", lambda specs, folders, python, variables: Description(offers=()))
     found, wrong = read_tools(from_values(values))
     assert wrong == [] and found is not None and [spec.settings for spec in found.specs] == settings
 

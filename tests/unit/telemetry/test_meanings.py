@@ -29,7 +29,7 @@ from mgrpo.telemetry.metrics.evaluation import evaluation_metrics
 from mgrpo.telemetry.metrics.meanings import PLACEHOLDER
 from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.report.charts import groups as groups_of_charts
-from mgrpo.types import RewardScale, TrajectoryRecord, Turn
+from mgrpo.types import AgentRecord, RewardScale, TrajectoryRecord, Turn
 from tests import builders
 from tools.docs import metrics as page
 
@@ -99,6 +99,9 @@ def groups():
         scored_text="",
         sampled_text="",
         metrics={"game/won": 1.0},
+        agent=AgentRecord(
+            ended="ended", status=0, output="", seconds=1.0, counts={"refused/400": 1.0, "overridden/top_p": 1.0}
+        ),
     )
     kept = builders.kept_tokens([1, 2], [])
     completions = [replace(builders.completion(), trajectory=trajectory, kept=kept) for _ in parts]
@@ -155,8 +158,8 @@ KEY = re.compile(r"[a-z_]+(/[a-z0-9_{}]+)+")
 """A key with the shape of a metric; what an f-string fills in is {}."""
 READERS = {"alerts.py", "progress.py", "report"}
 """In telemetry: they look for names that others log."""
-OTHER_KEYS = {"cpu", "cuda", "tracker/{}", "engines"}
-"""Keys of states of random generators, and of the line of engines.jsonl."""
+OTHER_KEYS = {"cpu", "cuda", "tracker/{}", "engines", "agent/{}"}
+"""Keys of states of random generators, of the line of engines.jsonl, and of an agent's own metrics, which get a prefix."""
 
 
 def keys(*names: str, readers: bool = False) -> set[str]:

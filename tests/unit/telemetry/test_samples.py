@@ -13,7 +13,7 @@ import pytest
 from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples, tables, trace_records
-from mgrpo.types import ScoredGroup, Turn
+from mgrpo.types import AgentRecord, ScoredGroup, Turn
 from tests import builders
 
 NAN = float("nan")
@@ -207,13 +207,23 @@ def test_traces_hold_every_completion_under_open_instructs_names():
 
 def test_a_trace_says_what_each_branch_was_sampled_after():
     """What was sampled could not be scored again by another program."""
-    record = builders.trajectory("1101", branches=(builders.branch(0, 2), builders.branch(3, 4, [5, 6, 7])))
+    said = ({"role": "user", "content": "and?"},)
+    second_branch = replace(builders.branch(3, 4, [5, 6, 7]), parent=0, messages=said)
+    agent = AgentRecord(ended="crashed", status=1, output="it ends\n", seconds=2.0, counts={"retries": 1.0})
+    record = builders.trajectory("1101", branches=(builders.branch(0, 2), second_branch), agent=agent)
     completions = [builders.completion(4, trajectory=record), builders.completion(2)]
     first, second = trace_records(4, [builders.scored_group([1.0, 0.0], completions=completions)], [], [0.5, -0.5])
     assert first["branches"] == [
-        {"start": 0, "end": 2, "prompt_tokens": [5, 6]},
-        {"start": 3, "end": 4, "prompt_tokens": [5, 6, 7]},
+        {"start": 0, "end": 2, "prompt_tokens": [5, 6], "parent": -1, "messages": []},
+        {"start": 3, "end": 4, "prompt_tokens": [5, 6, 7], "parent": 0, "messages": [*said]},
     ]
+    assert first["trajectory"]["agent"] == {
+        "ended": "crashed",
+        "status": 1,
+        "output": "it ends\n",
+        "seconds": 2.0,
+        "counts": {"retries": 1.0},
+    }
     assert "branches" not in second and (first["advantage"], second["advantage"]) == (0.5, -0.5)
 
 

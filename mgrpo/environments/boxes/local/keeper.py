@@ -228,8 +228,8 @@ class _Keeper:
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
+            for changed in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(changed, signal.SIG_DFL)
             job = json.loads(_content(descriptors[0]))
             for number, descriptor in enumerate(descriptors[1:]):
                 os.dup2(descriptor, number)  # these come from the owner as 3 or above

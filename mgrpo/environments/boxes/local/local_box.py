@@ -254,7 +254,8 @@ class LocalBox:
         self._is_lost = True
         self._loop.remove_reader(self._connection)
         self._connection.close()
-        for future in (self._ready, *self._ends.values(), *self._all_ended):
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._ends.values(), *self._all_ended]
+        for future in waiting:
             if not future.done():
                 future.set_exception(BoxLost("the box has ended"))
                 future.exception()  # there may be no one who waits for it

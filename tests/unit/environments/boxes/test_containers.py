@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,8 @@ def test_a_container_that_is_gone_is_lost(docker):
 def test_a_container_ends_with_a_killed_worker(docker):
     """Its first process reads from its owner; the program that passes this on outlives the owner and sees the end."""
     script = f"""if True:
-        import asyncio
+        import asyncio, tempfile
+        tempfile.tempdir = {tempfile.tempdir!r}
         from mgrpo.environments.boxes.box import Bounds
         from mgrpo.environments.boxes.containers import open_container
         async def main():
@@ -172,6 +174,9 @@ def test_a_container_ends_with_a_killed_worker(docker):
         assert running("3458")
         os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: not running("3458") and not list(docker.glob("*.container")))
+    assert len(os.listdir(tempfile.tempdir)) == 1
+    asyncio.run(remove_orphans("docker"))
+    assert os.listdir(tempfile.tempdir) == []
 
 
 def test_orphans_are_removed_at_a_start(docker):

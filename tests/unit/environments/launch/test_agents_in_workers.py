@@ -6,6 +6,8 @@ import asyncio
 import glob
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mgrpo.environments.boxes.local import leftover
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.workers.environment_catalog import AGENT, Spec
@@ -66,6 +69,42 @@ def test_a_killed_worker_leaves_no_process_and_no_folder(box: str) -> None:
         await instance.release()
 
     asyncio.run(in_pool(command(f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}", box=box), play))
+
+
+LEARNER = """
+import asyncio, sys
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.pool import EnvironmentPool
+
+async def main():
+    pool = EnvironmentPool([Spec(entry="agent:command", settings={"command": sys.argv[1], "box": sys.argv[2]})], pool_size=1, num_workers=1)
+    await pool.start()
+    instance = await pool.acquire({}, seed=0, trajectory="0")
+    await instance.run_agent({"base_url": "http://127.0.0.1:9/s/0-1", "api_key": "key"}, truth={}, limit_s=1e6)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("box", ["none", "local"])
+def test_a_killed_learner_leaves_no_process_and_no_folder(box: str) -> None:
+    """Without walls, the guard of the worker may end a box's keeper before that has removed its folder: the next start does."""
+    # The learner's own command line must not hold the mark as a word.
+    mark = f"mgrpo-mark-{os.getpid()}-learner-{box}"
+    before = set(glob.glob(f"{tempfile.gettempdir()}/mgrpo-box-*"))
+    words = [sys.executable, "-c", LEARNER, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}", box]
+    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}) as learner:
+        try:
+            asyncio.run(until(lambda: len(processes_with(mark)) == 2))
+        finally:
+            learner.kill()
+    asyncio.run(until(lambda: not processes_with(mark)))
+    left = set(glob.glob(f"{tempfile.gettempdir()}/mgrpo-box-*")) - before
+    assert box == "none" or not left
+    for folder in left:
+        os.utime(folder, (0, 0))
+    leftover.sweep()
+    assert not any(map(os.path.exists, left))
 
 
 def test_a_variable_that_is_named_reaches_the_agent_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
