@@ -37,6 +37,7 @@ FLAGS = [
     # Also those without a score, and groups whose rewards are equal.
     *("--active_sampling", "false", "--filter_zero_std_samples", "false", "--checkpoint_state_freq", "1"),
 ]
+AGREES = "debug/vllm_vs_local_logprob_diff_max"
 PLAIN, STREAMED, ANTHROPIC, FORKS, COMPACTS, GIVES_UP, SILENT, CRASHES = range(SAMPLES)
 
 
@@ -137,7 +138,10 @@ def test_metrics_count_how_agents_end(played) -> None:
     for line in steps:
         assert line["agents/ended/silent"] == line["agents/ended/crashed"] == 1 / SAMPLES
         assert line["agents/ended/ended"] == 1 - 2 / SAMPLES
-        assert line["agents/branches"] > 1 and line["debug/vllm_vs_local_logprob_diff_max"] < 1e-2
+        assert line["agents/branches"] > 1
+    # Of tokens that the newest policy has sampled.
+    differences = [line[AGREES] for line in steps if AGREES in line]
+    assert differences and max(differences) < 1e-3
 
 
 def test_a_killed_run_goes_on_and_leaves_nothing(played, tmp_path: Path) -> None:
