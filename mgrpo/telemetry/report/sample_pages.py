@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.completions import NOT_PARTS
+from mgrpo.telemetry.completions import NOT_PARTS, agent_facts, beginning
 from mgrpo.telemetry.recorded import Record, Unread, is_sample, read_records, record_of
 from mgrpo.telemetry.report.text import shown, text, visible
 from mgrpo.telemetry.samples import TRAIN_SAMPLES, tables
@@ -290,7 +290,7 @@ def _facts(record: Record, ended_by: str) -> list[str]:
         *([f"{shown(tokens)} tokens"] if tokens is not None else []),
         *([ENDS.get(ended_by, "end unknown")] if ended_by != "stop" else []),
         *_turns(record),
-        *_agent(record),
+        *agent_facts((record.get("trajectory") or {}).get("agent") or {}),
         *(f"{name} {shown(value)}" for name, value in several.items()),
     ]
 
@@ -319,7 +319,7 @@ def _written(record: Record, completion: str) -> str:
         parent = branch.get("parent")
         depths.append(depths[parent] + 1 if parent is not None and 0 <= parent < number else 0)
         parts.append(
-            f"<section class='branch d{min(depths[-1], MAX_DEPTH)}'><p class='facts'>{text(_begins(number, branch))}</p>"
+            f"<section class='branch d{min(depths[-1], MAX_DEPTH)}'><p class='facts'>{text(beginning(number, branch))}</p>"
             f"{_said(branch)}</section>"
             if number < MAX_BRANCHES
             else ""
@@ -328,16 +328,6 @@ def _written(record: Record, completion: str) -> str:
     hidden = f"<p class='note'>{more} more branches are in its record.</p>" if more > 0 else ""
     folded = f"<details><summary>tokens of all branches, one after the other</summary>{whole}</details>"
     return f"<div class='tree'>{''.join(parts)}{hidden}</div>{folded}"
-
-
-def _begins(number: int, branch: Record) -> str:
-    parent, after = branch.get("parent"), branch.get("after")
-    context = f"{branch.get('context_tokens', 0)} tokens before it"
-    if parent is None:
-        return f"branch {number + 1} begins by itself, {context}"
-    turn = "" if after is None else f" after turn {after + 1}"
-    again = ", its context written again" if branch.get("rewritten") else ""
-    return f"branch {number + 1} goes on from branch {parent + 1}{turn}{again}, {context}"
 
 
 def _said(branch: Record) -> str:
@@ -394,18 +384,6 @@ def _left(record: Record) -> str:
     is_open = "" if agent.get("ended") == "ended" else " open"
     tail = f"... {output[-CHARACTERS:]}" if len(output) > CHARACTERS else output
     return f"<details{is_open}><summary>printed by the agent</summary><pre>{text(tail)}</pre></details>"
-
-
-def _agent(record: Record) -> list[str]:
-    """How the agent of a trajectory has ended, and what its endpoint counted."""
-    agent = (record.get("trajectory") or {}).get("agent")
-    if not agent:
-        return []
-    how = f"agent {agent.get('ended')}"
-    how += f" with status {shown(agent['status'])}" if agent.get("status") else ""
-    how += f" after {shown(agent['seconds'])} s" if agent.get("seconds") is not None else ""
-    counts = agent.get("counts") or {}
-    return [how, *(f"{name.replace('_', ' ')} {shown(value)}" for name, value in counts.items() if value)]
 
 
 def _json(value: object) -> str:
