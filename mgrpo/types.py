@@ -189,9 +189,10 @@ class Branch:
     end: int
     """Its tokens in the completion, end excluded."""
     parent: int = -1
-    """The branch that it goes on from; -1: its context was written afresh."""
+    after: int = -1
+    """The branch that it goes on from, and the turn of the trajectory; -1: none, its context was written afresh."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """Its own, from where it leaves its parent on."""
+    """Its own, from where it leaves its parent on; of the first branch without those of the prompt, if it follows the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +258,7 @@ class Completion:
     @property
     def loss_mask(self) -> np.ndarray:
         """`[len]` bool: the tokens that were sampled; the others stand between turns."""
-        if self.trajectory is None:
-            return np.ones(len(self.tokens), dtype=np.bool_)
-        return self.trajectory.is_sampled
+        return np.ones(len(self.tokens), np.bool_) if self.trajectory is None else self.trajectory.is_sampled
 
     @property
     def num_sampled(self) -> int:

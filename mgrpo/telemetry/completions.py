@@ -1,4 +1,4 @@
-"""Completions of a training step as a table, for the terminal and for trackers.
+"""Completions of a training step as a table, for the terminal and for trackers; and what their branches and agents are called.
 
 Completions are untrusted input: a terminal shows their control characters instead of obeying them, and reads no markup in
 them.
@@ -6,8 +6,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, printable
@@ -91,6 +91,29 @@ def printed(table: Table, *, title: str, width: int) -> RenderableType:
         cells = [printable(str(cell)) for cell in row[:texts]] + [_number(cell) for cell in row[texts:]]
         grid.add_row(*map(Text, cells))
     return grid
+
+
+def beginning(number: int, branch: Mapping[str, Any]) -> str:
+    """The heading of a branch, from its record (`samples.branch_records`)."""
+    parent, after = branch.get("parent"), branch.get("after")
+    context = f"{branch.get('context_tokens', 0)} tokens before it"
+    if parent is None:
+        return f"branch {number + 1} begins by itself, {context}"
+    turn = "" if after is None else f" after turn {after + 1}"
+    again = ", its context written again" if branch.get("rewritten") else ""
+    return f"branch {number + 1} goes on from branch {parent + 1}{turn}{again}, {context}"
+
+
+def agent_facts(agent: Mapping[str, Any]) -> list[str]:
+    """How an agent has ended, and what its endpoint counted, from its record; nothing without one."""
+    if not agent:
+        return []
+    status, seconds = agent.get("status"), agent.get("seconds")
+    how = f"agent {agent.get('ended')}"
+    how += f" with status {status:g}" if status else ""
+    how += f" after {seconds:.4g} s" if seconds is not None else ""
+    counts = agent.get("counts") or {}
+    return [how, *(f"{name.replace('_', ' ')} {value:.4g}" for name, value in counts.items() if value)]
 
 
 def _number(cell: Cell) -> str:

@@ -117,7 +117,19 @@ def _is_engine(value: object) -> bool:
 
 
 def _is_trajectory(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and _has(value, {"ended_by": _is_text, "turns": _are_turns}))
+    return value is None or (isinstance(value, dict) and _has(value, _TRAJECTORY))
+
+
+def _is_branch(value: object) -> bool:
+    return isinstance(value, dict) and _has(value, _BRANCH)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("role"))
+
+
+def _is_agent(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and _has(value, _AGENT))
 
 
 def _are_turns(value: object) -> bool:
@@ -128,6 +140,25 @@ def _is_call(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and _is_flag(value.get("failed"))
 
 
+_AGENT: dict[str, Shape] = {
+    "ended": _is_text,
+    "output": _is_text,
+    "status": _is_number,
+    "seconds": _is_number,
+    "counts": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+}
+_BRANCH: dict[str, Shape] = {
+    **dict.fromkeys(("parent", "after"), lambda value: value is None or _is_whole(value)),
+    **dict.fromkeys(("num_turns", "context_tokens"), _is_whole),
+    "rewritten": _is_flag,
+    "messages": lambda value: _all(_is_message, value),
+}
+_TRAJECTORY: dict[str, Shape] = {
+    "ended_by": _is_text,
+    "turns": _are_turns,
+    "branches": lambda value: _all(_is_branch, value),
+    "agent": _is_agent,
+}
 _SAMPLE: dict[str, Shape] = {
     "step": lambda value: value is None or _is_whole(value),
     **dict.fromkeys(("prompt_idx", "prompt_id", "sample_idx"), _is_scalar),

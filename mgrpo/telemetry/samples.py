@@ -20,7 +20,7 @@ from mgrpo.telemetry.files import StepLines, lines_until, move_aside, write_whol
 from mgrpo.telemetry.recorded import Record
 from mgrpo.telemetry.trackers.sinks import Cell, Table, utf8
 from mgrpo.telemetry.untrusted import finite, plain, text_of
-from mgrpo.types import Completion, Prompt, Score, ScoredGroup, Turn
+from mgrpo.types import Branch, Completion, Prompt, Score, ScoredGroup, TrajectoryRecord, Turn
 
 SHARD_LINES = 10_000
 TRAIN_SAMPLES = "train_samples.jsonl"
@@ -216,7 +216,7 @@ def trace_records(
     Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on, and null for tokens that
     were not sampled; `tokens` has the text of each token. A trajectory's `response_mask` marks the tokens that were sampled.
     Its `branches` list the tokens, from `start` to `end`, that were sampled after `prompt_tokens` and not after the tokens
-    before them, with the branch that each goes on from (`parent`, -1: none) and its own messages.
+    before them; what was said in each is in `trajectory`.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -262,13 +262,7 @@ def _masks(completion: Completion) -> Record:
     if completion.trajectory is None:
         return {}
     branches = [
-        {
-            "start": branch.start,
-            "end": branch.end,
-            "prompt_tokens": branch.prompt_tokens.tolist(),
-            "parent": branch.parent,
-            "messages": plain(branch.messages),
-        }
+        {"start": branch.start, "end": branch.end, "prompt_tokens": branch.prompt_tokens.tolist()}
         for branch in completion.trajectory.branches
     ]
     return {"response_mask": completion.loss_mask.tolist(), **({"branches": branches} if branches else {})}
@@ -286,9 +280,41 @@ def _trajectory(completion: Completion) -> dict[str, Any]:
         "scored_text": record.scored_text,
         "reward": None if record.reward is None else finite(record.reward),
         "metrics": plain(record.metrics),
+        **({"branches": branch_records(completion)} if record.branches else {}),
         **({"agent": plain(asdict(record.agent))} if record.agent else {}),
     }
     return {"trajectory": found}
+
+
+def branch_records(completion: Completion) -> list[Record]:
+    """The branches of a trajectory for a reader: what each goes on from, and what is said in it.
+
+    `parent` is a branch and `after` a turn of the trajectory, both counted from 0, null for a branch that begins by itself;
+    `rewritten` says that the context is nevertheless not the parent's tokens up to that turn.
+    """
+    record = completion.trajectory
+    if record is None:
+        return []
+    return [
+        {
+            "parent": branch.parent if branch.parent >= 0 else None,
+            "after": branch.after if branch.after >= 0 else None,
+            "rewritten": _is_rewritten(completion, record, branch),
+            "context_tokens": len(branch.prompt_tokens),
+            "num_turns": sum(branch.start <= turn.start < branch.end for turn in record.turns),
+            "messages": plain(branch.messages),
+        }
+        for branch in record.branches
+    ]
+
+
+def _is_rewritten(completion: Completion, record: TrajectoryRecord, branch: Branch) -> bool:
+    if branch.parent < 0 or branch.after < 0:
+        return False
+    before = record.branches[branch.parent]
+    repeated = completion.tokens[before.start : record.turns[branch.after].end]
+    whole = np.concatenate([before.prompt_tokens, repeated])
+    return not np.array_equal(branch.prompt_tokens[: len(whole)], whole)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

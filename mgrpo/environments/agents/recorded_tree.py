@@ -103,7 +103,9 @@ class RecordedTree:
         first = kept[0] if kept else None
         is_prompt = first is not None and prompt is not None and np.array_equal(first.added, prompt)
         found = Trajectory(context=_context(first) if first else _none(), has_own_context=not is_prompt)
+        found.num_opening = len(before.get(first.number, ())) if first else 0
         branch_of: dict[int, int] = {}
+        place_of: dict[int, int] = {}
         for turn in kept:
             if turn.number in branch_of:
                 continue
@@ -116,11 +118,12 @@ class RecordedTree:
             found.begin_branch(
                 prompt if prompt is not None and is_prompt and turn is first else _context(turn),
                 parent=-1 if turn.parent is None else branch_of[turn.parent.number],
+                after=-1 if turn.parent is None else place_of[turn.parent.number],
                 messages=[message for part in messages for message in part],
             )
             branch = len(found.branches)
             for place, (one, own) in enumerate(zip(members, messages, strict=True)):
-                branch_of[one.number] = branch
+                branch_of[one.number], place_of[one.number] = branch, len(found.turns)
                 assert one.sampled is not None
                 if place and len(one.added):
                     found.add_bridge(one.added.tolist())

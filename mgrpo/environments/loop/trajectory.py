@@ -7,7 +7,7 @@ is sampled after another context than the prompt and this list begins a branch. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -48,9 +48,12 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
     """Branches that have ended."""
     parent: int = -1
+    after: int = -1
     """Of the present branch, see `Branch`."""
     branch_messages: tuple[Mapping[str, object], ...] = ()
     """Of the present branch, see `Branch`."""
+    num_opening: int = 0
+    """Messages of the first branch that are its first context's."""
     has_own_context: bool = False
     """Whether the first branch's context may be another than the prompt: then it is recorded even if there is no other."""
     parts: list[Sampled] = field(default_factory=list)
@@ -101,16 +104,22 @@ class Trajectory:
         return [part.tokens for part in self.parts if part.finish_reason]
 
     def begin_branch(
-        self, context: np.ndarray, *, parent: int | None = None, messages: Sequence[Mapping[str, object]] = ()
+        self,
+        context: np.ndarray,
+        *,
+        parent: int | None = None,
+        after: int | None = None,
+        messages: Sequence[Mapping[str, object]] = (),
     ) -> None:
         """Let the next turn follow this, `[len]` int32, and nothing else.
 
         Args:
-            parent, messages: see `Branch`; None: the present branch.
+            parent, after, messages: see `Branch`; None: the present branch, and its last turn.
         """
         if self.turns:
             self.branches.append(self._branch())
         self.parent = len(self.branches) - 1 if parent is None else parent
+        self.after = len(self.turns) - 1 if after is None else after
         self.context, self.start, self.branch_messages = context, self.num_tokens, tuple(messages)
 
     def _branch(self) -> Branch:
@@ -119,6 +128,7 @@ class Trajectory:
             start=self.start,
             end=self.turns[-1].end,
             parent=self.parent,
+            after=self.after,
             messages=self.branch_messages,
         )
 
@@ -169,13 +179,17 @@ class Trajectory:
                 has_tools=self.has_tools,
                 metrics=self.metrics,
                 snapshot=snapshot or {},
-                branches=(*self.branches, self._branch()) if self.branches or self._is_named else (),
+                branches=self._branches(),
             ),
         )
 
-    @property
-    def _is_named(self) -> bool:
-        return self.has_own_context and bool(self.turns)
+    def _branches(self) -> tuple[Branch, ...]:
+        if not self.branches and not (self.has_own_context and self.turns):
+            return ()
+        first, *others = *self.branches, self._branch()
+        if not self.has_own_context:
+            first = replace(first, messages=first.messages[self.num_opening :])
+        return (first, *others)
 
     def _kept(self) -> KeptTokens | None:
         """The kept sets of all tokens: those between turns have none."""

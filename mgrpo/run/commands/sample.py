@@ -1,6 +1,7 @@
 """`mgrpo rollout`: some completions of a model, printed with their turns, tools and rewards, without training.
 
 What was sampled is green, what stands between turns is yellow: the tokens that a run would train on, and those that it would not.
+What a turn follows is dim; of a tree of turns, branches are printed one after the other, each from where it leaves another one.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.moving import parse
+from mgrpo.telemetry.completions import agent_facts, beginning
+from mgrpo.telemetry.samples import branch_records
+from mgrpo.telemetry.untrusted import printable
 from mgrpo.types import Completion, Prompt, Score
 
 if TYPE_CHECKING:
@@ -82,33 +86,67 @@ def show(evaluation: Evaluation, tokenizer: Any) -> None:
 
 
 def show_completion(console: Console, prompt: Prompt, completion: Completion, score: Score, tokenizer: Any) -> None:
-    """Print one completion, token by token, and its rewards."""
+    """Print one completion, token by token and branch after branch, and its rewards.
+
+    Whatever a model or an agent wrote is text: a terminal shows its control characters instead of obeying them.
+    """
     from rich.markup import escape
     from rich.text import Text
 
     console.rule(f"prompt {prompt.id[1]}", style=PROMPT)
-    text = Text()
-    text.append(prompt.text, style=PROMPT)
-    for start, end, is_sampled in spans(completion.loss_mask):
-        written = tokenizer.decode(
-            completion.tokens[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        text.append(written, style=SAMPLED if is_sampled else BETWEEN)
-    console.print(text, soft_wrap=True)
-    facts = [f"reward {score.reward:g}", *(f"{name} {value:g}" for name, value in score.parts.items())]
     record = completion.trajectory
+    for heading, parts in _parts(prompt, completion):
+        if heading:
+            console.print(Text(f"-- {heading}", style="bold"), soft_wrap=True)
+        text = Text()
+        for part, style in parts:
+            text.append(printable(part if isinstance(part, str) else _decoded(part, tokenizer)), style=style)
+        console.print(text, soft_wrap=True)
+    facts = [f"reward {score.reward:g}", *(f"{name} {value:g}" for name, value in score.parts.items())]
     if record is not None:
         calls = [name or "(not a tool)" for turn in record.turns for name in turn.calls]
         turns = "1 turn" if len(record.turns) == 1 else f"{len(record.turns)} turns"
         facts += [turns, f"calls: {', '.join(calls) or 'none'}", f"ended by {record.ended_by}"]
+        facts += agent_facts(dataclasses.asdict(record.agent)) if record.agent else []
         facts += [f"scored: {record.scored_text!r}"]
     else:
         facts += [f"ended by {completion.finish_reason}"]
     sampled = int(completion.loss_mask.sum())
     console.print(
-        f"[bold]{escape(' | '.join(facts))}[/bold] [dim]{sampled} of {len(completion.tokens)} tokens sampled[/dim]",
+        f"[bold]{escape(printable(' | '.join(facts)))}[/bold] [dim]{sampled} of {len(completion.tokens)} tokens sampled[/dim]",
         soft_wrap=True,
     )
+    if record is not None and record.agent and (output := record.agent.output.strip()):
+        console.print(Text(f"printed by the agent: {printable(output)}", style=PROMPT), soft_wrap=True)
+
+
+Part = tuple[str | np.ndarray, str]
+"""Text or tokens, and how they look."""
+
+
+def _parts(prompt: Prompt, completion: Completion) -> Iterator[tuple[str, list[Part]]]:
+    """Of each branch its heading, if there are any, and what it follows and consists of; of what others began, only what is new."""
+    record = completion.trajectory
+    if record is None or not record.branches:
+        yield "", [(prompt.text, PROMPT), *_tokens(completion, 0, len(completion.tokens))]
+        return
+    for number, (branch, told) in enumerate(zip(record.branches, branch_records(completion), strict=True)):
+        context = branch.prompt_tokens
+        if told["after"] is not None and not told["rewritten"]:
+            before = record.branches[branch.parent]
+            known = len(before.prompt_tokens) + record.turns[branch.after].end - before.start
+            context = context[known:]
+        heading = beginning(number, told) if len(record.branches) > 1 else ""
+        yield heading, [(context, PROMPT), *_tokens(completion, branch.start, branch.end)]
+
+
+def _tokens(completion: Completion, first: int, last: int) -> list[Part]:
+    mask, tokens = completion.loss_mask[first:last], completion.tokens[first:last]
+    return [(tokens[a:b], SAMPLED if is_sampled else BETWEEN) for a, b, is_sampled in spans(mask)]
+
+
+def _decoded(tokens: np.ndarray, tokenizer: Any) -> str:
+    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def spans(mask: np.ndarray) -> list[tuple[int, int, bool]]:

@@ -156,7 +156,7 @@ def _record(trajectory: TrajectoryRecord | None, context_ends: Iterator[int]) ->
     names = [field.name for field in dataclasses.fields(trajectory) if field.name not in ("is_sampled", "branches")]
     values = {name: getattr(trajectory, name) for name in names}
     branches = [
-        [branch.start, branch.end, end - len(branch.prompt_tokens), end, branch.parent, branch.messages]
+        [branch.start, branch.end, end - len(branch.prompt_tokens), end, branch.parent, branch.messages, branch.after]
         for branch, end in zip(trajectory.branches, context_ends, strict=False)
     ]
     values |= {"branches": branches} if branches else {}
@@ -180,9 +180,11 @@ def _branch(
     last: int,
     parent: int = -1,
     messages: Sequence[Mapping[str, object]] = (),
+    after: int = -1,
 ) -> Branch:
-    """States of earlier versions have neither parent nor messages."""
-    return Branch(prompt_tokens=contexts[first:last], start=start, end=end, parent=parent, messages=tuple(messages))
+    """States of earlier versions have neither parent and messages nor the turn that it goes on from."""
+    context, said = contexts[first:last], tuple(messages)
+    return Branch(prompt_tokens=context, start=start, end=end, parent=parent, after=after, messages=said)
 
 
 def _turn(record: Mapping[str, Any]) -> Turn:

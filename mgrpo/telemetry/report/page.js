@@ -144,7 +144,7 @@
       sample.classList.toggle("hidden", !fits);
       if (fits) found += 1;
     }
-    for (const holder of all("#samples-shown .column, #samples-shown .prompt, #samples-shown details")) {
+    for (const holder of all("#samples-shown .column, #samples-shown .prompt, #samples-shown details:not(.sample *)")) {
       const has = Boolean(holder.querySelector(".sample:not(.hidden)"));
       holder.classList.toggle("hidden", !has);
       if (holder.tagName === "DETAILS" && isFiltered && has && !holder.open) {
@@ -200,7 +200,7 @@
     if (!box) return;
     find("samples-shown").querySelector(".swatches").hidden = !box.checked;
     for (const [id, [pieces, logprobs]] of Object.entries(values.tokens)) {
-      const sample = find(id), pre = sample && sample.querySelector("pre");
+      const sample = find(id), pre = sample && sample.querySelector("pre.written");
       if (!pre) continue;
       if (box.checked === uncoloured.has(pre)) continue;
       if (!box.checked) {

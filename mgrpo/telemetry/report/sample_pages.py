@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.completions import NOT_PARTS
+from mgrpo.telemetry.completions import NOT_PARTS, agent_facts, beginning
 from mgrpo.telemetry.recorded import Record, Unread, is_sample, read_records, record_of
 from mgrpo.telemetry.report.text import shown, text, visible
 from mgrpo.telemetry.samples import TRAIN_SAMPLES, tables
@@ -27,6 +27,8 @@ NUM_PLACES, LINES_AT_PLACE, MAX_LINE_BYTES = 16, 4, 2**20
 """The number of evenly spread places in the traces from which records are shown, lines at each, and bytes of a line."""
 CHARACTERS = 2000
 """Characters of each text that are shown."""
+MAX_BRANCHES, MAX_MESSAGES, MAX_DEPTH = 24, 40, 4
+"""Branches of a trajectory and messages of a branch that are shown, and steps to the right at most."""
 MAX_TOKENS = 60_000
 """The largest number of tokens of a page that have colours."""
 HEADINGS = {
@@ -83,7 +85,7 @@ class Gallery:
             f"<article class='sample {kind}' id='{number}' data-kind='{kind}' data-end='{text(ended_by)}'"
             f" data-reward='{text(shown(reward)) if isinstance(reward, (int, float)) else ''}'>"
             f"<p class='facts'><b>{f'reward {text(shown(reward))}' if reward is not None else 'no score'}</b> {text('; '.join(_facts(record, ended_by)))}</p>"
-            f"<pre>{text(completion or '', limit=CHARACTERS) or '<i>nothing</i>'}</pre>"
+            f"{_written(record, completion or '')}{_left(record)}"
             + "".join(f"<p class='facts'>{text(label, limit=CHARACTERS)}</p>" for label in labels)
             + "</article>"
         )
@@ -288,6 +290,7 @@ def _facts(record: Record, ended_by: str) -> list[str]:
         *([f"{shown(tokens)} tokens"] if tokens is not None else []),
         *([ENDS.get(ended_by, "end unknown")] if ended_by != "stop" else []),
         *_turns(record),
+        *agent_facts((record.get("trajectory") or {}).get("agent") or {}),
         *(f"{name} {shown(value)}" for name, value in several.items()),
     ]
 
@@ -305,7 +308,87 @@ def _turns(record: Record) -> list[str]:
     return [f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}, called {', '.join(calls) or 'nothing'}"]
 
 
+def _written(record: Record, completion: str) -> str:
+    """The text of a completion; of one with branches what was said in each, and the text of all of them folded up."""
+    whole = f"<pre class='written'>{text(completion, limit=CHARACTERS) or '<i>nothing</i>'}</pre>"
+    branches = (record.get("trajectory") or {}).get("branches") or []
+    if not any(branch.get("messages") for branch in branches):
+        return whole
+    parts, depths = [], list[int]()
+    for number, branch in enumerate(branches):
+        parent = branch.get("parent")
+        depths.append(depths[parent] + 1 if parent is not None and 0 <= parent < number else 0)
+        parts.append(
+            f"<section class='branch d{min(depths[-1], MAX_DEPTH)}'><p class='facts'>{text(beginning(number, branch))}</p>"
+            f"{_said(branch)}</section>"
+            if number < MAX_BRANCHES
+            else ""
+        )
+    more = len(branches) - MAX_BRANCHES
+    hidden = f"<p class='note'>{more} more branches are in its record.</p>" if more > 0 else ""
+    folded = f"<details><summary>tokens of all branches, one after the other</summary>{whole}</details>"
+    return f"<div class='tree'>{''.join(parts)}{hidden}</div>{folded}"
+
+
+def _said(branch: Record) -> str:
+    """The messages of a branch; the last ones of the model, one for each turn, were sampled in it."""
+    messages = branch.get("messages") or []
+    of_model = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    num_turns = branch.get("num_turns", 0)
+    sampled = set(of_model[-num_turns:] if num_turns > 0 else ())
+    some = [*range(len(messages))]
+    if len(some) > MAX_MESSAGES:
+        some = [*some[: MAX_MESSAGES // 2], *some[-MAX_MESSAGES // 2 :]]
+    parts = []
+    for before, place in zip([-1, *some], some, strict=False):
+        parts += [f"<p class='note'>{place - before - 1} more messages</p>"] * (place > before + 1)
+        parts.append(_message(messages[place], is_sampled=place in sampled))
+    return "".join(parts)
+
+
+def _message(message: Record, *, is_sampled: bool) -> str:
+    role = str(message.get("role") or "")
+    content = message.get("content")
+    thought = message.get("reasoning_content")
+    calls = message.get("tool_calls")
+    lines = [
+        *([f"<pre class='thought'>{text(thought, limit=CHARACTERS)}</pre>"] if thought else []),
+        *([f"<pre>{text(_json(content), limit=CHARACTERS)}</pre>"] if content else []),
+        *(
+            f"<pre class='call'>{text(_call(call), limit=CHARACTERS)}</pre>"
+            for call in (calls if isinstance(calls, list) else ())[:MAX_MESSAGES]
+        ),
+    ]
+    named = f"{role} {message['name']}" if isinstance(message.get("name"), str) else role
+    heading = named if is_sampled or role != "assistant" else f"{named}, not sampled here"
+    return (
+        f"<div class='said{' sampled' if is_sampled else ''}'><p class='facts'>{text(heading)}</p>"
+        f"{''.join(lines) or '<pre><i>nothing</i></pre>'}</div>"
+    )
+
+
+def _call(call: object) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return _json(call)
+    arguments = function.get("arguments")
+    return f"{function.get('name')}({arguments if isinstance(arguments, str) else _json(arguments)})"
+
+
+def _left(record: Record) -> str:
+    """The last part of what an agent has printed, folded up unless it failed."""
+    agent = (record.get("trajectory") or {}).get("agent") or {}
+    output = (agent.get("output") or "").strip()
+    if not output:
+        return ""
+    is_open = "" if agent.get("ended") == "ended" else " open"
+    tail = f"... {output[-CHARACTERS:]}" if len(output) > CHARACTERS else output
+    return f"<details{is_open}><summary>printed by the agent</summary><pre>{text(tail)}</pre></details>"
+
+
 def _json(value: object) -> str:
+    if isinstance(value, str):
+        return value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         return value[0]
     return json.dumps(plain(value), ensure_ascii=False)

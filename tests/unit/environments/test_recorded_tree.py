@@ -198,3 +198,39 @@ def test_turns_that_cannot_be_are_refused(number: int, parent: int | None, added
     tree.ask(1, 0, [3])
     with pytest.raises(ValueError, match=r"cannot follow|has no context"):
         tree.ask(number, parent, added)
+
+
+def test_a_branch_says_after_which_turn_it_goes_on() -> None:
+    """The places are those of the trajectory, where turns lie in another order than they were sampled in."""
+    tree = grown(
+        (None, [1], [2]),
+        (0, [3], [4]),
+        (0, [5], [6]),
+        (1, [7], [8]),
+        (2, [9], [10]),
+        (3, [11], [12]),
+        (None, [13], [14]),
+    )
+    trajectory = tree.trajectory(end(set(range(7)), 7))
+    found = [(one.parent, one.after) for one in (*trajectory.branches, trajectory._branch())]
+    # Turns 0, 1, 3 and 5 in the first branch, 2 and 4 in the second.
+    assert found == [(-1, -1), (0, 0), (-1, -1)]
+    assert [turn.end - turn.start for turn in trajectory.turns] == [1] * 7
+    assert completion(trajectory).tokens.tolist() == [2, 3, 4, 7, 8, 11, 12, 6, 9, 10, 14]
+
+
+def test_the_first_branch_tells_the_prompt_only_where_the_group_has_another() -> None:
+    """A reader has the prompt of the group before him already."""
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    told = {"roots": [{"number": 0, "messages": opening}], "added": {1: [{"role": "user", "content": "more"}]}}
+    for rewrites in ((), (1,)):
+        tree = grown((None, [1], [2]), (0, [3], [4]), rewrites=rewrites)
+        trajectory = tree.trajectory(end({0, 1}, 2, **told))
+        for has_own_context in (True, False):
+            trajectory.has_own_context = has_own_context
+            made = completion(trajectory).trajectory
+            assert made is not None
+            said = [message["content"] for branch in made.branches for message in branch.messages]
+            without = ["turn 0", "more", "turn 1"] if made.branches else []
+            assert said == (["s", "u", *without] if has_own_context else without)
+            assert len(made.branches) == (2 if rewrites else has_own_context)

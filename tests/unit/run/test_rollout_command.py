@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import signal
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from mgrpo.moving import from_values
 from mgrpo.run.commands import evaluate
 from mgrpo.run.commands.sample import first_prompts, num_of, show_completion, spans
 from mgrpo.run.produce import production
-from mgrpo.types import Completion, Score
-from tests.builders import completion, prompt, trajectory, turn
+from mgrpo.types import AgentRecord, Branch, Completion, Score
+from tests.builders import branch, completion, prompt, trajectory, turn
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "calculator" / "model"
@@ -143,6 +144,78 @@ def test_a_completion_of_one_turn_has_no_calls() -> None:
     assert "reward 1 | ended by length 1 of 1 tokens sampled" in of_one and "turn" not in of_one
     played = completion([2], trajectory=trajectory("1"))
     assert " 1 turn | calls: none | ended by stop | scored: ''" in shown(played, Score(reward=1.0, parts={}))
+
+
+def a_tree() -> Completion:
+    """A branch with a bridge, a fork after its first turn, and a branch of a context of its own."""
+    tokenizer = load_tokenizer(MODEL)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    parts = [("a<|im_end|>", True), ("[", False), ("b<|im_end|>", True), ("c<|im_end|>", True), ("d<|im_end|>", True)]
+    lengths = [len(ids(text)) for text, _ in parts]
+    ends = np.cumsum(lengths).tolist()
+    starts = [0, *ends]
+    mask = "".join(str(int(is_sampled)) * length for (_, is_sampled), length in zip(parts, lengths, strict=True))
+    context = ids("1+1=")
+    forked = Branch(
+        prompt_tokens=np.array([*context, *ids("a<|im_end|>"), *ids("2+2=")], np.int32),
+        start=starts[3],
+        end=ends[3],
+        parent=0,
+        after=0,
+    )
+    played = trajectory(
+        mask,
+        turns=tuple(turn(starts[place], ends[place]) for place in (0, 2, 3, 4)),
+        branches=(branch(0, ends[2], context), forked, branch(starts[4], ends[4], ids("3+3="))),
+        agent=AgentRecord(
+            ended="crashed",
+            status=3,
+            output="\x1b[2Jgone\n",
+            seconds=1.5,
+            counts={"overridden/top_p": 2.0, "retries": 0.0},
+        ),
+    )
+    return completion([token for text, _ in parts for token in ids(text)], trajectory=played)
+
+
+def test_a_tree_is_printed_branch_after_branch_from_where_it_leaves_another() -> None:
+    """One who debugs an agent looks for the request that went astray, and reads no context twice."""
+    lines = shown(a_tree(), Score(reward=float("nan"), parts={})).splitlines()
+    assert lines[1:7] == [
+        "-- branch 1 begins by itself, 4 tokens before it",
+        "1+1=a<|im_end|>[b<|im_end|>",
+        f"-- branch 2 goes on from branch 1 after turn 1, {len(a_tree().trajectory.branches[1].prompt_tokens)} tokens before it",  # type: ignore[union-attr]
+        "2+2=c<|im_end|>",
+        "-- branch 3 begins by itself, 4 tokens before it",
+        "3+3=d<|im_end|>",
+    ]
+    assert " | agent crashed with status 3 after 1.5 s | overridden/top p 2 | scored" in lines[7]
+    assert lines[8] == "printed by the agent: \\x1b[2Jgone"
+    text = shown(a_tree(), Score(reward=0.0, parts={}), color=True)
+    assert f"{DIM}2+2=" in text and f"{GREEN}c<|im_end|>" in text and f"{YELLOW}[" in text and "\x1b[2J" not in text
+
+
+def test_a_branch_whose_context_is_written_again_is_printed_with_all_of_it() -> None:
+    """Only there can one see what was left out of it."""
+    tree = a_tree()
+    assert tree.trajectory is not None
+    first, second, third = tree.trajectory.branches
+    rewritten = dataclasses.replace(second, prompt_tokens=second.prompt_tokens[1:])
+    record = dataclasses.replace(tree.trajectory, branches=(first, rewritten, third))
+    lines = shown(dataclasses.replace(tree, trajectory=record), Score(reward=0.0, parts={})).splitlines()
+    assert "its context written again" in lines[3] and lines[4] == "+1=a<|im_end|>2+2=c<|im_end|>"
+
+
+def test_what_a_terminal_would_obey_is_printed_as_text() -> None:
+    """A completion or a prompt could clear the screen, or write to the clipboard."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=40)
+    hostile = prompt(text="\x1b]52;c;AAAA\x07")
+    show_completion(console, hostile, completion([2]), Score(reward=0.0, parts={}), load_tokenizer(MODEL))
+    assert "\x1b" not in out.getvalue() and "\\x1b]52;c;AAAA" in out.getvalue()
 
 
 def configured(folder: Path, **values: object) -> Config:

@@ -59,7 +59,15 @@ def assert_equal(found: Completion, expected: Completion) -> None:
         assert dataclasses.replace(found.trajectory, **neutral) == dataclasses.replace(expected.trajectory, **neutral)
         ours, theirs = (
             [
-                (one.start, one.end, one.parent, one.messages, one.prompt_tokens.dtype, one.prompt_tokens.tolist())
+                (
+                    one.start,
+                    one.end,
+                    one.parent,
+                    one.after,
+                    one.messages,
+                    one.prompt_tokens.dtype,
+                    one.prompt_tokens.tolist(),
+                )
                 for one in own
             ]
             for own in (found.trajectory.branches, expected.trajectory.branches)
@@ -105,7 +113,7 @@ def test_trees_of_agents_come_back_whole():
     """The report of a resumed run would show a list of turns, and forget how the agent ended."""
     agent = AgentRecord(ended="crashed", status=3, output="é\n", seconds=1.5, counts={"retries": 2.0})
     first, second = builders.branch(0, 2), builders.branch(4, 5, [5, 6, 7])
-    branches = (first, dataclasses.replace(second, parent=0, messages=MESSAGES))
+    branches = (first, dataclasses.replace(second, parent=0, after=0, messages=MESSAGES))
     record = dataclasses.replace(RECORD, branches=branches, agent=agent)
     expected = builders.completion(5, trajectory=record)
     found = through_a_state({1: group(expected)})[1].completions[0]

@@ -12,7 +12,7 @@ import pytest
 
 from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.recorded import read_records
-from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples, tables, trace_records
+from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples, branch_records, tables, trace_records
 from mgrpo.types import AgentRecord, ScoredGroup, Turn
 from tests import builders
 
@@ -208,15 +208,18 @@ def test_traces_hold_every_completion_under_open_instructs_names():
 def test_a_trace_says_what_each_branch_was_sampled_after():
     """What was sampled could not be scored again by another program."""
     said = ({"role": "user", "content": "and?"},)
-    second_branch = replace(builders.branch(3, 4, [5, 6, 7]), parent=0, messages=said)
+    second_branch = replace(builders.branch(3, 4, [5, 6, 7]), parent=0, after=0, messages=said)
     agent = AgentRecord(ended="crashed", status=1, output="it ends\n", seconds=2.0, counts={"retries": 1.0})
     record = builders.trajectory("1101", branches=(builders.branch(0, 2), second_branch), agent=agent)
     completions = [builders.completion(4, trajectory=record), builders.completion(2)]
     first, second = trace_records(4, [builders.scored_group([1.0, 0.0], completions=completions)], [], [0.5, -0.5])
     assert first["branches"] == [
-        {"start": 0, "end": 2, "prompt_tokens": [5, 6], "parent": -1, "messages": []},
-        {"start": 3, "end": 4, "prompt_tokens": [5, 6, 7], "parent": 0, "messages": [*said]},
+        {"start": 0, "end": 2, "prompt_tokens": [5, 6]},
+        {"start": 3, "end": 4, "prompt_tokens": [5, 6, 7]},
     ]
+    begun = {"parent": None, "after": None, "rewritten": False, "context_tokens": 2, "num_turns": 1, "messages": []}
+    follows = {"parent": 0, "after": 0, "rewritten": True, "context_tokens": 3, "num_turns": 1, "messages": [*said]}
+    assert first["trajectory"]["branches"] == [begun, follows]
     assert first["trajectory"]["agent"] == {
         "ended": "crashed",
         "status": 1,
@@ -225,6 +228,20 @@ def test_a_trace_says_what_each_branch_was_sampled_after():
         "counts": {"retries": 1.0},
     }
     assert "branches" not in second and (first["advantage"], second["advantage"]) == (0.5, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("context", "is_rewritten"),
+    [([5, 6, 7, 8, 1], False), ([5, 6, 7, 8, 2, 9, 3], False), ([5, 6, 7], True), ([5, 6, 1, 7, 8, 3], True)],
+)
+def test_a_branch_says_whether_it_repeats_what_it_goes_on_from(context, is_rewritten):
+    """Where thinking is taken out of a history, a reader would look for tokens that the branch has not seen."""
+    turns = tuple(builders.turn(*span) for span in ((0, 2), (3, 4), (4, 6)))
+    branches = (builders.branch(0, 4), replace(builders.branch(4, 6, context), parent=0, after=0))
+    record = builders.trajectory("110111", turns=turns, branches=branches)
+    first, second = branch_records(builders.completion([7, 8, 2, 9, 4, 4], trajectory=record))
+    assert (first["num_turns"], second["num_turns"]) == (2, 1)
+    assert (first["rewritten"], second["rewritten"]) == (False, is_rewritten)
 
 
 def in_turns() -> ScoredGroup:

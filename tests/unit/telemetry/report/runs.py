@@ -36,6 +36,33 @@ def record(number: int, reward: float | None = 0.0, text: str = "answer", prompt
     }
 
 
+def played(said: str = "hello", **agent: object) -> dict[str, Any]:
+    """The entry `trajectory` of a record: an agent's, with a fork and a branch of another context."""
+    called = {"type": "function", "function": {"name": "look", "arguments": {"at": said}}}
+    first = [
+        {"role": "system", "content": f"system {said}"},
+        {"role": "assistant", "content": f"an example {said}"},
+        {"role": "user", "content": [{"type": "text", "text": said}]},
+        {"role": "assistant", "content": said, "reasoning_content": said, "tool_calls": [called]},
+        {"role": "tool", "content": said, "name": said},
+        {"role": "assistant", "content": f"last {said}"},
+    ]
+    begun = {"parent": None, "after": None, "rewritten": False, "context_tokens": 4}
+    forked = {"parent": 0, "after": 0, "rewritten": True, "context_tokens": 9}
+    answer = [{"role": "assistant", "content": ""}]
+    return {
+        "ended_by": "stop",
+        "turns": [{"calls": [{"name": "look", "failed": False}]}, {"calls": []}, {"calls": []}, {"calls": []}],
+        "branches": [
+            begun | {"num_turns": 2, "messages": first},
+            forked | {"num_turns": 1, "messages": [{"role": "user", "content": f"fork {said}"}, *answer]},
+            begun | {"num_turns": 1, "messages": [{"role": "user", "content": said}, *answer]},
+        ],
+        "agent": {"ended": "crashed", "status": 3, "output": said, "seconds": 2.5, "counts": {"retries": 2.0, "x": 0.0}}
+        | agent,
+    }
+
+
 def step_line(step: int, **values: float | None) -> dict[str, Any]:
     """A line of metrics.jsonl for a training step."""
     line = {

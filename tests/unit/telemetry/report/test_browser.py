@@ -13,7 +13,7 @@ from mgrpo.telemetry.files import write_whole
 from mgrpo.telemetry.report import watch, write_report
 from mgrpo.telemetry.report.compare import comparison
 from mgrpo.telemetry.report.watch import PageServer
-from tests.unit.telemetry.report.runs import HOSTILE, append_lines, record, step_line, write_lines, write_run
+from tests.unit.telemetry.report.runs import HOSTILE, append_lines, played, record, step_line, write_lines, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, see requirements/dev.txt")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -72,6 +72,11 @@ def run(tmp_path):
     return tmp_path
 
 
+def trees() -> list[dict]:
+    """Samples of agents, with hostile text in every place."""
+    return [record(n, None, "tree") | {"step": 40, "trajectory": played(text)} for n, text in enumerate(HOSTILE)]
+
+
 def visible(page, selector: str) -> int:
     return page.locator(f"{selector}:visible").count()
 
@@ -90,6 +95,7 @@ def point(page, chart: str, share: float) -> None:
 
 def test_hostile_text_is_inert(page, run):
     """It is in the page as text, visible; the script sets the same text when it colours and searches."""
+    append_lines(run / "rollouts" / "train_samples.jsonl", trees())
     page.goto(write_report(run).as_uri())
     page.check("#colours")
     page.fill("#search", "alert(1)")
@@ -104,6 +110,18 @@ def test_hostile_text_is_inert(page, run):
         page.locator("#samples-shown img, #samples-shown script, #samples-shown b b, #samples-shown svg").count() == 0
     )
     assert page.evaluate("document.scripts.length") == 2
+
+
+def test_what_is_folded_up_in_a_sample_can_be_opened(page, run):
+    """The search folds up what it finds nothing in, and must leave alone what lies inside a sample."""
+    append_lines(run / "rollouts" / "train_samples.jsonl", trees())
+    page.goto(write_report(run).as_uri())
+    page.fill("#search", "fork <svg")
+    sample = page.locator(".sample:visible")
+    assert sample.count() == 1 and not sample.locator("pre.written").is_visible()
+    assert sample.get_by_text("agent crashed").is_visible() and sample.locator("details[open] pre").count() == 1
+    sample.get_by_text("tokens of all branches").click()
+    assert sample.locator("pre.written").is_visible()
 
 
 def test_the_policy_blocks_what_escaping_would_miss(browser, run):

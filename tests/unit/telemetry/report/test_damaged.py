@@ -14,7 +14,7 @@ from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.report.compare import comparison
 from mgrpo.telemetry.report.page import page
 from mgrpo.telemetry.report.sample_pages import Gallery
-from tests.unit.telemetry.report.runs import record, step_line, write_run
+from tests.unit.telemetry.report.runs import played, record, step_line, write_run
 
 CONFIG = {
     "exp_name": "a name",
@@ -48,12 +48,13 @@ SAMPLE = record(0, 1.0, "a good answer") | {
         "messages": [{"role": "user", "content": "hello"}],
     },
 }
+PLAYED = SAMPLE | {"trajectory": played()}
 FILES: dict[str, list[dict[str, Any]]] = {
     "metrics.jsonl": METRICS,
     "engines.jsonl": [ENGINES],
     "rollouts/eval_step_0.jsonl": [SAMPLE, SAMPLE | {"prompt_idx": 1}],
     "rollouts/eval_step_8.jsonl": [SAMPLE, SAMPLE | {"prompt_idx": 1}],
-    "rollouts/train_samples.jsonl": [SAMPLE],
+    "rollouts/train_samples.jsonl": [SAMPLE, PLAYED],
     "rollouts/r_rollouts_000000.jsonl": [SAMPLE],
 }
 _deep: Any = "bottom"

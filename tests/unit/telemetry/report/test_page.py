@@ -17,8 +17,15 @@ from mgrpo.cli import main
 from mgrpo.telemetry.alerts import help_page
 from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.report.run import LOST_S, state_of
-from mgrpo.telemetry.report.sample_pages import HEADINGS, MAX_LINE_BYTES, choose_prompts, spread
-from tests.unit.telemetry.report.runs import HOSTILE, append_lines, record, step_line, write_lines, write_run
+from mgrpo.telemetry.report.sample_pages import (
+    HEADINGS,
+    MAX_BRANCHES,
+    MAX_LINE_BYTES,
+    MAX_MESSAGES,
+    choose_prompts,
+    spread,
+)
+from tests.unit.telemetry.report.runs import HOSTILE, append_lines, played, record, step_line, write_lines, write_run
 
 ROOT = Path(__file__).parents[4]
 BEFORE = {"step": 0, "policy_version": 0, "eval/pass_at_1": 0.25, "eval/scores": 0.25}
@@ -189,6 +196,48 @@ def test_the_page_of_a_run_without_held_out_data_shows_what_training_sampled(tmp
     assert "ended by the environment; 2 turns, called search (failed), <i>" in page.text
     assert "from 2001-09-09 01:46:41 to 2001-09-09 01:46:43 UTC" in page.text and "mgrpo 9, Python 3" in page.text
     assert "1 of them had nothing to train on" in page.text and "Learning rate" in page.text
+
+
+def test_a_tree_is_shown_branch_after_branch(tmp_path):
+    """Text that no turn followed would be read as what the model saw, and what it did not say as its own."""
+    write_run(tmp_path, [step_line(1)])
+    shown = record(0, None) | {"completion": "text of all", "step": 1, "trajectory": played()}
+    write_lines(tmp_path / "rollouts" / "train_samples.jsonl", [shown])
+    page = read(tmp_path)
+    assert "4 turns, called look; agent crashed with status 3 after 2.5 s; retries 2" in page.text
+    at = [
+        page.text.index(words)
+        for words in (
+            "branch 1 begins by itself, 4 tokens before it",
+            "assistant, not sampled here",
+            "an example hello",
+            'look({"at": "hello"})',
+            "last hello",
+            "branch 2 goes on from branch 1 after turn 1, its context written again, 9 tokens before it",
+            "fork hello",
+            "branch 3 begins by itself",
+            "tokens of all branches, one after the other",
+            "text of all",
+            "printed by the agent",
+        )
+    ]
+    assert at == sorted(at)
+    said = [attributes["class"] for _, attributes in page.tags if (attributes.get("class") or "").startswith("said")]
+    assert said == ["said"] * 3 + ["said sampled", "said", "said sampled"] + ["said", "said sampled"] * 2
+    branches = [a["class"] for tag, a in page.tags if tag == "section" and "branch" in (a.get("class") or "")]
+    assert branches == ["branch d0", "branch d1", "branch d0"]
+
+
+def test_a_large_tree_does_not_fill_the_page(tmp_path):
+    """An agent may make a thousand branches; all of them are in the record."""
+    write_run(tmp_path, [step_line(1)])
+    many = played()
+    many["branches"] = [many["branches"][0] | {"messages": many["branches"][0]["messages"] * 100}] * 1000
+    shown = record(0, 1.0, "answer") | {"step": 1, "trajectory": many}
+    write_lines(tmp_path / "rollouts" / "train_samples.jsonl", [shown])
+    page = read(tmp_path)
+    assert f"{1000 - MAX_BRANCHES} more branches are in its record" in page.text
+    assert f"{600 - MAX_MESSAGES} more messages" in page.text and len(page.text) < 200_000
 
 
 def test_traces_are_read_from_all_parts_of_large_files(tmp_path):
