@@ -163,7 +163,8 @@ class _Play:
         """
         playing = asyncio.ensure_future(self._play(session, instance))
         try:
-            await asyncio.wait({playing, session.lost, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {playing, session.lost, self.failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self.failure.done():
                 self.failure.result()
             if not playing.done():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,12 @@ import pytest
 def _beside_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands name their files by paths relative to the run's folder."""
     monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Boxes of tests beside this one are elsewhere. A short path, since that of a socket is."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,16 @@ def command(text: str, **settings: Any) -> Spec:
     return Spec(entry=f"{AGENT}command", settings={"command": text, "box": "none", **settings})
 
 
+def swept(folders: Iterable[str]) -> None:
+    """What the next start does with folders of boxes that have been left for long."""
+    for folder in folders:
+        os.utime(folder, (0, 0))
+    leftover.sweep()
+
+
 @pytest.mark.parametrize("box", ["none", "local"])
 def test_a_killed_worker_leaves_no_process_and_no_folder(box: str) -> None:
+    """Without walls, the guard of the worker may end a box's keeper before that has removed its folder: the next start does."""
     mark = f"mgrpo-mark-{os.getpid()}-worker-{box}"
     folders = f"{tempfile.gettempdir()}/mgrpo-box-*"
     before = set(glob.glob(folders))
@@ -65,6 +73,8 @@ def test_a_killed_worker_leaves_no_process_and_no_folder(box: str) -> None:
         with pytest.raises(EnvironmentLost):
             await playing
         await until(lambda: not processes_with(mark))
+        if box == "none":
+            swept(set(glob.glob(folders)) - before)
         await until(lambda: set(glob.glob(folders)) <= before)
         await instance.release()
 
@@ -101,9 +111,7 @@ def test_a_killed_learner_leaves_no_process_and_no_folder(box: str) -> None:
     asyncio.run(until(lambda: not processes_with(mark)))
     left = set(glob.glob(f"{tempfile.gettempdir()}/mgrpo-box-*")) - before
     assert box == "none" or not left
-    for folder in left:
-        os.utime(folder, (0, 0))
-    leftover.sweep()
+    swept(left)
     assert not any(map(os.path.exists, left))
 
 
