@@ -210,6 +210,14 @@ def _whole_trajectories(
         )
 
 
+def _limit(agent: str | None, trajectory_timeout: float | None, rollout_timeout: int) -> Iterator[str]:
+    if agent is not None and trajectory_timeout is None and rollout_timeout <= DEFAULT_TIMEOUT_S:
+        yield (
+            f"an agent may take {DEFAULT_TIMEOUT_S:g} s where trajectory_timeout is not given, which must be below "
+            f"rollout_timeout={rollout_timeout}, after which the whole run ends; set trajectory_timeout, or raise rollout_timeout"
+        )
+
+
 def _template(agent: str | None, chat_template_name: str) -> Iterator[str]:
     if agent is not None and chat_template_name == "none":
         yield f"agent={agent} talks to the model in chats, but chat_template_name=none; choose a template"
@@ -231,6 +239,7 @@ RULES: tuple[Rule, ...] = (
     _join,
     _ports,
     _whole_trajectories,
+    _limit,
     _template,
     _masks,
 )

@@ -205,7 +205,11 @@ class Dispatcher(EngineQueue[Request]):
     def _given(self, request: Request, engine: int) -> None:
         request.engine = engine
         if request.turn is not None:
-            request.turn.whole.has_begun = True
+            whole = request.turn.whole
+            whole.has_begun = True
+            # All samples follow the first one: their contexts begin alike. Where it had no room for one, it still has the others.
+            if whole.engine not in self.fleet.roster.open:
+                whole.engine = engine
 
     def _urgency(self, request: Request) -> tuple[int, bool]:
         """Evaluations come first, then groups that have begun."""

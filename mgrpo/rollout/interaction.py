@@ -82,8 +82,8 @@ class Interaction:
         self.gathering = Gathering(self._send, in_rounds=in_rounds)
         self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
-        self.groups: dict[int, tuple[Request, int | None]] = {}
-        """By place, the requests under way, each with the engine that has sampled its last turn."""
+        self.groups: dict[int, Request] = {}
+        """By place, the requests under way."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
@@ -138,7 +138,7 @@ class Interaction:
         self.gathering.enter(len(requests))
         for request in requests:
             place = next(self.places)
-            self.groups[place] = request, None
+            self.groups[place] = request
             task = asyncio.create_task(self._run(place, request))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
@@ -184,7 +184,7 @@ class Interaction:
         self.dispatcher.post(partial(self.dispatcher.send_turns, requests, together=self.in_rounds))
 
     def _request(self, ask: Ask) -> Request:
-        whole, engine = self.groups[ask.place]
+        whole = self.groups[ask.place]
         turn = NextTurn(
             whole=whole,
             sample=ask.sample,
@@ -192,26 +192,23 @@ class Interaction:
             tokens=ask.tokens,
             max_tokens=ask.max_tokens,
             salt=ask.place,
-            engine=engine,
         )
-        request = Request(
+        return Request(
             prompt=ask.prompt,
             sampling=whole.sampling_of(ask.num_samples, ask.stop),
             stream=whole.stream,
             number=whole.number,
-            done=lambda group: self._soon(self._answer, ask, request, group),
+            done=lambda group: self._soon(self._answer, ask, group),
             failed=lambda err: self._soon(self._refuse, ask, err),
             turn=turn,
         )
-        return request
 
     def _soon(self, do: Callable[..., None], *args: object) -> None:
         self.loop.call_soon_threadsafe(do, *args)
 
-    def _answer(self, ask: Ask, request: Request, group: RolloutGroup) -> None:
+    def _answer(self, ask: Ask, group: RolloutGroup) -> None:
         if ask.answer.done():
             return  # The group was given up.
-        self.groups[ask.place] = self.groups[ask.place][0], request.engine
         ask.answer.set_result(
             [
                 Sampled(

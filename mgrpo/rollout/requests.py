@@ -51,8 +51,6 @@ class NextTurn:
     max_tokens: int
     salt: int
     """The same for all turns that begin with one prompt, see `PromptBatch`."""
-    engine: int | None
-    """The engine that has the turns before this one in its cache."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,7 +70,7 @@ class Request:
     turn: NextTurn | None = None
     """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
     engine: int | None = None
-    """The engine that it was given to."""
+    """The engine that it was given to; of a group of several turns, the one that has them in its cache."""
     has_begun: bool = False
     """Whether an engine has been given its first turn, where the group has several."""
 
@@ -94,7 +92,7 @@ class Request:
     @property
     def home(self) -> int | None:
         """The engine that has the turns before this one in its cache."""
-        return None if self.turn is None else self.turn.engine
+        return None if self.turn is None else self.turn.whole.engine
 
     @property
     def batch_key(self) -> tuple[Sampling, int]:

@@ -107,12 +107,12 @@ class _Play:
 
     async def run(self) -> None:
         """From the agent's start to its end."""
-        began = time.monotonic()
         instance = None
         if not self.agents.own.are_remote:
             instance = await self.agents._acquire(self.task.row, self.task.seed, self.name)
             if instance is None:
                 return
+        began = time.monotonic()
         outcome: Mapping[str, Any] = {"ended": "lost"}
         report = _NOTHING
         try:
@@ -146,7 +146,7 @@ class _Play:
         own = self.agents.own
         return {
             "max_tokens": task.max_tokens,
-            "max_model_length": bounds.max_model_length,
+            "max_model_length": bounds.longest(task),
             "per_turn_max_tokens": bounds.per_turn_max_tokens,
             # That of a remote agent begins when a worker takes its task.
             "deadline_s": own.limit_s,
@@ -193,7 +193,7 @@ class _Play:
         session, number = self.session, wish["number"]
         assert session is not None
         context = self.tree.ask(number, wish["parent"], wish["added"], wish["rewrites"])
-        room = self.agents.bounds.max_model_length - len(context)
+        room = self.agents.bounds.longest(self.task) - len(context)
         ask = Ask(
             prompt=self.task.prompt,
             place=self.task.place,

@@ -139,6 +139,8 @@ class Endpoints:
         self._losses = Losses()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = None
+        self._changed = asyncio.Event()
+        """Set when one serves that did not, or none will."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -162,7 +164,7 @@ class Endpoints:
 
     async def close(self) -> None:
         """End the processes at once."""
-        self._refusal = "the endpoint of agents is closed"
+        self._refuse("the endpoint of agents is closed")
         for task in self._tasks:
             task.cancel()
         if self._door is not None:
@@ -171,7 +173,7 @@ class Endpoints:
             endpoint.close()
 
     async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
-        """A session of a new trajectory, at the process that has the fewest.
+        """A session of a new trajectory, at the process that has the fewest; waits for one where all are being started again.
 
         Args:
             bounds: the fields of `open`, see `endpoint.process`.
@@ -180,11 +182,20 @@ class Endpoints:
             EnvironmentLost: the process has ended.
             RuntimeError: the endpoints are closed, or cannot be started again.
         """
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)
-        return await min(self._all, key=lambda endpoint: (not endpoint.is_serving, len(endpoint.sessions))).open(
-            bounds, on_wish
-        )
+        endpoint = await self._least_busy()
+        return await endpoint.open(bounds, on_wish)
+
+    async def _least_busy(self) -> _Endpoint:
+        while self._refusal is None:
+            if serving := [endpoint for endpoint in self._all if endpoint.is_serving]:
+                return min(serving, key=lambda endpoint: endpoint.num_sessions)
+            self._changed.clear()
+            await self._changed.wait()
+        raise RuntimeError(self._refusal)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        self._changed.set()
 
     async def _introduce(self) -> None:
         """Tell all where the others are."""
@@ -222,6 +233,7 @@ class Endpoints:
             self._losses.say("joining", f"an endpoint of agents at {distant.host} cannot serve: {err}")
         else:
             self._all.append(endpoint)
+            self._changed.set()
             await self._introduce()
 
     def _forget(self, endpoint: _Endpoint, why: str) -> None:
@@ -244,16 +256,18 @@ class Endpoints:
         task.add_done_callback(self._tasks.discard)
 
     async def _start_again(self, endpoint: _Endpoint) -> None:
+        why: EnvironmentLost | None = None
         for attempt in range(_RESTARTS):
             await asyncio.sleep(attempt)
             try:
                 await endpoint.start()
             except EnvironmentLost as err:
-                self._refusal = f"the endpoint of agents cannot be started again: {err}"
+                why = err
             else:
-                self._refusal = None
+                self._changed.set()
                 await self._introduce()
                 return
+        self._refuse(f"the endpoint of agents cannot be started again: {why}")
 
 
 class _Endpoint:
@@ -273,11 +287,17 @@ class _Endpoint:
         self._pump: asyncio.Task[None] | None = None
         self._is_loaded = False
         self.sessions: dict[str, Session] = {}
+        self._num_opening = 0
         self.url = self.direct = ""
 
     @property
     def is_serving(self) -> bool:
         return self._link is not None and not self._link.is_over and self._is_loaded
+
+    @property
+    def num_sessions(self) -> int:
+        """Those that are being opened included."""
+        return len(self.sessions) + self._num_opening
 
     async def start(self) -> None:
         """Start the process, on the port of the one before it.
@@ -315,7 +335,11 @@ class _Endpoint:
         self._pump = asyncio.get_running_loop().create_task(self._take_wishes())
 
     async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
-        session = Session(self, await self.ask({"ask": "open", **bounds}, _ANSWER_LIMIT_S), on_wish)
+        self._num_opening += 1
+        try:
+            session = Session(self, await self.ask({"ask": "open", **bounds}, _ANSWER_LIMIT_S), on_wish)
+        finally:
+            self._num_opening -= 1
         self.sessions[session.id] = session
         return session
 

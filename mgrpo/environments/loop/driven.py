@@ -175,7 +175,7 @@ class _Drive:
 
     def _room_after(self, step: Step) -> int:
         """Most tokens of the next turn."""
-        longest = self.driven.bounds.max_model_length
+        longest = self.driven.bounds.longest(self.task)
         if not self.trajectory.parts:
             whole = f"the first chat has {len(step.ids)} tokens, and the engines take sequences of {longest}"
             room = longest - len(step.ids)
@@ -190,7 +190,7 @@ class _Drive:
         return room if step.max_tokens is None else min(room, step.max_tokens)
 
     def _room(self) -> int:
-        whole = min(self.task.max_tokens, self.driven.bounds.max_model_length - len(self.talk.opening))
+        whole = min(self.task.max_tokens, self.driven.bounds.longest(self.task) - len(self.talk.opening))
         return whole - self.trajectory.num_tokens
 
     def _fail(self, why: object) -> None:

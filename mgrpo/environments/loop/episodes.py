@@ -66,7 +66,9 @@ class EpisodeBounds:
     """The limits of a trajectory."""
 
     max_model_length: int
-    """Tokens, prompt included."""
+    """Tokens that the engines take, prompt included."""
+    max_prompt_length: int | None = None
+    """Tokens of the longest prompt that packs have room for beside a completion; None: packs hold all that engines take."""
     max_calls: int
     """A row's `env_config` may set another limit, as `max_steps`."""
     max_calling_turns: int | None = None
@@ -74,6 +76,12 @@ class EpisodeBounds:
     trajectory_timeout_s: float | None = None
     """A trajectory that takes longer gets no further turn, and no score."""
     scored_text: ScoredText = "final"
+
+    def longest(self, task: Task) -> int:
+        """Most tokens of a context and what was sampled after it. An evaluation's completions may be longer than those of packs."""
+        if self.max_prompt_length is None:
+            return self.max_model_length
+        return min(self.max_model_length, self.max_prompt_length + task.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +171,11 @@ class Episodes:
             )
         opening = openings.pop() if openings else ""
         prompt = task.opened(opening) if opening else task.prompt
-        if len(prompt.tokens) >= self.bounds.max_model_length:
+        longest = self.bounds.longest(task)
+        if len(prompt.tokens) >= longest:
             raise ValueError(
-                f"with the environment's text prompt {task.prompt.id} has {len(prompt.tokens)} tokens, and the engines take "
-                f"sequences of {self.bounds.max_model_length}; raise max_prompt_token_length or shorten the text"
+                f"with the environment's text prompt {task.prompt.id} has {len(prompt.tokens)} tokens, and there is room for "
+                f"sequences of {longest}; raise max_prompt_token_length or shorten the text"
             )
         return prompt
 
@@ -187,7 +196,7 @@ class Episodes:
 
     def room(self, task: Task, num_tokens: int, num_preceding: int) -> int:
         """Tokens that may still follow `num_tokens` of the trajectory, if they are sampled after `num_preceding`."""
-        return min(task.max_tokens - num_tokens, self.bounds.max_model_length - num_preceding)
+        return min(task.max_tokens - num_tokens, self.bounds.longest(task) - num_preceding)
 
 
 class _Episode:

@@ -225,6 +225,7 @@ def make_interaction(
         language,
         EpisodeBounds(
             max_model_length=config.max_model_length,
+            max_prompt_length=config.data.max_prompt_token_length,
             max_calls=tools.max_tool_calls or UNLIMITED,
             max_calling_turns=tools.max_tool_calling_iterations or None,
             per_turn_max_tokens=tools.per_turn_max_tokens,

@@ -455,7 +455,7 @@ def test_all_samples_of_a_prompt_begin_with_the_same_text() -> None:
     assert group.prompt.tokens.tolist() == [10, 11, 7, 7]
     with pytest.raises(ValueError, match=r"prompt \(0, 3\) with different texts"):
         play(Scripted(), Adder(opening="go"), Adder(opening="stop"))
-    with pytest.raises(ValueError, match=r"has 5 tokens, and the engines take sequences of 5"):
+    with pytest.raises(ValueError, match=r"has 5 tokens, and there is room for sequences of 5"):
         play(Scripted(), Adder(opening="abc"), bounds=replace(BOUNDS, max_model_length=5))
 
 
