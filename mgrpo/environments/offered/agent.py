@@ -91,7 +91,7 @@ class Agent(Environment):
 
 
 class FunctionAgent(Agent):
-    """`async def run(row, endpoint, **settings) -> float | None`, a function of the user's; the number is the reward."""
+    """`async def run(row, endpoint, **settings) -> float | None`, a function of the user's; the number is the reward, if agents set theirs."""
 
     def __init__(self, function: Run, **settings: Any) -> None:
         if not inspect.iscoroutinefunction(function):
@@ -112,9 +112,11 @@ class FunctionAgent(Agent):
         if err is not None:
             return Outcome(ended="crashed", output=_traceback(err))
         try:
-            return Outcome(ended="ended", reward=checked_reward(returned), metrics=checked_metrics(endpoint.metrics))
+            reward, metrics = checked_reward(returned), checked_metrics(endpoint.metrics)
         except ValueError as refusal:
             return Outcome(ended="crashed", output=f"{self.name} gave {refusal}")
+        # Without the key its own word does not count.
+        return Outcome(ended="ended", reward=None if endpoint.reward_key is None else reward, metrics=metrics)
 
 
 def checked_reward(value: object) -> float | None:

@@ -16,8 +16,9 @@ def _beside_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Boxes of tests beside this one are elsewhere. A short path, since that of a socket is."""
+    tmp_path_factory.getbasetemp()  # Else pytest would begin its own inside a folder that ends with this test.
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", None)

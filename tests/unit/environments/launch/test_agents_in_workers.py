@@ -172,7 +172,8 @@ def test_a_function_ends_as_its_outcome_says(tmp_path: Path, name: str, worth: A
 
     async def play(pool: EnvironmentPool) -> Any:
         instance = await pool.acquire({"worth": worth}, seed=0, trajectory="0")
-        found = await instance.run_agent(ENDPOINT, truth={}, limit_s=LONG_S if name[0] in "re" else 2.0)
+        endpoint = ENDPOINT | {"reward_key": "the-reward-key"}
+        found = await instance.run_agent(endpoint, truth={}, limit_s=LONG_S if name[0] in "re" else 2.0)
         await instance.release()
         return found
 
@@ -180,3 +181,18 @@ def test_a_function_ends_as_its_outcome_says(tmp_path: Path, name: str, worth: A
     assert (found["ended"], found["reward"]) == expected[:2]
     assert expected[2] in found["output"]
     assert found["metrics"] == ({"rewards/steps": 2.0} if found["ended"] == "ended" else {})
+
+
+def test_a_function_that_does_not_set_its_reward_has_none(tmp_path: Path) -> None:
+    """With agent_sets_reward=false its own word would be added to what verifiers and reward functions give."""
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+
+    async def play(pool: EnvironmentPool) -> Any:
+        instance = await pool.acquire({"worth": 0.5}, seed=0, trajectory="0")
+        found = await instance.run_agent(ENDPOINT, truth={}, limit_s=LONG_S)
+        await instance.release()
+        return found
+
+    found = asyncio.run(in_pool(Spec(entry=f"{AGENT}{file}:rewards"), play))
+    assert (found["ended"], found["reward"]) == ("ended", None)
