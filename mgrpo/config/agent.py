@@ -24,7 +24,6 @@ JOIN_TOKEN = "RAY_AUTH_TOKEN"
 _FUNCTION = re.compile(r"(?:\S+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
-_BOXES = ("none", "local", "docker")
 
 WITH_AGENT = Needs("agent", lambda agent: agent is not None)
 AT_HOME = Needs("an agent that the run starts", lambda agent_kind: agent_kind not in ("none", "remote"))
@@ -34,12 +33,12 @@ WITH_IMAGES = Needs(
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 PORT = Range(low=0, high=65535)
-WHERE = Form("none, local, docker or the URL of a box server, http://HOST:PORT", lambda text: is_box(text))
+WHERE = Form("none, local, docker, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes", lambda text: is_box(text))
 
 
 def is_box(text: str) -> bool:
     """Whether a text names a place where commands can run."""
-    return text in _BOXES or text.startswith(("http://", "https://"))
+    return text.startswith(("http://", "https://")) or text.isidentifier()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Agent:
     agent_check, verifiers and reward functions."""
     agent_box: Annotated[str, WHERE, WITH_COMMAND] = "local"
     """Where a command runs. local: within walls on this machine, without root or a daemon; docker: in a container; a URL: on a machine
-    that runs mgrpo box-server; none: as any program of this user."""
+    that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user."""
     agent_image: Annotated[str | None, WITH_IMAGES] = None
     """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it. none: this machine's
     programs, read-only."""

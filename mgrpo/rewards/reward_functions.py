@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from mgrpo.rewards.function_calls import FunctionCall, RewardFunction, Snapshot, call_all, innermost, number_of
-from mgrpo.rewards.trajectory_rewards import is_lost
+from mgrpo.rewards.trajectory_rewards import is_lost, told
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
 """Arguments that every function may ask for; columns of the data with these names are not passed on."""
+OF_TRAJECTORIES = ("environments", "trajectories")
+"""Further ones where completions are trajectories; then columns with these names are not passed on either."""
 _NOT_COLUMNS = {*OWN_ARGUMENTS, "prompt", "completion", "ground_truth"}
 # What `Score.parts` holds besides the functions' values: no function's values may be read as these.
 _TAKEN_NAMES = {"correct", "format", "overlong"}
@@ -60,6 +62,7 @@ def score_with_functions(
         completion_ids      lists of int
         ground_truth        the row's value, a list if it has several; absent if no row has one
         environments        of each trajectory what its environment is at the end (`Snapshot`); absent without trajectories
+        trajectories        of each trajectory its turns, branches and end (`trajectory_rewards.told`); absent without any
         <column>            every other column of the data, None where a row lacks it
         trainer_state       `state`
         log_extra           log_extra(column, values): a column of the table of samples (`Score.extras`)
@@ -132,7 +135,7 @@ def missing_arguments(
         columns: those that at least one row has, including `ground_truth`.
         has_environments: whether completions are trajectories.
     """
-    given = dict.fromkeys([*OWN_ARGUMENTS, *columns, *(["environments"] if has_environments else [])])
+    given = dict.fromkeys([*OWN_ARGUMENTS, *columns, *(OF_TRAJECTORIES if has_environments else ())])
     problems = []
     for name, function in _named(functions).items():
         try:
@@ -210,6 +213,7 @@ def _keywords(flat: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]
     records = [completion.trajectory for _, completion in flat]
     if any(records):
         keywords["environments"] = [record and Snapshot(**record.snapshot) for record in records]
+        keywords["trajectories"] = [record and told(record) for record in records]
     return keywords
 
 

@@ -1,4 +1,5 @@
-"""Rewards of trajectories: those of their turns, and what verifiers or reward functions give for the whole, become one.
+"""Rewards of trajectories: those of their turns, and what verifiers or reward functions give for the whole, become one;
+and what functions are told of a trajectory.
 
 Completions of a single turn have no rewards of turns; what they are given is their reward.
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord
+from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,41 @@ def used_tools_well(record: TrajectoryRecord) -> bool:
     """Whether something was called, and no call failed, was late, could not be read or named a tool that does not exist."""
     is_answered = all(not (any(turn.failed) or turn.num_unreadable or turn.num_unknown) for turn in record.turns)
     return is_answered and any(turn.calls for turn in record.turns)
+
+
+def told(record: TrajectoryRecord) -> dict[str, Any]:
+    """A trajectory as lists and dicts, for reward functions: its turns, what was said in each branch, and how it ended."""
+    branches = record.branches or (None,)
+    return {
+        "turns": [_turn(turn, record) for turn in record.turns],
+        "branches": [
+            {
+                "parent": branch.parent if branch and branch.parent >= 0 else None,
+                "after": branch.after if branch and branch.after >= 0 else None,
+                "messages": [dict(message) for message in (branch.messages if branch else record.messages)],
+            }
+            for branch in branches
+        ],
+        "ended_by": record.ended_by,
+        "text": record.scored_text,
+        "reward": record.reward,
+        "metrics": dict(record.metrics),
+        "agent": record.agent and {**asdict(record.agent), "counts": dict(record.agent.counts)},
+    }
+
+
+def _turn(turn: Turn, record: TrajectoryRecord) -> dict[str, Any]:
+    own = (number for number, branch in enumerate(record.branches) if branch.start <= turn.start < branch.end)
+    return {
+        "branch": next(own, 0),
+        "num_tokens": turn.end - turn.start,
+        "calls": list(turn.calls),
+        "failed": list(turn.failed),
+        "seconds": list(turn.seconds),
+        "unreadable_calls": turn.num_unreadable,
+        "unknown_calls": turn.num_unknown,
+        "reward": turn.reward,
+    }
 
 
 def with_turn_rewards(groups: Sequence[ScoredGroup], turns: TurnRewards) -> list[ScoredGroup]:

@@ -102,7 +102,7 @@ def test_each_way_of_asking_has_its_own_tree(played) -> None:
     for trace in (*found[PLAIN], *found[STREAMED], *found[ANTHROPIC]):
         assert len(branches(trace)) == 1
     for trace in found[FORKS]:
-        roots = [each["parent"] for each in trace["branches"]].count(-1)
+        roots = [each["parent"] for each in trace["trajectory"]["branches"]].count(None)
         # One answer, two questions about it, and another system prompt.
         assert (len(trace["branches"]), roots) == (3, 2)
     assert all(len(trace["branches"]) == 2 for trace in found[COMPACTS])

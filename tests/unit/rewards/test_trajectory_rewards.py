@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from mgrpo.rewards.reward_functions import TrainerState, missing_arguments, scor
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rewards.trajectory_rewards import TurnRewards
 from mgrpo.rewards.verifier import Item
-from mgrpo.types import Completion, RewardContext, RolloutGroup, Score
+from mgrpo.types import AgentRecord, Completion, RewardContext, RolloutGroup, Score
 from tests import builders
 from tests.builders import turn
 
@@ -191,6 +192,63 @@ def test_functions_get_what_became_of_the_environment() -> None:
     assert "environments" not in seen_by_a_function(builders.completion(2))
 
 
+def test_functions_get_the_whole_tree_of_an_agent() -> None:
+    """A function that judges how an agent worked needs to know what was said before what, and how it ended."""
+    said = ({"role": "user", "content": "again"}, {"role": "assistant", "content": "6"})
+    second = dataclasses.replace(builders.branch(2, 3), parent=0, after=0, messages=said)
+    agent = AgentRecord(ended="crashed", status=2, output="no", seconds=1.5, counts={"retries": 1.0})
+    tree = of_turns(
+        turns=(turn(0, 1, calls=("look", ""), failed=(False, True), seconds=(0.5, 0.0), num_unreadable=1), turn(2, 3)),
+        branches=(dataclasses.replace(builders.branch(0, 1), messages=MESSAGES), second),
+        reward=0.5,
+        metrics={"agent/tests": 3.0},
+        agent=agent,
+    )
+    seen = seen_by_a_function(tree, builders.completion(2))
+    called = {"calls": ["look", ""], "failed": [False, True], "seconds": [0.5, 0.0], "unreadable_calls": 1}
+    neutral = {"num_tokens": 1, "unknown_calls": 0, "reward": 0.0}
+    found, other = seen["trajectories"]
+    assert other is None
+    assert found == {
+        "turns": [
+            {"branch": 0, **neutral, **called},
+            {"branch": 1, **neutral, "calls": [], "failed": [], "seconds": [], "unreadable_calls": 0},
+        ],
+        "branches": [
+            {"parent": None, "after": None, "messages": list(MESSAGES)},
+            {"parent": 0, "after": 0, "messages": list(said)},
+        ],
+        "ended_by": "stop",
+        "text": "5",
+        "reward": 0.5,
+        "metrics": {"agent/tests": 3.0},
+        "agent": {"ended": "crashed", "status": 2, "output": "no", "seconds": 1.5, "counts": {"retries": 1.0}},
+    }
+    assert json.loads(json.dumps(found)) == found
+    found["branches"][0]["messages"][0]["tool_calls"][0]["type"] = "changed"
+    found["agent"]["counts"]["retries"] = 5.0
+    assert MESSAGES[0]["tool_calls"][0]["type"] == "function" and agent.counts == {"retries": 1.0}
+    assert "trajectories" not in seen_by_a_function(builders.completion(2))
+
+
+def test_a_trajectory_of_one_line_is_one_branch_to_functions() -> None:
+    """They need no case of their own for what has no tree."""
+    (found,) = seen_by_a_function(of_turns(0.5, messages=MESSAGES))["trajectories"]
+    assert found["branches"] == [{"parent": None, "after": None, "messages": list(MESSAGES)}]
+    assert [one["branch"] for one in found["turns"]] == [0] and found["agent"] is None
+
+
+def test_a_group_with_agents_that_have_failed_keeps_the_others_scores() -> None:
+    """Functions are asked about those that have ended; the others leave the group's statistics."""
+
+    def calls(trajectories: list) -> list[float]:
+        return [float(len(one["turns"])) for one in trajectories]
+
+    silent = of_turns(ended_by="error", agent=AgentRecord(ended="silent", status=0, output="", seconds=1.0))
+    (found,) = score_with_functions([group(of_turns(0.0, 0.0), silent, of_turns(0.0))], [calls]).groups
+    assert [score.reward for score in found.scores] == pytest.approx([2.0, NAN, 1.0], nan_ok=True)
+
+
 def test_functions_do_not_see_a_completion_whose_environment_was_lost() -> None:
     """It has no attributes to read: the function would fail, and with it the run. The others keep theirs."""
 
@@ -226,10 +284,10 @@ def test_functions_are_not_called_when_every_environment_was_lost() -> None:
 def test_a_function_that_asks_for_environments_is_refused_without_any() -> None:
     """It would fail in the first step, after hours of waiting for machines."""
 
-    def reward(completions: list, environments: list) -> list[float]:
+    def reward(completions: list, environments: list, trajectories: list) -> list[float]:
         return []
 
-    assert "asks for environments" in missing_arguments([reward], [])[0]
+    assert "asks for environments, trajectories" in missing_arguments([reward], [])[0]
     assert missing_arguments([reward], [], has_environments=True) == []
 
 
