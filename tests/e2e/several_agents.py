@@ -7,6 +7,7 @@ time; begins anew with a summary; repeats a call that it gives up; or does nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -126,8 +127,6 @@ async def _compacts(client: AsyncOpenAI, question: str) -> None:
 
 async def _gives_up(client: AsyncOpenAI, question: str) -> None:
     messages = [{"role": "user", "content": question}]
-    try:
+    with contextlib.suppress(APITimeoutError):
         await _ask(client.with_options(timeout=0.001, max_retries=0), messages)
-    except APITimeoutError:
-        pass
     await _ask(client, messages, stop=["</tool_call>"], temperature=0.3)

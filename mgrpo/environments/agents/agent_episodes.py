@@ -26,6 +26,8 @@ from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
 
 _NOTHING: Mapping[str, Any] = {"turns": (), "counts": {}}
 """The report of an endpoint that is gone."""
+_MOST_SAID = 300
+"""Characters of an agent's output that are logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class _Play:
                 # Also where this is cancelled: the session's keys must not live on.
                 report = await session.end()
         except EnvironmentLost as err:
-            self.agents.losses.say("agent", f"{self.name} has no score: {err}")
+            outcome = {"ended": "lost", "output": str(err)}
         finally:
             if self.failure.done() and not self.failure.cancelled():
                 self.failure.exception()  # It has been raised, or something before it.
@@ -231,10 +233,8 @@ class _Play:
             self.reward = reward
         else:
             trajectory.ended_by = "error"
-            why = str(outcome.get("output", "")).strip()[-300:]
-            self.agents.losses.say(
-                f"agent {ended}", f"{self.name} has no score, because its agent {_HOW[ended]}: {why}"
-            )
+            why = _last_lines(str(outcome.get("output", "")))
+            self.agents.losses.say(f"agent {ended}", f"{self.name} has no score, because its agent {_HOW[ended]}{why}")
         self.record = AgentRecord(
             ended=ended,
             status=outcome.get("status"),
@@ -252,6 +252,15 @@ _HOW = {
     "silent": "has read no turn of the model",
     "lost": "is lost",
 }
+
+
+def _last_lines(output: str) -> str:
+    """Whole ones, where they are short."""
+    text = output.strip()
+    if len(text) > _MOST_SAID:
+        text = text[-_MOST_SAID:]
+        text = text.partition("\n")[2] or text
+    return f": {text}" if text else ""
 
 
 def _flat(counts: Mapping[str, Any]) -> dict[str, float]:

@@ -30,6 +30,19 @@ def test_endpoints_join_at_an_address(found_in, monkeypatch, address):
     ]
 
 
+def test_the_default_limit_of_an_agent_is_below_that_of_a_step(model):
+    """One agent that hangs would end the run."""
+
+    def found(**values):
+        own = {"agent": "python agent.py", "output_dir": f"{model['model_name_or_path']}/out"}
+        told = problems(from_values(model | own | values), world_size=1)
+        return [each for each in told if "rollout_timeout" in each]
+
+    assert [each.partition(" where")[0] for each in found(rollout_timeout=500)] == ["an agent may take 600 s"]
+    assert not found(rollout_timeout=500, trajectory_timeout=400) and not found()
+    assert not found(rollout_timeout=500, agent=None)
+
+
 def test_endpoints_join_with_a_secret(found_in, monkeypatch):
     """Without one anybody who reaches the port could forge trajectories."""
     monkeypatch.delenv(TOKEN, raising=False)

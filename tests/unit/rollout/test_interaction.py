@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mgrpo.environments.environment import Answered, Call, Observation
-from mgrpo.environments.loop.episodes import EpisodeBounds
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task
+from mgrpo.environments.loop.gathering import Ask
 from mgrpo.environments.loop.instance import Ending
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled
@@ -111,6 +112,7 @@ def playing(
     seeds_prompts: bool = False,
     answers: bool = True,
     asked: Asked | None = None,
+    episodes: type[Episodes] = Episodes,
 ) -> Iterator[tuple[Dispatcher, Place]]:
     """Engines that sample, two samples for each prompt, and environments that end after so many turns."""
     config = from_values({"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64})
@@ -121,6 +123,7 @@ def playing(
         place,
         Turns(),
         EpisodeBounds(max_model_length=200, max_calls=9),
+        episodes=episodes,
         opened=lambda asked, text, is_training: asked,
         asked=asked,
         in_rounds=in_rounds,
@@ -231,6 +234,41 @@ def test_a_trajectory_stays_with_the_engine_that_has_it_in_its_cache() -> None:
             for engine in own.fleet.engines
         ]
     assert rows[0] | rows[1] == {10, 11, 12} and not rows[0] & rows[1]
+
+
+class Apart(Episodes):
+    """Every sample asks for all its turns by itself, as agents do."""
+
+    async def run(self, task: Task) -> RolloutGroup:
+        async def played(sample: int) -> None:
+            for turn in range(1, 4):
+                ask = Ask(
+                    prompt=task.prompt,
+                    place=task.place,
+                    sample=sample,
+                    turn=turn,
+                    tokens=task.prompt.tokens,
+                    num_samples=1,
+                    max_tokens=9,
+                    stop=("x",) if sample else (),
+                    answer=asyncio.get_running_loop().create_future(),
+                )
+                await self.gathering.sample(ask)
+
+        await asyncio.gather(played(0), played(1))
+        self.gathering.leave()
+        return RolloutGroup(prompt=task.prompt, completions=())
+
+
+def test_samples_that_ask_apart_share_an_engine_and_keep_their_own_stop_strings() -> None:
+    """They begin with the same tokens, and the engine that has read them need not read them again."""
+    with playing(num_engines=2, in_rounds=False, episodes=Apart) as (own, _):
+        [group.result(10) for group in begin(own, *PROMPTS)]
+        batches = [[batch for batch in engine.batches] for engine in own.fleet.engines]
+    rows = [{int(batch.tokens[a]) for batch in each for a in batch.cu_seqlens[:-1]} for each in batches]
+    assert rows[0] | rows[1] == {10, 11, 12} and not rows[0] & rows[1]
+    ends = [(batch.sampling.stop_strings, len(batch.numbers)) for each in batches for batch in each]
+    assert [sum(size for stops, size in ends if stops == own_ones) for own_ones in ((), ("x",))] == [9, 9]
 
 
 def test_engines_that_are_drained_sample_the_turns_that_are_left() -> None:
