@@ -33,7 +33,10 @@ WITH_IMAGES = Needs(
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 PORT = Range(low=0, high=65535)
-WHERE = Form("none, local, docker, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes", lambda text: is_box(text))
+WHERE = Form(
+    "none, local, docker, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes",
+    lambda text: is_box(text),
+)
 
 
 def is_box(text: str) -> bool:
