@@ -121,7 +121,7 @@ def _with_teacher(
     sample: TrainSample, completion: Completion, span: slice, lesson: Lesson, *, teacher: int, has_score: bool
 ) -> TrainSample:
     """Not trained are samples without score and teacher, and tokens that have neither the one nor the other's word."""
-    if teacher < 0:
+    if teacher < 0 or not len(completion.tokens):
         return sample if has_score else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
     is_sampled = completion.loss_mask[span]
     taught = completion.taught and completion.taught.part(span)

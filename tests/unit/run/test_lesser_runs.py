@@ -62,7 +62,7 @@ KEPT_FOR_ONE_STEP = (
         *("entropy_coef_delta", "entropy_target", "num_epochs", "num_mini_batches", "reshuffle_mini_batches"),
     }
 )
-WHOLE = {"model", "adapter", "tools", "hub"}
+WHOLE = {"agent", "model", "adapter", "tools", "hub"}
 """Sections that both keep as they are."""
 AFRESH_FOR_EVALUATION = {"loss", "algorithm", "distillation", "optimizer", "parallel", "checkpoint", "tracking"}
 """Sections that begin with their defaults."""
