@@ -43,6 +43,20 @@ SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": None, "min_p": None}
 WAIT_S = 60.0
 
 
+def language_of(folder: Path, tokenizer: Any) -> LanguageSpec:
+    """The language of `TEMPLATE` with this tokenizer, which is saved in the folder."""
+    tokenizer.save_pretrained(folder)
+    return LanguageSpec(
+        tokenizer=str(folder),
+        template=TEMPLATE,
+        template_kwargs={},
+        format="hermes",
+        stop_ids=tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
+        add_bos=False,
+        max_observation_tokens=4000,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
     """One turn of the engine."""
@@ -91,7 +105,6 @@ class Served:
 
     def __init__(self, folder: Path, *, conflict: str = "override", **limits: Any) -> None:
         self.tokenizer = make_tokenizer()
-        self.tokenizer.save_pretrained(folder)
         self.sample: Callable[[Sequence[int], Mapping[str, Any]], tuple[list[int], str]] = Counting(self.tokenizer)
         self.delay_s = 0.0
         self.made: list[Made] = []
@@ -106,15 +119,7 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        spec = LanguageSpec(
-            tokenizer=str(folder),
-            template=TEMPLATE,
-            template_kwargs={},
-            format="hermes",
-            stop_ids=self.tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
-            add_bos=False,
-            max_observation_tokens=4000,
-        )
+        spec = language_of(folder, self.tokenizer)
         self.url = self.run(self._start(spec, conflict, limits))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

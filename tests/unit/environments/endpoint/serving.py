@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgrpo.environments.loop.program_language import LanguageSpec
 from mgrpo.environments.workers.link import Link
 from mgrpo.processes.json_lines import Child
 from tests.unit.environments.chat_templates import make_tokenizer
 from tests.unit.environments.endpoint.scripted import Engine, Learner
-from tests.unit.environments.endpoint.served import TEMPLATE
+from tests.unit.environments.endpoint.served import language_of
 
 PROGRAM = "mgrpo.environments.endpoint.process"
 LONG_S = 600.0
@@ -60,16 +59,7 @@ async def endpoints(folder: Path, *, num: int = 1, children: Any = None, **load:
         children: what to ask instead of processes that are started here.
     """
     tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    language = LanguageSpec(
-        tokenizer=str(folder),
-        template=TEMPLATE,
-        template_kwargs={},
-        format="hermes",
-        stop_ids=tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
-        add_bos=False,
-        max_observation_tokens=4000,
-    )
+    language = language_of(folder, tokenizer)
     given = {
         "language": language.to_json(),
         "host": "127.0.0.1",

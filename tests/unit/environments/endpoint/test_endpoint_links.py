@@ -11,25 +11,15 @@ import socket
 import openai
 
 from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
-from mgrpo.environments.loop.program_language import LanguageSpec
 from tests.unit.environments.chat_templates import make_tokenizer
 from tests.unit.environments.endpoint.scripted import Engine, Learner
-from tests.unit.environments.endpoint.served import ADD, ASKED, TEMPLATE
+from tests.unit.environments.endpoint.served import ADD, ASKED, language_of
 from tests.unit.environments.endpoint.serving import ROOM
 from tests.unit.environments.endpoint.test_several import TOKEN, start
 
 
 def settings_of(folder, tokenizer, **fields):
-    tokenizer.save_pretrained(folder)
-    language = LanguageSpec(
-        tokenizer=str(folder),
-        template=TEMPLATE,
-        template_kwargs={},
-        format="hermes",
-        stop_ids=tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
-        add_bos=False,
-        max_observation_tokens=4000,
-    )
+    language = language_of(folder, tokenizer)
     return EndpointSettings(language=language, **fields)
 
 
