@@ -6,8 +6,9 @@ what runs in it may be hostile.
 
 from __future__ import annotations
 
+import asyncio
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,3 +129,19 @@ def address_of(url: str) -> tuple[str, int]:
 def moved(url: str, host: str, port: int) -> str:
     """The URL with another address."""
     return urllib.parse.urlunsplit(urllib.parse.urlsplit(url)._replace(netloc=f"{host}:{port}"))
+
+
+async def ready_in_time(box: Box, ready: Awaitable[None], bounds: Bounds, name: str) -> None:
+    """Wait until a new box is ready; one that does not become so is closed.
+
+    Raises:
+        BoxError: it was not ready in time; what `ready` raises is passed on.
+    """
+    try:
+        async with asyncio.timeout(bounds.start_timeout_s):
+            await ready
+    except BaseException as err:
+        await box.close()
+        if isinstance(err, TimeoutError):
+            raise BoxError(f"{name} was not ready after {bounds.start_timeout_s:g} s") from None
+        raise

@@ -20,7 +20,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mgrpo.environments.boxes.box import CLOSE_LIMIT_S, Bounds, BoxError, BoxLost, Done, address_of, moved
+from mgrpo.environments.boxes.box import (
+    CLOSE_LIMIT_S,
+    Bounds,
+    BoxError,
+    BoxLost,
+    Done,
+    address_of,
+    moved,
+    ready_in_time,
+)
 from mgrpo.environments.boxes.captured import Captured, in_memory
 from mgrpo.environments.boxes.relay import Relay
 
@@ -88,14 +97,7 @@ async def open_container(bounds: Bounds, *, program: str = "docker") -> Containe
             f"agent_box={program}, but there is no program {program} on the PATH; install it, or set agent_box=local"
         )
     box = ContainerBox(program, bounds)
-    try:
-        async with asyncio.timeout(bounds.start_timeout_s):
-            await box.start_container()
-    except BaseException as err:
-        await box.close()
-        if isinstance(err, TimeoutError):
-            raise BoxError(f"a container was not ready after {bounds.start_timeout_s:g} s") from None
-        raise
+    await ready_in_time(box, box.start_container(), bounds, "a container")
     return box
 
 

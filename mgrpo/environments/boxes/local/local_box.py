@@ -17,7 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.environments.boxes.box import CLOSE_LIMIT_S, Bounds, BoxError, BoxLost, Done, address_of, moved
+from mgrpo.environments.boxes.box import (
+    CLOSE_LIMIT_S,
+    Bounds,
+    BoxError,
+    BoxLost,
+    Done,
+    address_of,
+    moved,
+    ready_in_time,
+)
 from mgrpo.environments.boxes.captured import Captured, in_memory
 from mgrpo.environments.boxes.local import leftover, sight
 from mgrpo.environments.boxes.local.keeper import MAX_PACKET, KeeperSetup
@@ -99,14 +108,7 @@ async def _open(bounds: Bounds, kind: str) -> LocalBox:
             )
         box = LocalBox(process, ours, setup, bounds)
         undo.pop_all()
-    try:
-        async with asyncio.timeout(bounds.start_timeout_s):
-            await box.ready()
-    except BaseException as err:
-        await box.close()
-        if isinstance(err, TimeoutError):
-            raise BoxError(f"a box was not ready after {bounds.start_timeout_s:g} s") from None
-        raise
+    await ready_in_time(box, box.ready(), bounds, "a box")
     return box
 
 
