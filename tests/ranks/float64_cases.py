@@ -10,23 +10,25 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from mgrpo import ops
 from mgrpo.ops import reference
-from mgrpo.policy import optimizer
 from tests.ranks import cases
 
 
 def gradients(**arguments: Any) -> dict[str, Any]:
     """As `cases.gradients`."""
+    from mgrpo.policy import optimizer
+
     buffers = mock.patch.object(optimizer, "DistributedDataParallelConfig", _unrounded)
     with mock.patch.object(ops, "token_logprobs", _token_logprobs), buffers:
         return cases.gradients(dtype="float64", **arguments)
 
 
-def _unrounded(**settings: Any) -> DistributedDataParallelConfig:
+def _unrounded(**settings: Any) -> Any:
     """Gradients are kept and summed in the weights' type."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     return DistributedDataParallelConfig(**settings | {"grad_reduce_in_fp32": False})
 
 
