@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from mgrpo.models.adapters import LoraShape, adapter_tensors
-from mgrpo.models.family import ModelShape
 from mgrpo.models.peft import CONFIG, PREFIX, WEIGHTS, peft_config
+from mgrpo.models.shape import ModelShape
 
 
 def save_adapter(folder: Path, model: ModelShape, lora: LoraShape, **changed: object) -> Path:

@@ -25,8 +25,10 @@ import torch
 from bench_loop import cpu_model
 
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import ModelShape, shape_of
-from mgrpo.models.table import Box, engine_boxes, local_parameters, training_boxes
+from mgrpo.models.family import shape_of
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
 from mgrpo.sync import shared
 from mgrpo.sync.channel import Receiver, Sender, digest_key
 from mgrpo.sync.group import connect_store, open_store

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from mgrpo.models.family import ModelShape, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 
 Kind = Literal["dense", "experts", "softcap"]

@@ -39,7 +39,9 @@ from gpu_check_models import GIB, SIZES, WORK, Kind, Work, size_for, write_model
 
 from mgrpo import packing  # noqa: E402
 from mgrpo.config.derived import layout_of  # noqa: E402
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of  # noqa: E402
+from mgrpo.models.family import shape_of  # noqa: E402
+from mgrpo.models.hf_config import read_hf_config  # noqa: E402
+from mgrpo.models.shape import ModelShape  # noqa: E402
 from mgrpo.parallel import backend  # noqa: E402
 from mgrpo.planner.hardware import Assumptions, Gpu, Hardware  # noqa: E402
 from mgrpo.planner.plan import RunPlan, plan_run  # noqa: E402

@@ -41,7 +41,8 @@ class Learner:
 
         from mgrpo.layout import InferLayout, Layout
         from mgrpo.model_io.hf_folder import HfFolder
-        from mgrpo.models.family import read_hf_config, shape_of
+        from mgrpo.models.family import shape_of
+        from mgrpo.models.hf_config import read_hf_config
         from mgrpo.models.table import training_boxes
         from mgrpo.sync.channel import Sender
         from mgrpo.sync.group import open_store

@@ -320,7 +320,8 @@ def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
 
 def main() -> int:
     from mgrpo.models.adapters import LoraShape, adapter_tensors
-    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.models.family import shape_of
+    from mgrpo.models.hf_config import read_hf_config
     from mgrpo.models.table import hf_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

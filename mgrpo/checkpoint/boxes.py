@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mgrpo.layout import least_loaded
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
 
 
 def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str, int]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import MANIFEST
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
 
 VERSION = 2
 """The version that is written; version 1 has no checksum of the manifest itself."""

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mgrpo.checkpoint.shard import DTYPES
-from mgrpo.models.table import Shape
+from mgrpo.models.placement.boxes import Shape
 
 MAPPED_BYTES = 16 << 20
 

@@ -15,8 +15,8 @@ from mgrpo.checkpoint.manifest import PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, DTYPES
 from mgrpo.checkpoint.stored import Stored
-from mgrpo.models.checksums import sha256_of
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.hf_files.checksums import sha256_of
+from mgrpo.models.placement.boxes import Box, Shape
 
 
 def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> StoredCheckpoint:

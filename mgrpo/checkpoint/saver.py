@@ -20,7 +20,7 @@ from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.checkpoint.space import with_room
-from mgrpo.models.table import Shape
+from mgrpo.models.placement.boxes import Shape
 
 _PAUSES_S = (0.02, 1.0)
 """Shortest and longest pause between two looks for the other ranks' indexes."""

@@ -18,7 +18,7 @@ import torch
 
 from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.manifest import FileRecord, PieceRecord
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
 
 FILE_BYTES = 4 << 30
 """Most bytes of tensors in a file, unless one tensor alone is larger."""

@@ -16,7 +16,8 @@ from mgrpo.checkpoint.boxes import assign
 from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.adapters import adapter_tensors
-from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.table import hf_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy

@@ -12,9 +12,10 @@ from mgrpo.config.optimizer import LARGE
 from mgrpo.config.provenance import Provenance
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import HfConfig, is_hub_name, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import HfConfig, is_hub_name
 from mgrpo.models.peft import peft_problems, target_names
-from mgrpo.models.table import EXPERT_MATRICES
+from mgrpo.models.placement.mlp_rows import EXPERT_MATRICES
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of attention, MLP and experts, as peft calls them."""

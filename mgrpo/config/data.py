@@ -17,7 +17,7 @@ from mgrpo.config.annotations import (
     JSONObject,
     Rule,
 )
-from mgrpo.models.family import is_hub_name
+from mgrpo.models.hf_config import is_hub_name
 
 MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list")
 

@@ -15,7 +15,7 @@ from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.hf_config import read_hf_config
 
 COUNTED = ("total_episodes", "save_freq", "local_eval_every", "max_prompt_token_length", "pack_length")
 """Settings that may follow from the number of training prompts and their lengths, all of them whole numbers."""

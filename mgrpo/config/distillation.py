@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mgrpo.config.annotations import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, SHARE, Needs, Range, Rule
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import HfConfig, is_hub_name, no_model
+from mgrpo.models.hf_config import HfConfig, is_hub_name, no_model
 
 TEACHERS = "teacher_model_name_or_path"
 SELF = "self"

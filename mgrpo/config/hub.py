@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mgrpo.config.annotations import OPEN_INSTRUCT, TRL, Reason, Rule
-from mgrpo.models.family import is_hub_name
+from mgrpo.models.hf_config import is_hub_name
 
 MAIN = ("main", None)
 _REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_](?!.*(--|\.\.))[\w.-]{0,95}(?<![.-])")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mgrpo.config.annotations import OPEN_INSTRUCT, TRL, Needs, Rule
-from mgrpo.models.family import is_hub_name, no_model
+from mgrpo.models.hf_config import is_hub_name, no_model
 
 SHORT = Needs(
     "a model_dtype of 16 bits: in a float32 model the head is in float32",

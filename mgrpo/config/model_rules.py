@@ -13,7 +13,7 @@ from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 from mgrpo.layout import choose_from
 from mgrpo.models.cuts import engine_problems, head_sizes, layout_problems, num_experts, size_of
-from mgrpo.models.family import HfConfig
+from mgrpo.models.hf_config import HfConfig
 from mgrpo.models.memory import DTYPE_BYTES
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from mgrpo.config.annotations import BELOW_ONE, MEGATRON, NOT_NEGATIVE, OPEN_INSTRUCT, POSITIVE, TRL, Needs, Rule
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import HfConfig
+from mgrpo.models.hf_config import HfConfig
 
 LARGE = 2048
 """Hidden size from which a model counts as large, as for the warnings about its learning rate."""

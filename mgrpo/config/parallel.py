@@ -19,7 +19,7 @@ from mgrpo.config.annotations import (
 from mgrpo.config.provenance import Provenance
 from mgrpo.layout import Layout
 from mgrpo.models.cuts import num_experts
-from mgrpo.models.family import HfConfig
+from mgrpo.models.hf_config import HfConfig
 
 RECOMPUTABLE = ("core_attn", "mlp", "moe")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgrpo.models.hub import HubSnapshot
+from mgrpo.models.hf_files.hub import HubSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,13 +34,16 @@ from mgrpo.model_io.hf_folder import (
 )
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint, checkpoint_bytes, write_checkpoint
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
-from mgrpo.models.checksums import sum_problems
 from mgrpo.models.cuts import layout_problems
-from mgrpo.models.family import ModelShape, is_on_hub, read_hf_config, shape_of
-from mgrpo.models.hub import Part, fetch
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import is_on_hub, read_hf_config
+from mgrpo.models.hf_files.checksums import sum_problems
+from mgrpo.models.hf_files.hub import Part, fetch
+from mgrpo.models.hf_files.weight_files import MEGATRON, torch_dist_folder
 from mgrpo.models.memory import DTYPE_BYTES
-from mgrpo.models.table import Box, Shape, hf_tensors
-from mgrpo.models.weight_files import MEGATRON, torch_dist_folder
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.policy.weights import Read
 
 TOLERANCE = 1e-3

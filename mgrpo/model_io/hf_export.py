@@ -18,9 +18,10 @@ from mgrpo.checkpoint.space import OutputError, no_room, with_room
 from mgrpo.model_io.hf_folder import Header, carry, header_bytes, write_weights
 from mgrpo.model_io.peft_folder import write_peft
 from mgrpo.models.adapters import adapter_tensors
-from mgrpo.models.checksums import write_sums
+from mgrpo.models.hf_files.checksums import write_sums
 from mgrpo.models.peft import ADAPTER
-from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.table import hf_tensors
 from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.lora_policy import MergedSlice
 from mgrpo.policy.parameters import gather_boxes

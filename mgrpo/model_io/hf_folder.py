@@ -19,10 +19,11 @@ import torch
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
-from mgrpo.models.checksums import write_sums
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, Shape, hf_tensors
-from mgrpo.models.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
+from mgrpo.models.hf_files.checksums import write_sums
+from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.policy.weights import Read
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -16,7 +16,8 @@ import torch
 from mgrpo import packing
 from mgrpo.layout import Layout
 from mgrpo.model_io.model_reader import model_reader
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.types import TrainSample
 
 NUM_SEQUENCES, NUM_TOKENS = 4, 48

@@ -24,7 +24,7 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Header, Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.model_io.megatron_folder import parameter_dtypes
 from mgrpo.model_io.torch_dist import CHUNK_BYTES, DTYPES, TorchDistFolder, write_torch_dist
-from mgrpo.models.family import ModelShape
+from mgrpo.models.hf_files.weight_files import TRACKER, some, torch_dist_folder
 from mgrpo.models.megatron_names import (
     EMBEDDING,
     OTHER_STATE,
@@ -34,8 +34,9 @@ from mgrpo.models.megatron_names import (
     possible_names,
     stored_names,
 )
-from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.models.weight_files import TRACKER, some, torch_dist_folder
+from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, parameter_rows
 
 RELEASE = "release"

@@ -31,10 +31,11 @@ from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, FILE_BYTES, split, write_tensors
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
-from mgrpo.models.checksums import sha256_of
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.models.weight_files import MEGATRON
+from mgrpo.models.hf_files.checksums import sha256_of
+from mgrpo.models.hf_files.weight_files import MEGATRON
+from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, parameter_rows
 
 VERSION = 2

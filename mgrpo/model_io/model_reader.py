@@ -9,9 +9,10 @@ import torch
 
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint
 from mgrpo.model_io.megatron_folder import is_megatron_folder, megatron_reader
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, hf_tensors
-from mgrpo.models.weight_files import torch_dist_folder
+from mgrpo.models.hf_files.weight_files import torch_dist_folder
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.policy.weights import Read, hf_reader
 
 

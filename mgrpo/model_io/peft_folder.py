@@ -12,10 +12,10 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import write_tensors
 from mgrpo.models.adapters import LoraShape, adapter_tensors
-from mgrpo.models.checksums import write_sums
-from mgrpo.models.family import ModelShape
+from mgrpo.models.hf_files.checksums import write_sums
 from mgrpo.models.peft import CONFIG, PREFIX, WEIGHTS, peft_config, peft_problems
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
 from mgrpo.policy.weights import Read
 
 

@@ -33,8 +33,8 @@ from mgrpo.checkpoint.manifest import file_name
 from mgrpo.checkpoint.shard import split
 from mgrpo.model_io.hf_folder import Header
 from mgrpo.model_io.unpickle import StoredStorage, record, unpickle
-from mgrpo.models.table import Box, Shape
-from mgrpo.models.weight_files import COMMON, TORCH_DIST, TORCH_DIST_INDEX
+from mgrpo.models.hf_files.weight_files import COMMON, TORCH_DIST, TORCH_DIST_INDEX
+from mgrpo.models.placement.boxes import Box, Shape
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a chunk that we write, unless one row is larger. Megatron reads whole chunks, however little it needs."""

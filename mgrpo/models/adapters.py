@@ -15,17 +15,10 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import (
-    EXPERT_MATRICES,
-    Box,
-    LocalParameter,
-    Piece,
-    Shape,
-    engine_boxes,
-    hf_tensors,
-    local_parameters,
-)
+from mgrpo.models.placement.boxes import Box, LocalParameter, Piece, Shape
+from mgrpo.models.placement.mlp_rows import EXPERT_MATRICES
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 LINEAR_LAYERS = tuple(dict.fromkeys((*_QKV, "o_proj", *(name for names in EXPERT_MATRICES.values() for name in names))))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mgrpo.layout import VOCAB_MULTIPLE, Layout, choose_from, divisors
-from mgrpo.models.family import HfConfig, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import HfConfig
 
 
 def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:

@@ -10,97 +10,15 @@ transformers.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from mgrpo.models.rope import Rope, read_rope, rope_parameters, rope_problems
+from mgrpo.models.hf_config import HfConfig
+from mgrpo.models.rope import read_rope, rope_parameters, rope_problems
+from mgrpo.models.shape import Experts, ModelShape
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A mixture of experts in place of the MLP."""
-
-    count: int
-    top_k: int
-    ffn: int
-    """Intermediate size of one expert."""
-    normalised: bool
-    """Whether the weights of the chosen experts add up to 1."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP instead."""
-    names: Literal["mlp", "block_sparse_moe"] = "mlp"
-    """Their name in the checkpoint, see `table`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The shape of a decoder, as far as Megatron, the rule table and the engines need it."""
-
-    family: str
-    num_layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    max_positions: int
-    tied: bool
-    norm_eps: float
-    norms: Literal["before", "after", "around"] = "before"
-    """Place of the norms of attention and MLP: on their input, on their output before the residual sum, or on both."""
-    zero_centred_norms: bool = False
-    """Norms multiply by 1 + weight."""
-    qkv_bias: bool = False
-    qk_norm: Literal["head", "whole"] | None = None
-    """Queries and keys are normalised, each head separately or all heads of a token together."""
-    ropes: tuple[Rope, ...]
-    """For each layer."""
-    windows: tuple[int | None, ...]
-    """For each layer: how many tokens a token attends to, itself included; None: all before it."""
-    attention_scale: float
-    """Multiplies queries x keys."""
-    attention_softcap: float | None = None
-    """Scores are `cap * tanh(score / cap)`."""
-    logit_softcap: float | None = None
-    """The same for the LM head's logits."""
-    embedding_scale: float = 1.0
-    """Multiplies embeddings but not the tied LM head; rounded to the embeddings' dtype."""
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """Activation of the gate, which multiplies the up projection."""
-    experts: Experts | None = None
-
-    @property
-    def rope_kinds(self) -> tuple[Rope, ...]:
-        """The distinct entries of `ropes`."""
-        return tuple(dict.fromkeys(self.ropes))
-
-    def experts_of(self, layer: int) -> Experts | None:
-        """The mixture of experts of this layer; None where it has a plain MLP."""
-        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether this layer is a mixture of experts."""
-        return self.experts_of(layer) is not None
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelShape:
-        """The inverse of `dataclasses.asdict`, also after JSON."""
-        experts = values["experts"]
-        parts = {
-            "ropes": tuple(Rope(**rope) for rope in values["ropes"]),
-            "windows": tuple(values["windows"]),
-            "experts": experts and Experts(**experts | {"dense_layers": tuple(experts["dense_layers"])}),
-        }
-        return cls(**values | parts)
-
-
-HfConfig = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -118,6 +36,10 @@ class Family:
     """RoPE of layers with a window, where config.json has one record for all layers; None: the same."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """Key and value in config.json; the engines support no other value."""
+    rotates_part: bool = False
+    """Whether transformers reads `partial_rotary_factor` in this family."""
+    biased_attention: Literal["refused", "qkv", "all"] = "refused"
+    """What has a bias where config.json says `attention_bias`: queries, keys and values, or the output projection as well."""
 
 
 def _all_sliding(hf: HfConfig) -> list[str]:
@@ -245,46 +167,6 @@ FAMILIES = {
 NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
 
 
-def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint folder; a ValueError names what is missing."""
-    path = Path(model_dir) / "config.json"
-    if not model_dir or not path.is_file():
-        raise ValueError(no_model(model_dir))
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
-        raise ValueError(f"{model_dir} has a config.json that cannot be read: {err}") from err
-    if not isinstance(config, dict):
-        raise ValueError(f"{model_dir} has a config.json that holds {type(config).__name__}; expected an object")
-    return config
-
-
-def no_model(model_dir: str | Path) -> str:
-    """An error about a place without config.json, which begins with the place."""
-    folder, name = Path(model_dir), str(model_dir)
-    if folder.is_dir():
-        exports = [path.parent for path in (*folder.glob("step_*/config.json"), *folder.glob("hf/step_*/config.json"))]
-        if exports:
-            newest = max(exports, key=lambda path: int("0" + "".join(filter(str.isdecimal, path.name))))
-            return f"{name} has no config.json; did you mean {newest}?"
-        if (folder / "adapter_config.json").is_file():
-            return f"{name} is an adapter without its model; give the model, and this folder as lora_adapter_path"
-        return f"{name} has no config.json; give the folder of a Hugging Face checkpoint"
-    if is_hub_name(name):
-        return f"{name} is not a folder here, and has not been looked for on the Hub"
-    return f"{name} is not a folder; check the path (it is used as given, ~ is not expanded)"
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether this reads like OWNER/NAME on the Hub, not like a path."""
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether it is such a name and leads to nothing on this machine, which would come first."""
-    return is_hub_name(name) and not os.path.exists(name)
-
-
 def shape_of(hf: HfConfig) -> ModelShape:
     """The model's shape; one ValueError names every reason why it cannot be built exactly."""
     name = hf.get("model_type")
@@ -352,7 +234,7 @@ def _problems(
         yield f"{key}={hf[key]!r} (expected {expected!r})"
     if hf.get("mlp_bias"):
         yield "mlp_bias=true"
-    if hf.get("attention_bias"):
+    if hf.get("attention_bias") and family.biased_attention == "refused":
         yield "attention_bias=true (its output projection has a bias)"
     if hf.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention=true"
@@ -370,4 +252,7 @@ def _problems(
         yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
     elif _windows(hf, hf.get("layer_types") or layer_types) != _windows(hf, layer_types):
         yield "layer_types (layers of this family attend alike)"
+    shares = dict.fromkeys(float(parameters.get("partial_rotary_factor") or 1.0) for parameters in ropes.values())
+    if not family.rotates_part:
+        yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))

@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import FUSED_NORMS, Shape
+from mgrpo.models.placement.boxes import Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import FUSED_NORMS
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY = (EMBEDDING, HEAD)

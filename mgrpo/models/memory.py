@@ -15,7 +15,7 @@ from typing import Literal
 
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors, local_parameters
 
 FP32_BYTES = 4

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, adapter_tensors
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Shape, hf_tensors
-from mgrpo.models.weight_files import FLOATS, read_header, some
+from mgrpo.models.hf_files.weight_files import FLOATS, read_header, some
+from mgrpo.models.placement.boxes import Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "adapter"

@@ -23,6 +23,8 @@ class Rope:
     """
 
     theta: float
+    share: float = 1.0
+    """Of a head's dimensions; the first ones are rotated and the rest left as they are."""
     scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     original_positions: int = 0
@@ -31,7 +33,7 @@ class Rope:
     whole_indices: bool = True
     """yarn: the blend begins and ends at whole indices."""
     attention_factor: float = 1.0
-    """yarn: rotated queries and rotated keys are multiplied by this."""
+    """yarn: rotated dimensions of queries and keys are multiplied by this."""
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
@@ -48,8 +50,6 @@ def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     if scaling not in SCALINGS:
         yield f"RoPE scaling {scaling!r} (expected one of {', '.join(SCALINGS)})"
         return
-    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        yield f"partial_rotary_factor={parameters['partial_rotary_factor']}"
     needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "yarn": ("factor",)}
     missing = [key for key in needed.get(scaling, ()) if parameters.get(key) is None]
     if missing:
@@ -59,15 +59,17 @@ def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
 def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
     """The embeddings of a record that has no `rope_problems`."""
     scaling, theta = _scaling(parameters), float(parameters["rope_theta"])
+    share = float(parameters.get("partial_rotary_factor") or 1.0)
     if scaling == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, share=share)
     factor = float(parameters["factor"])
     if scaling == "linear":
-        return Rope(theta=theta, scaling="linear", factor=factor)
+        return Rope(theta=theta, share=share, scaling="linear", factor=factor)
     original = int(parameters.get("original_max_position_embeddings") or max_positions)
     if scaling == "llama3":
         return Rope(
             theta=theta,
+            share=share,
             scaling="llama3",
             factor=factor,
             original_positions=original,
@@ -76,6 +78,7 @@ def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
         )
     return Rope(
         theta=theta,
+        share=share,
         scaling="yarn",
         factor=factor,
         original_positions=original,

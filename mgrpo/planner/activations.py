@@ -23,8 +23,8 @@ from functools import cache
 
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES, LOGITS_CHUNK, padded_vocab, stage_layers
+from mgrpo.models.shape import ModelShape
 
 INDEX_BYTES = 8
 """int64."""

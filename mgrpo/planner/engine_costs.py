@@ -14,8 +14,8 @@ from functools import cache
 from mgrpo.config.distillation import SELF
 from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import holdings, padded_vocab
+from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.work import Workload, generation_flops

@@ -9,7 +9,6 @@ from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.config.schema import Config, Engine, Parallel
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, engine_adapter_boxes
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import (
     DTYPE_BYTES,
     FP32_BYTES,
@@ -22,6 +21,7 @@ from mgrpo.models.memory import (
     state_bytes,
     whole_gradients,
 )
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine_costs import EngineMemory
 from mgrpo.planner.hardware import GIB, Hardware

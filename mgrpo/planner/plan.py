@@ -9,12 +9,12 @@ from functools import cached_property
 from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import (
     DTYPE_BYTES,
     choose_logits_chunk,
     holdings,
 )
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engine_costs import (
     EngineMemory,
     GenerationTime,

@@ -16,8 +16,9 @@ from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
-from mgrpo.models.family import is_hub_name, read_hf_config, shape_of
-from mgrpo.models.hub import HubError, fetch
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import is_hub_name, read_hf_config
+from mgrpo.models.hf_files.hub import HubError, fetch
 from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
 from mgrpo.planner.engine_costs import num_teacher_workers

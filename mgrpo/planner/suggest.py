@@ -11,7 +11,8 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.cuts import layout_problems
-from mgrpo.models.family import HfConfig, ModelShape
+from mgrpo.models.hf_config import HfConfig
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES, StateBytes, adapter_holdings, stage_layers
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.hardware import Flops, Hardware
 from mgrpo.planner.traffic import (
     AXES,

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES, Elements, adapter_elements, holdings, stage_elements, stage_layers
+from mgrpo.models.shape import ModelShape
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import holdings, padded_vocab, stage_layers
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.hardware import Assumptions, Flops
 
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mgrpo.config.fused_kernels import uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
@@ -168,8 +168,7 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,
-        # The attention factor multiplies queries and keys.
-        scale=shape.attention_scale * rope.attention_factor**2,
+        scale=shape.attention_scale,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
-from mgrpo.models.table import Box, LocalParameter, Shape
+from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
 from mgrpo.parallel.lora import LoraAdapter
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.weights import Read

@@ -23,7 +23,7 @@ from mgrpo import ops
 from mgrpo.config.fused_kernels import uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.context import whole_responses
 from mgrpo.parallel.packs import PackedDocuments
@@ -297,7 +297,8 @@ def _build_chunk(
         **head,
     )
     turns = torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds])
-    model.rotary_pos_emb = PackedRotary(turns.to(backend.device()), config.params_dtype)
+    factors = [rope.attention_factor for rope in shape.rope_kinds]
+    model.rotary_pos_emb = PackedRotary(turns.to(backend.device()), factors, config.params_dtype)
     _mark_tensor_parallel(model)
     return model.to(backend.device())
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import FUSED_NORMS, Box, LocalParameter, hf_tensors, local_parameters
+from mgrpo.models.placement.boxes import Box, LocalParameter
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import FUSED_NORMS, hf_tensors, local_parameters
 from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.weights import Read
 

@@ -20,8 +20,8 @@ from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, are_apart
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import axes
 from mgrpo.policy import passes
 from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from mgrpo.parallel.norms import HeadsNorm
 
 
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]` float32: the angle in radians by which each pair of dimensions turns per position."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """`[share of head_dim / 2]` float32: the angle in radians by which each rotated pair of dimensions turns per position."""
+    rotated = int(head_dim * rope.share)
+    plain = 1.0 / rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     if rope.scaling == "default":
         return plain
-    kept = _kept_share(rope, plain, head_dim)
+    kept = _kept_share(rope, plain, rotated)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
-def _kept_share(rope: Rope, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]`: 1 where a frequency is kept, 0 where it is divided by the factor, and a blend in between."""
+def _kept_share(rope: Rope, plain: torch.Tensor, rotated: int) -> torch.Tensor:
+    """`[rotated / 2]`: 1 where a frequency is kept, 0 where it is divided by the factor, and a blend in between."""
     if rope.scaling == "linear":
         return torch.zeros_like(plain)
     if rope.scaling == "llama3":
@@ -31,12 +33,12 @@ def _kept_share(rope: Rope, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
         return ((turns - rope.slow) / (rope.fast - rope.slow)).clamp(0, 1)
 
     def index_of(turns: float) -> float:
-        return head_dim * math.log(rope.original_positions / (2 * math.pi * turns)) / (2 * math.log(rope.theta))
+        return rotated * math.log(rope.original_positions / (2 * math.pi * turns)) / (2 * math.log(rope.theta))
 
     first, last = index_of(rope.fast), index_of(rope.slow)
     if rope.whole_indices:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotated - 1)
     width = last - first or 0.001
     return 1 - ((torch.arange(len(plain), dtype=torch.float32) - first) / width).clamp(0, 1)
 
@@ -45,13 +47,16 @@ class PackedRotary(torch.nn.Module):
     """Cosines and sines of each token's own position: documents have branches whose positions restart after the prompt.
 
     Args:
-        frequencies: `[kinds, head_dim / 2]` float32, on the device of the positions: the layers of a model may differ, see `RotaryAttention`.
+        frequencies: `[kinds, rotated / 2]` float32, on the device of the positions: the layers of a model may differ, see `RotaryAttention`.
+        factors: for each kind what its cosines and sines are multiplied by.
         dtype: of queries and keys.
     """
 
-    def __init__(self, frequencies: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, frequencies: torch.Tensor, factors: Sequence[float], dtype: torch.dtype) -> None:
         super().__init__()
-        self.frequencies = frequencies  # Not a buffer, so that it stays float32 when the model is cast.
+        # Not buffers, so that they stay float32 when the model is cast.
+        self.frequencies = frequencies
+        self.factors = None if all(factor == 1 for factor in factors) else frequencies.new_tensor(factors)
         self.dtype = dtype
 
     def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
@@ -60,9 +65,12 @@ class PackedRotary(torch.nn.Module):
         return pack.positions
 
     def forward(self, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """positions `[local tokens]` -> cosines and sines `[kinds, 2, tokens, 1, 1, head_dim / 2]`."""
+        """positions `[local tokens]` -> cosines and sines `[kinds, 2, tokens, 1, 1, rotated / 2]`."""
         angles = self.frequencies[:, None] * positions.to(self.frequencies.dtype)[:, None]
-        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.dtype)[:, :, :, None, None]
+        turns = torch.stack((angles.cos(), angles.sin()), dim=1)
+        if self.factors is not None:
+            turns = turns * self.factors[:, None, None, None]
+        return turns.to(self.dtype)[:, :, :, None, None]
 
 
 class RotaryAttention(SelfAttention):
@@ -97,10 +105,11 @@ class RotaryAttention(SelfAttention):
 def turned(
     query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each pair of dimensions `i` and `i + head_dim / 2` of query and key, turned by its token's angle."""
+    """Query and key, of whose first `rotated` dimensions each pair `i` and `i + rotated / 2` is turned by its token's angle."""
+    rotated = 2 * cosines.shape[-1]
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+        first, second, rest = x.split((rotated // 2, rotated // 2, x.shape[-1] - rotated), dim=-1)
+        return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
 
     return turn(query), turn(key)

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.tensor import DTensor
 
 from mgrpo.layout import Layout
-from mgrpo.models.table import Box, LocalParameter
+from mgrpo.models.placement.boxes import Box, LocalParameter
 from mgrpo.parallel.fsdp import FullyShardedDataParallel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

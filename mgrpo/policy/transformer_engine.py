@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 
 
 def use(modules: TransformerLayerSubmodules, shape: ModelShape, layer: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from mgrpo.parallel import backend
 from mgrpo.policy.policy import Policy
 from mgrpo.policy.weights import Read

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, LocalParameter
-from mgrpo.models.weight_files import tensor_files, weight_problems
+from mgrpo.models.hf_files.weight_files import tensor_files, weight_problems
+from mgrpo.models.placement.boxes import Box, LocalParameter
+from mgrpo.models.shape import ModelShape
 
 Read = Callable[[Box], torch.Tensor]
 """Returns the values of one box of an HF tensor, wherever they are stored."""

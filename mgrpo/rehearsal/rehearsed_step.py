@@ -21,8 +21,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
 from mgrpo.ops import compiled
 from mgrpo.packing.document import assemble
 from mgrpo.packing.slices import to_slices

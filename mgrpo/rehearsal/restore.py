@@ -16,7 +16,7 @@ from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, merge
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from mgrpo.checkpoint.shard import CODES, DTYPES
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.run.train.learner import Learner
 
 _FILE, _STATE = "unwritten.safetensors", "state.json"

@@ -15,8 +15,9 @@ from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import are_apart, training_adapter_boxes
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, training_boxes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import training_boxes
 from mgrpo.parallel import backend
 from mgrpo.policy.policy import Policy
 from mgrpo.rehearsal.recorder import Recorder, site

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import most_tokens
 from mgrpo.config.distillation import Distillation, Teacher
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.engines.fleet import Fleet

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
 
 _CHUNK = 1 << 20
 # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4).

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 import torch
 
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 
 
 class MadeSlice(Protocol):

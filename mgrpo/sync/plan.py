@@ -15,8 +15,9 @@ from mgrpo.models.adapters import (
     sent_tensors,
     training_adapter_boxes,
 )
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, engine_boxes, training_boxes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import engine_boxes, training_boxes
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def plan(
     """Reshard a model from training ranks to the workers of all engines. Pure: equal arguments give equal plans.
 
     Args:
-        model: shape of the model, `mgrpo.models.family.ModelShape`.
+        model: shape of the model, `mgrpo.models.shape.ModelShape`.
         train_layout: which learner rank holds what, `mgrpo.layout.Layout`.
         infer_layout: number and tensor-parallel size of the engines, `mgrpo.layout.InferLayout`.
         itemsize: bytes of one weight on the wire, in the engines' dtype.

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, adapter_tensors, are_apart, lora_a, lora_b
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.sync.channel import Receiver, invited_lora
 from mgrpo.sync.live import Held
@@ -197,7 +198,8 @@ def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
 
 def check_model(model_config: Any, shape: dict[str, Any]) -> None:
     """ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
-    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.models.family import shape_of
+    from mgrpo.models.hf_config import read_hf_config
 
     name = model_config.model
     # As the trainer reads it; what transformers makes of it may have other names.

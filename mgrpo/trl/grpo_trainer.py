@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config, ConfigError
-from mgrpo.models.checksums import SUMS
+from mgrpo.models.hf_files.checksums import SUMS
 from mgrpo.moving import grpo_config
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.moving.trl_config import GRPOConfig

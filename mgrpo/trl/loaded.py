@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.models.family import is_on_hub
-from mgrpo.models.hub import fetch
+from mgrpo.models.hf_config import is_on_hub
+from mgrpo.models.hf_files.hub import fetch
 from mgrpo.run.ranks.process import rank, world_size
 
 _NUMBERS = itertools.count()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgrpo.models.family import is_on_hub
-from mgrpo.models.hub import fetch
+from mgrpo.models.hf_config import is_on_hub
+from mgrpo.models.hf_files.hub import fetch
 from mgrpo.models.peft import ADAPTER
 from mgrpo.moving import grpo_config
 from mgrpo.trl.loaded import is_model, name_of, written

@@ -13,7 +13,8 @@ import torch
 from mgrpo.checkpoint.folder import complete
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.models.adapters import LoraShape, adapter_tensors
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests.e2e.interrupted import Job, assert_equal, export, metrics, origins
 from tests.tiny_models import load_hf

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.table import Box, training_boxes
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import training_boxes
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
 from mgrpo.rollout.engines.fleet import Fleet

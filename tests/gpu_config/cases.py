@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config import Config
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import parse
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment

@@ -13,7 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests.gpu_config.cases import Case, cases, kinds
 from tests.gpu_config.faked_h100 import believe

@@ -18,8 +18,10 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Optimizer, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.table import Box
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
 from mgrpo.types import KeptTokens, TrainSample
 
 

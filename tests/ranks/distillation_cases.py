@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from mgrpo import packing
 from mgrpo.config.derived import layout_of
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
 from mgrpo.types import TeacherScores, TrainSample
 from tests.ranks.cases import forget_groups, make_policy, own_packs

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mgrpo.config.schema import Optimizer
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from tests.ranks import cases
 
 Held = list[tuple[Box, np.ndarray]]
@@ -62,7 +62,8 @@ def fresh(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], seed: in
     """The adapters that a run begins with."""
     from mgrpo.layout import Layout
     from mgrpo.models.adapters import LoraShape
-    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.models.family import shape_of
+    from mgrpo.models.hf_config import read_hf_config
     from mgrpo.policy.policy import Policy
 
     cases.forget_groups()

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mgrpo.models.adapters import LoraShape, lora_a, lora_b
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from tests.ranks import cases
 from tests.ranks.test_layouts import oracle
 

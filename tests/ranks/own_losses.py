@@ -11,7 +11,8 @@ from torch import Tensor
 from mgrpo import packing
 from mgrpo.algo import LossInputs
 from mgrpo.config.derived import layout_of
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
 from mgrpo.types import TrainSample
 from tests.ranks.cases import forget_groups

@@ -162,7 +162,8 @@ class GivenSamples(GivenGroups):
 def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str | None = None) -> Any:
     """A trainer without engines, which is given its rollouts: scored groups, or samples."""
     from mgrpo.config.derived import layout_of
-    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.models.family import shape_of
+    from mgrpo.models.hf_config import read_hf_config
     from mgrpo.moving import from_values
     from mgrpo.run.inputs.continuing import Continued
     from mgrpo.run.ranks.lead import Lead

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from tests.ranks import cases
 from tests.tiny_models import save_tiny
 

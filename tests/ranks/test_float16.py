@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests.ranks import cases, float16_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests.ranks import cases, lora_cases
 from tests.ranks.lora_oracle import LORA, differences, lora_oracle

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.peft import ADAPTER, PREFIX, peft_problems
-from mgrpo.models.table import Box, hf_tensors
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import hf_tensors
 from tests.ranks import run_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import save_tiny

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests.ranks import cases
 from tests.tiny_models import save_tiny

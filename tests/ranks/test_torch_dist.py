@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits
-from mgrpo.models.weight_files import torch_dist_folder
+from mgrpo.models.hf_files.weight_files import torch_dist_folder
 from tests.ranks import cases, torch_dist_cases
 from tests.ranks.test_logits import compare
 from tests.tiny_models import VOCAB, save_tiny

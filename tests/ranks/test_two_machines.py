@@ -37,7 +37,7 @@ wait $!
 RANK = """
 import os, torch, torch.distributed as dist
 from mgrpo.moving import from_values
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from mgrpo.run.ranks.process import rank
 from mgrpo.run.start.launch import _meet
 from mgrpo.run.ranks.liveness import Liveness

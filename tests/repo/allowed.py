@@ -105,6 +105,8 @@ INNER = {
     "environments.offered": {"environment"},
     "environments.tools": {"environment", "offered"},
     "environments.workers": {"adaptors", "environment", "loop", "offered"},
+    "models.hf_files": {"placement", "shape", "table"},
+    "models.placement": {"shape"},
     "rewards.constraints": {"verifier"},
     "rewards.judges": {"verifier"},
     "rewards.rubrics": {"compose", "judges", "remote_endpoint", "trajectory_rewards", "verifier"},

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
-from mgrpo.models.hub import HubSnapshot, fetch_apart
+from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings

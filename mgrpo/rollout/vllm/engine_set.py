@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mgrpo.models.hub import HubSnapshot
+from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
 from mgrpo.rollout.vllm.ray_processes.reaper import end_engine

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.config.schema import MOST_KEPT, Config
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.types import KeptTokens
 
 TIES = 16

@@ -15,7 +15,7 @@ from typing import Any
 from mgrpo.config.derived import most_tokens
 from mgrpo.config.schema import Config
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.rollout.vllm.engine_arguments import (
     CPU_HEAD_DIMS,
     SHARED_GPU,

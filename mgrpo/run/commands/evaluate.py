@@ -19,8 +19,10 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import bounded, fitted, widest_cut
 from mgrpo.config.validate import problems
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_files.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.models.shape import ModelShape
 from mgrpo.moving import parse
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.rollout.start import machine_problems, serving_gpus

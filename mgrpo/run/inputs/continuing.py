@@ -17,8 +17,8 @@ from mgrpo.config import Config
 from mgrpo.config.derived import state_root
 from mgrpo.config.fields import flat, settings, shown
 from mgrpo.models.adapters import LoraShape
-from mgrpo.models.family import ModelShape
 from mgrpo.models.peft import target_names
+from mgrpo.models.shape import ModelShape
 
 PLACES = ("output_dir", "dataset_local_cache_dir")
 """Settings besides those of the checkpoint section that say where something is kept."""

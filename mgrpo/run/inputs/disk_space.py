@@ -10,8 +10,8 @@ from mgrpo.checkpoint.folder import LocalFolder, check_root, open_folder, unwrit
 from mgrpo.checkpoint.space import free_bytes, nearest_folder, words
 from mgrpo.config import Config
 from mgrpo.config.derived import num_exports, num_states, state_root
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import DTYPE_BYTES, export_bytes, training_state_bytes
+from mgrpo.models.shape import ModelShape
 from mgrpo.run.inputs.lock import ADVICE, in_use
 
 

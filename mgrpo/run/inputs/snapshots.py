@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from mgrpo.config import Config
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.fields import flat
-from mgrpo.models.family import is_on_hub
-from mgrpo.models.hub import HubError, HubSnapshot, Part, fetch
+from mgrpo.models.hf_config import is_on_hub
+from mgrpo.models.hf_files.hub import HubError, HubSnapshot, Part, fetch
 from mgrpo.run.inputs.continuing import Continued
 
 

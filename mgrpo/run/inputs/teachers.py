@@ -10,8 +10,10 @@ from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.validate import held_problems
 from mgrpo.data.tokenizer import first_difference, load_tokenizer
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.weight_files import MEGATRON, torch_dist_folder, weight_problems
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_files.weight_files import MEGATRON, torch_dist_folder, weight_problems
+from mgrpo.models.shape import ModelShape
 from mgrpo.run.ranks.process import world_size
 
 

@@ -12,7 +12,7 @@ from mgrpo.config import Config
 from mgrpo.config.annotations import JSONObject
 from mgrpo.config.fields import flat, settings, shown
 from mgrpo.model_io.card import CARD, CURVE, Facts, licence_of, model_card
-from mgrpo.models.family import is_on_hub
+from mgrpo.models.hf_config import is_on_hub
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.report.result import TrainResult, step_of
 from mgrpo.run.report.upload import Uploads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgrpo.config import Config
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.planner.hardware import gpu_of
 from mgrpo.planner.work import packed_flops, passes_of
 from mgrpo.types import PackLengths

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from mgrpo.config import Config
 from mgrpo.model_io.card import CARD, CURVE
-from mgrpo.models.hub import MODEL_FILES
+from mgrpo.models.hf_files.hub import MODEL_FILES
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.ranks.process import users_environment
 

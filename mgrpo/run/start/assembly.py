@@ -15,7 +15,8 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import layout_of
 from mgrpo.config.fused_kernels import kernel_line
 from mgrpo.data.pieces import TokenPieces
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_json
 from mgrpo.run.inputs.continuing import Continued

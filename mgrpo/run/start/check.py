@@ -15,10 +15,12 @@ from mgrpo.config.derived import bounded, counted, fitted, widest_cut
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
-from mgrpo.models.checksums import sum_problems
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
-from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import HfConfig, read_hf_config
+from mgrpo.models.hf_files.checksums import sum_problems
+from mgrpo.models.hf_files.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.models.shape import ModelShape
 from mgrpo.rollout.start import machine_problems, serving_gpus
 from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes

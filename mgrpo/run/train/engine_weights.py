@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.policy import Policy
 from mgrpo.processes.address import LOOPBACK

@@ -18,8 +18,10 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.model_reader import fingerprint, model_reader
 from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.adapters import LoraShape
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.memory import choose_logits_chunk
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import attention_remarks
 from mgrpo.policy.policy import Policy

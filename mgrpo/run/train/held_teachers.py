@@ -22,7 +22,7 @@ from mgrpo.checkpoint.train_state import AVERAGE
 from mgrpo.config import Config
 from mgrpo.config.distillation import SELF, TEACHERS
 from mgrpo.model_io.model_reader import model_reader
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.policy.microbatch import Microbatch, Taught
 from mgrpo.policy.policy import Policy

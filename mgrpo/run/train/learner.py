@@ -20,7 +20,7 @@ from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.train_state import TrainState
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, StepResult

@@ -24,9 +24,9 @@ from mgrpo.checkpoint.space import OutputError, no_room
 from mgrpo.checkpoint.train_state import KINDS
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
-from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES
-from mgrpo.models.table import Box, Shape
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import ModelShape
 from mgrpo.parallel.gather import gather_json
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.run.train.learner import Learner

@@ -9,7 +9,7 @@ import torch
 from mgrpo.checkpoint.boxes import assign
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.checkpoint.shard import Part
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 
 SHAPES = {"embed": (13, 6), "norm": (7,), "proj": (5, 4, 3), "scale": ()}
 KINDS = {"master": torch.float32, "exp_avg": torch.float32, "reference": torch.bfloat16}

@@ -10,7 +10,8 @@ import pytest
 from mgrpo.checkpoint.boxes import assign, covers
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.table import Box, hf_tensors, training_boxes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import hf_tensors, training_boxes
 from tests.unit.checkpoint.states import ITEMSIZES, SHAPES, cut, make_holdings, region
 from tests.unit.models.test_table import MODELS
 

@@ -10,7 +10,7 @@ import pytest
 from mgrpo.checkpoint.folder import latest, open_folder
 from mgrpo.checkpoint.manifest import DamagedCheckpoint, OtherVersion, signed
 from mgrpo.checkpoint.reader import open_checkpoint
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from tests.unit.checkpoint.states import assert_holds, make_values, save
 
 

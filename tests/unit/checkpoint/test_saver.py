@@ -19,7 +19,7 @@ from mgrpo.checkpoint.folder import LocalFolder, complete, latest
 from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.checkpoint.saver import SaveError, Saver
 from mgrpo.checkpoint.shard import Part
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from tests.unit.checkpoint.states import (
     FULL_SHAPES,
     assert_holds,
@@ -321,7 +321,7 @@ VICTIM = """
 import sys, torch
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.checkpoint.shard import Part
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 saver = Saver(sys.argv[1], 0, 1, keep_last_n=2, file_bytes=1 << 16)
 for step in range(10_000):
     parts = [Part("master", Box(f"w{i}", (0,), (1 << 14,)), torch.full((1 << 14,), float(step))) for i in range(20)]

@@ -13,7 +13,7 @@ from mgrpo.checkpoint.folder import complete, latest, step_path
 from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.checkpoint.shard import Part
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from tests.unit.checkpoint.states import SHAPES, assert_holds, make_holdings, make_values, region, save
 
 

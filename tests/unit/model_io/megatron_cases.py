@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 
 ROOT = Path(__file__).parents[3]
 CARRIED = {

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mgrpo.model_io.card import Facts, licence_of, model_card
-from mgrpo.models.hub import HubSnapshot
+from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.report.publish import publish, write_card

@@ -30,8 +30,10 @@ from mgrpo.model_io import convert as conversion
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_folder import MegatronFolder, megatron_reader, write_megatron
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.table import Box, hf_tensors
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import hf_tensors
 from tests.unit.checkpoint.states import make_values, save
 
 

@@ -13,7 +13,7 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.megatron_folder import stored_parameters
 from mgrpo.model_io.model_reader import model_reader
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from tests.tiny_models import FAMILIES
 
 LAYOUTS = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]

@@ -7,8 +7,9 @@ import torch
 
 from mgrpo.model_io.peft_folder import peft_reader, write_peft
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.table import Box
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.placement.boxes import Box
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 LORA = LoraShape(rank=3, alpha=12)

@@ -24,8 +24,10 @@ from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_checkpoint import write_checkpoint
 from mgrpo.model_io.model_reader import model_reader
 from mgrpo.model_io.unpickle import Forbidden, record, unpickle
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.table import Box, hf_tensors
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import hf_tensors
 from tests.tiny_models import FAMILIES
 
 LAYERS = "decoder.layers."

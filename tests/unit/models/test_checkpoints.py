@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from mgrpo.models.family import FAMILIES, read_hf_config, shape_of
+from mgrpo.models.family import FAMILIES, shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import hf_tensors
 from tests import tiny_models
 

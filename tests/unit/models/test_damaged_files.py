@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.model_io.hf_folder import HfFolder, carry, write_hf
-from mgrpo.models.checksums import SUMS, sum_problems, write_sums
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.weight_files import INDEX, SINGLE, files_beside, read_header, tensor_files, weight_problems
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_files.checksums import SUMS, sum_problems, write_sums
+from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, read_header, tensor_files, weight_problems
 from tests.tiny_models import save_tiny
 
 FLIPS = 100
@@ -100,7 +101,7 @@ def test_somebody_elses_list_is_not_judged(export, line):
 def test_a_long_comparison_says_what_it_reads(export, monkeypatch, capsys):
     """Minutes without a word look like a run that hangs; each rank's own line would be eight."""
     assert not list(sum_problems(export)) and not capsys.readouterr().err
-    monkeypatch.setattr("mgrpo.models.checksums._TOLD_BYTES", 1)
+    monkeypatch.setattr("mgrpo.models.hf_files.checksums._TOLD_BYTES", 1)
     assert not [*sum_problems(export, rank=1, world_size=2)] and not capsys.readouterr().err
     assert not list(sum_problems(export, of_weights=True))
     (line,) = capsys.readouterr().err.splitlines()

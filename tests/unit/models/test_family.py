@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from mgrpo.models.family import FAMILIES, Experts, ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import FAMILIES, shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.rope import Rope
+from mgrpo.models.shape import Experts, ModelShape
 
 SMALL = {
     "num_hidden_layers": 8,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.models.weight_files import files_beside
+from mgrpo.models.hf_files.weight_files import files_beside
 
 NAMES = ("LICENSE", "config.json", "tokenizer.json")
 

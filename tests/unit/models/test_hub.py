@@ -31,7 +31,7 @@ def fetch(
     hub: Hub, home: Path, name: str, revision: str = "main", part: str = "model", **more: str
 ) -> tuple[int, str, str]:
     """Exit code, folder, and what was said."""
-    command = [sys.executable, "-m", "mgrpo.models.hub", name, revision, part]
+    command = [sys.executable, "-m", "mgrpo.models.hf_files.hub", name, revision, part]
     done = subprocess.run(command, env=hub.environment(home, **more), capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
@@ -170,7 +170,7 @@ def test_engine_of_another_machine_has_the_same_commit_in_its_own_cache(hub, tmp
     hub.repositories["someone/tiny"].branches["old"] = hub.repositories["someone/tiny"].branches["main"]
     hub.repositories["someone/tiny"].branches["main"] = {"config.json": b"{}"}
     code = (
-        "from pathlib import Path\nfrom mgrpo.models.hub import HubSnapshot, fetch_apart\nimport sys\n"
+        "from pathlib import Path\nfrom mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart\nimport sys\n"
         "there = HubSnapshot(name='someone/tiny', commit=sys.argv[1], part='model', folder=Path('/elsewhere'))\n"
         "print(fetch_apart(there))"
     )
@@ -187,7 +187,7 @@ def test_full_disk_is_told_before_the_download(hub, tmp_path):
     code = (
         "import shutil, collections\n"
         "shutil.disk_usage = lambda path: collections.namedtuple('U', 'total used free')(1, 1, 1000)\n"
-        "from mgrpo.models.hub import fetch\nfetch('someone/tiny')"
+        "from mgrpo.models.hf_files.hub import fetch\nfetch('someone/tiny')"
     )
     done = subprocess.run([sys.executable, "-c", code], env=hub.environment(tmp_path), capture_output=True, text=True)
     assert (
@@ -255,7 +255,7 @@ SPOILT: list[tuple[Callable[..., Answer], str]] = [
 ]
 FETCH = """
 import sys
-from mgrpo.models.hub import HubError, fetch
+from mgrpo.models.hf_files.hub import HubError, fetch
 for name in sys.argv[1:]:
     try:
         print(fetch(name, revision="main").folder)

@@ -9,7 +9,7 @@ import pytest
 
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
-from mgrpo.models.family import Experts, shape_of
+from mgrpo.models.family import shape_of
 from mgrpo.models.memory import (
     LOGITS_CHUNK,
     adapter_elements,
@@ -20,6 +20,7 @@ from mgrpo.models.memory import (
     stage_elements,
     state_bytes,
 )
+from mgrpo.models.shape import Experts
 from mgrpo.models.table import local_parameters
 
 GIB = 1 << 30

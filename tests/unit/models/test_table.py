@@ -7,7 +7,8 @@ import pytest
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters, training_boxes
 
 HF = {
     "model_type": "qwen3",

@@ -13,7 +13,8 @@ import pytest
 
 from mgrpo.config import Config
 from mgrpo.config.validate import problems, too_few_prompts, warnings
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import load_file
 from mgrpo.planner.hardware import GIB, GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run

@@ -11,8 +11,9 @@ import pytest
 from mgrpo import packing
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import ModelShape, shape_of
+from mgrpo.models.family import shape_of
 from mgrpo.models.memory import num_parameters
+from mgrpo.models.shape import ModelShape
 from mgrpo.moving import from_values
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic

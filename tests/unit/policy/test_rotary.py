@@ -42,7 +42,7 @@ def test_turns_equal_megatrons_to_the_last_bit(rotary, dtype: torch.dtype) -> No
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     kinds = torch.stack([rotary.frequencies(Rope(theta=theta), HEAD_DIM) for theta in (1e4, 1e6)])
-    packed = rotary.PackedRotary(kinds, dtype)
+    packed = rotary.PackedRotary(kinds, [1.0] * len(kinds), dtype)
     table = packed(packed.get_rotary_seq_len(None, SimpleNamespace(positions=POSITIONS)))
     leaves = operands(dtype, "cpu")
     for kind, frequencies in enumerate(kinds):
@@ -66,7 +66,7 @@ def test_turns_of_a_packs_shares_equal_float64s(
     positions = np.array([0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 40000])
     branches = np.array([0, 0, 0, 1, 1, 2, 2, 2, 0, 0, 0, 0])
     documents = packs.describe(np.array([0, 8, 12]), positions, branches, rank=rank, size=size)
-    packed = rotary.PackedRotary(rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None], dtype)
+    packed = rotary.PackedRotary(rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None], [1.0], dtype)
     table = packed(packed.get_rotary_seq_len(None, documents))[0]
     mixed = torch.randn(12, 1, 6, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
     got = torch.cat(rotary.turned(mixed[held, :, :4], mixed[held, :, 4:], *table), dim=2)
@@ -85,7 +85,7 @@ def test_turns_of_a_packs_shares_equal_float64s(
 def test_the_compiled_turn_equals_the_plain_one(rotary) -> None:
     """Both directions of the fused kernel."""
     frequencies = rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None].cuda()
-    table = rotary.PackedRotary(frequencies, torch.float32)(POSITIONS.cuda())
+    table = rotary.PackedRotary(frequencies, [1.0] * len(frequencies), torch.float32)(POSITIONS.cuda())
     leaves = operands(torch.float32, "cuda")
     expected = with_gradients(list(rotary.turned(*leaves, *table[0])), leaves)
     got = with_gradients(list(backend.compiled(rotary.turned)(*leaves, *table[0])), leaves)

@@ -18,8 +18,9 @@ from mgrpo import cli
 from mgrpo.config import ConfigError
 from mgrpo.data import trial
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.models.checksums import write_sums
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_files.checksums import write_sums
 from mgrpo.moving import from_values, parse
 from mgrpo.run.inputs.prompts import vocabulary_notes
 from mgrpo.run.inputs.teachers import teacher_problems

@@ -10,7 +10,8 @@ import pytest
 
 from mgrpo.config.fields import flat
 from mgrpo.data.mixture import open_data
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.continuing import adapter_record, changes, find_state, present_form, resume_problems
 from mgrpo.run.report.reporter import Reporter

@@ -14,7 +14,7 @@ import pytest
 from mgrpo.config import to_yaml
 from mgrpo.config.fields import flat
 from mgrpo.config.validate import problems
-from mgrpo.models.hub import HubSnapshot
+from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.moving import from_values, parse
 from tests.hub_server import Hub, hub_server
 from tests.unit.checkpoint.states import make_values, save

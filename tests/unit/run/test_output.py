@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.disk_space import output_problems, owned_folders, room_notes
 from mgrpo.run.inputs.lock import locked

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.inputs.teachers import teacher_problems
@@ -70,7 +71,7 @@ def test_servers_and_the_policy_itself_are_not_loaded(tmp_path):
 
 
 def test_each_teacher_of_the_hub_has_its_commit():
-    from mgrpo.models.hub import HubSnapshot
+    from mgrpo.models.hf_files.hub import HubSnapshot
 
     config = from_values({"model_name_or_path": str(QUICKSTART), "teacher_model_name_or_path": ["a:o/big", "b:o/code"]})
     (big, code) = config.distillation.teachers

@@ -11,8 +11,10 @@ import torch
 
 from mgrpo.config.derived import layout_of
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import ModelShape, shape_of
-from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
+from mgrpo.models.family import shape_of
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters, training_boxes
 from mgrpo.moving import load_file
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.sync import shared

@@ -21,7 +21,8 @@ import torch
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.table import Box, hf_tensors, training_boxes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import hf_tensors, training_boxes
 from mgrpo.sync import channel, shared
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import ProcessGroup, open_store

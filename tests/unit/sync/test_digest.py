@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from mgrpo.sync import digest as module
 from mgrpo.sync.digest import digest, digests
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from mgrpo.sync.group import ProcessGroup, join_group
 from mgrpo.sync.live import LiveBoxes, WeightMessage
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.sync.vllm_plugin import check_free, check_model
 from tests.e2e.launching import ROOT
 

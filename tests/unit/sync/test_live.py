@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mgrpo.models.table import Box
+from mgrpo.models.placement.boxes import Box
 from mgrpo.sync.live import LiveBoxes, WeightMessage
 
 

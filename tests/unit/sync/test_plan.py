@@ -11,7 +11,8 @@ import pytest
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors, engine_adapter_boxes, lora_a, lora_b
 from mgrpo.models.family import shape_of
-from mgrpo.models.table import Box, engine_boxes, hf_tensors
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.table import engine_boxes, hf_tensors
 from mgrpo.sync.plan import ReshardPlan, buckets, messages, plan, reshard, rounds
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import SHIPPED, sharded_holdings, shipped

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 
 from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.models.adapters import ENGINE_ADAPTER, LINEAR_LAYERS, LoraShape
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.peft import PREFIX, WEIGHTS
 from tests.peft_folders import save_adapter
 from tests.tiny_models import save_tiny

@@ -11,7 +11,7 @@ import pytest
 import mgrpo
 from mgrpo.config import ConfigError
 from mgrpo.config.validate import problems as found_problems
-from mgrpo.models.checksums import SUMS, sum_problems, write_sums
+from mgrpo.models.hf_files.checksums import SUMS, sum_problems, write_sums
 from mgrpo.moving.config_doors import with_tools
 from mgrpo.run.inputs.reading import read_inputs
 from mgrpo.run.report.result import TrainResult

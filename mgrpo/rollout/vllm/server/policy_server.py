@@ -14,7 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 from mgrpo.config.schema import Config
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.shape import ModelShape
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import num_logprobs

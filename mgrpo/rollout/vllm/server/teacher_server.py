@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from mgrpo.config.schema import Config
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.rollout.engine import Completions, EngineError, PromptBatch, WrongAnswerError
 from mgrpo.rollout.vllm.calls import flattened, of_prompt
 from mgrpo.rollout.vllm.server.server_answers import LEAST_LOGPROB, MOST_LOGPROB

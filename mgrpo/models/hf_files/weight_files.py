@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mgrpo.models.checksums import SUMS
-from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Shape, hf_tensors
+from mgrpo.models.hf_files.checksums import SUMS
+from mgrpo.models.placement.boxes import Shape
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -1,7 +1,7 @@
 """Models by their names on the Hugging Face Hub: found in this machine's cache (`HF_HOME`), or downloaded into it.
 
 Only what training reads is downloaded: configurations, tokenizer, chat templates, safetensors; never code or pickles.
-`python -m mgrpo.models.hub NAME COMMIT PART` prints the folder, for processes that must stay offline themselves.
+`python -m mgrpo.models.hf_files.hub NAME COMMIT PART` prints the folder, for processes that must stay offline themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mgrpo.models.checksums import sha256_of
-from mgrpo.models.weight_files import INDEX
+from mgrpo.models.hf_files.checksums import sha256_of
+from mgrpo.models.hf_files.weight_files import INDEX
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -355,7 +355,7 @@ def fetch_apart(snapshot: HubSnapshot) -> str:
         HubError: see `fetch`.
     """
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    command = [sys.executable, "-m", "mgrpo.models.hub", snapshot.name, snapshot.commit, snapshot.part]
+    command = [sys.executable, "-m", "mgrpo.models.hf_files.hub", snapshot.name, snapshot.commit, snapshot.part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"{snapshot.name}: the process ended with {done.returncode}"]

@@ -1,0 +1,79 @@
+"""The part of the table of a layer's MLP, or of the mixture of experts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgrpo.models.placement.boxes import Shape
+from mgrpo.models.placement.layout_rules import Replicated, Rule, Stacked
+from mgrpo.models.shape import Experts, ModelShape
+
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+EXPERT_MATRICES = {"mlp": GATE_UP_DOWN, "block_sparse_moe": ("w1", "w3", "w2")}
+"""Gate, up and down projection of an expert by `Experts.names`."""
+CHOICE_BIAS = "e_score_correction_bias"
+
+
+def mlp_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:
+    """Name and shape of the HF tensors; `at` is the layer's prefix, like "model.layers.3."."""
+    experts = model.experts_of(layer)
+    if experts is None:
+        return _gated_tensors(at + "mlp.", GATE_UP_DOWN, model.hidden, model.ffn)
+    moe = f"{at}{experts.names}."
+    tensors: dict[str, Shape] = {moe + "gate.weight": (experts.count, model.hidden)}
+    if experts.choice_bias:
+        tensors[f"{moe}gate.{CHOICE_BIAS}"] = (experts.count,)
+    for expert in range(experts.count):
+        matrices = EXPERT_MATRICES[experts.names]
+        tensors |= _gated_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, experts.ffn)
+    if experts.shared_ffn:
+        tensors |= _gated_tensors(moe + _shared(experts), GATE_UP_DOWN, model.hidden, experts.shared_ffn)
+    if experts.shared_gate:
+        tensors[moe + "shared_expert_gate.weight"] = (1, model.hidden)
+    return tensors
+
+
+def mlp_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
+    """Megatron's parameters and their rules, without those of experts, which expert ranks share out."""
+    experts = model.experts_of(layer)
+    if experts is None:
+        return _gated_rules("mlp.", [at + "mlp."])
+    moe = f"{at}{experts.names}."
+    rules: dict[str, Rule] = {"mlp.router.weight": Replicated(moe + "gate.weight")}
+    if experts.choice_bias:
+        rules["mlp.router.expert_bias"] = Replicated(f"{moe}gate.{CHOICE_BIAS}")
+    if experts.shared_ffn:
+        rules |= _gated_rules("mlp.shared_experts.", [moe + _shared(experts)])
+    if experts.shared_gate:
+        rules["mlp.shared_experts.gate_weight"] = Replicated(moe + "shared_expert_gate.weight")
+    return rules
+
+
+def expert_rules(experts: Experts, own: range, at: str) -> dict[str, Rule]:
+    """Megatron's parameters of the layer's experts with the numbers `own`, and their rules."""
+    hf_at = [f"{at}{experts.names}.experts.{expert}." for expert in own]
+    return _gated_rules("mlp.experts.", hf_at, EXPERT_MATRICES[experts.names])
+
+
+def is_frozen(name: str) -> bool:
+    """Whether the HF tensor stays as it was loaded, in float32: it is never trained."""
+    return name.endswith(CHOICE_BIAS)
+
+
+def _shared(experts: Experts) -> str:
+    """The name of the shared MLP: with a gate that of Qwen's checkpoints, else that of DeepSeek's."""
+    return "shared_expert." if experts.shared_gate else "shared_experts."
+
+
+def _gated_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
+    shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
+    return {f"{at}{name}.weight": shape for name, shape in zip(matrices, shapes, strict=True)}
+
+
+def _gated_rules(at: str, hf_at: Sequence[str], matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
+    """The rules of one gated layer, or of several one above the other."""
+    gate, up, down = matrices
+    return {
+        at + "linear_fc1.weight": Stacked(tuple(f"{one}{name}.weight" for one in hf_at for name in (gate, up))),
+        at + "linear_fc2.weight": Stacked(tuple(f"{one}{down}.weight" for one in hf_at), dim=1),
+    }
