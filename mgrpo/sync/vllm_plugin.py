@@ -6,6 +6,7 @@ there vLLM packs weights into private copies, which can be neither written in pl
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -54,20 +55,42 @@ def plain_experts(
     Args:
         output, tokens: `[tokens, hidden]`.
         gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
-        weights, experts: `[tokens, top_k]`.
+        weights, experts: `[tokens, top_k]`; negative: an expert of another worker, which adds what it computes.
     """
     if activation != "silu" or gate_up_bias is not None or down_bias is not None:
         raise NotImplementedError(f"experts with biases or activation {activation!r} on a CPU")
     output.zero_()
-    for expert in experts.unique().tolist():
+    for expert in experts[experts >= 0].unique().tolist():
         rows, choices = (experts == expert).nonzero(as_tuple=True)
         gate, up = F.linear(tokens[rows], gate_up[expert]).chunk(2, dim=-1)
         done = F.linear(F.silu(gate) * up, down[expert])
         output.index_add_(0, rows, (done * weights[rows, choices, None]).to(output.dtype))
 
 
+def plain_apply(
+    self: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    expert_map: torch.Tensor | None,
+    **kwargs: Any,
+) -> None:
+    """vLLM's `CPUUnquantizedExperts.apply`, which takes the numbers of experts for their places on this worker.
+
+    Args:
+        expert_map: `[experts]`, the place of each of the model's experts on this worker, or -1; None: it has all of them.
+    """
+    own = topk_ids if expert_map is None else expert_map[topk_ids]
+    plain_experts(output, hidden_states, w1, w2, self.w1_bias, self.w2_bias, topk_weights, own, activation.value)
+
+
 REBOUND: tuple[tuple[str, str, Any, str], ...] = (
-    # (module, name, value, why)
+    # (module, name within it, value, why)
     ("vllm._custom_ops", "_supports_onednn", False, "keeps linear weights as live parameters instead of oneDNN copies"),
     (
         "vllm.model_executor.layers.utils",
@@ -76,7 +99,12 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         "the same for the kernels vLLM prefers for bf16 on AMX machines",
     ),
     (CPU_EXPERTS, "cpu_prepack_moe_weight", lambda weight, isa: weight, "the same for the weights of experts"),
-    (CPU_EXPERTS, "cpu_fused_moe", plain_experts, "computes with them; vLLM's kernel needs them packed"),
+    (
+        CPU_EXPERTS,
+        "CPUUnquantizedExperts.apply",
+        plain_apply,
+        "computes with them, and with a worker's own alone; vLLM's kernel needs them packed, and all of them",
+    ),
 )
 
 
@@ -100,7 +128,8 @@ def register() -> None:
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         for module, name, value, _ in REBOUND:
-            setattr(importlib.import_module(module), name, value)
+            *outer, attribute = name.split(".")
+            setattr(functools.reduce(getattr, outer, importlib.import_module(module)), attribute, value)
 
 
 def _engine_class() -> type:
