@@ -98,6 +98,7 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "qkv_bias": bool(hf["attention_bias"]),
         "qk_norm": "head" if hf["use_qk_norm"] else None,
         "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
+        "draft_layers": hf["num_nextn_predict_layers"],
     }
 
 
@@ -149,6 +150,7 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }

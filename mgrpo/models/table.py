@@ -54,6 +54,12 @@ def trained_tensors(model: ModelShape) -> dict[str, Shape]:
     return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
 
 
+def is_left_out(name: str, model: ModelShape) -> bool:
+    """Whether a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
+    behind = (f"{model.prefix}layers.{model.num_layers + number}." for number in range(model.draft_layers))
+    return name.startswith((*behind, "mtp.")) if model.draft_layers else False
+
+
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
     """Megatron's parameters of one layer except its experts."""
     at = f"{model.prefix}layers.{layer}."
