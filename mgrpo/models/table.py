@@ -13,7 +13,7 @@ from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
 from mgrpo.models.placement.attention_rows import attention_rules, attention_tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
 from mgrpo.models.placement.layout_rules import Replicated, Rule, Split
-from mgrpo.models.placement.mlp_rows import expert_rules, is_frozen, mlp_rules, mlp_tensors
+from mgrpo.models.placement.mlp_rows import FUSED_EXPERTS, expert_rules, is_frozen, mlp_rules, mlp_tensors
 from mgrpo.models.shape import ModelShape
 
 NORMS = {
@@ -120,7 +120,7 @@ ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies up to a multiple of this."""
 ROW_PARALLEL = frozenset(("o_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
-WHOLE = frozenset(("gate", "shared_expert_gate"))
+WHOLE = frozenset(("gate", "router", "shared_expert_gate"))
 """Modules that every worker holds whole, besides norms."""
 
 
@@ -140,8 +140,13 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
 def _engine_parameter(
     name: str, tensors: dict[str, Shape], model: ModelShape, worker: int, workers: int
 ) -> LocalParameter:
-    kind = name.split(".")[-2]
-    if "norm" in kind or kind in WHOLE:
+    *_, kind, last = name.split(".")
+    if kind == "experts":
+        if (dim := FUSED_EXPERTS[last]) is not None:
+            return Split(name, dim).place(tensors, worker, workers)
+        # The other workers have zeros there.
+        return Replicated(name).place(tensors, worker, workers) if worker == 0 else LocalParameter(tensors[name], ())
+    if "norm" in kind or kind in WHOLE or (kind in ROW_PARALLEL and last == "bias"):
         return Replicated(name).place(tensors, worker, workers)
     if kind in ("embed_tokens", "lm_head"):
         return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)
