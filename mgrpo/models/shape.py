@@ -61,6 +61,8 @@ class LatentAttention:
     """Dimensions of a head's values."""
     interleaved: bool = True
     """Dimensions 2i and 2i + 1 turn together, not i and i + rope_dim / 2."""
+    norm_eps: float = 1e-6
+    """Of the norms of both latent vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,11 @@ class ModelShape:
     def v_dim(self) -> int:
         """Dimensions of a head's values."""
         return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head of which `Rope.share` are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer has attention, not a gated delta net."""

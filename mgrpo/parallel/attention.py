@@ -92,7 +92,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedDocuments,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query `[local, heads/tp, dim]`, key and value `[local, kv_heads/tp, dim]` -> `[local, heads/tp * dim]`.
+        """query `[local, heads/tp, dim]`, key `[local, kv_heads/tp, dim]`, value `[local, kv_heads/tp, v_dim]` -> `[local, heads/tp * v_dim]`.
 
         All context-parallel ranks must call, each with its local tokens.
         """
@@ -109,13 +109,13 @@ class PackedAttention(MegatronModule):
         pack: PackedDocuments,
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, dim]`. See `context`."""
+        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, v_dim]`. See `context`."""
         raise NotImplementedError
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
     ) -> torch.Tensor:
-        """As `forward`, for those `queries` over all keys; -> `[queries, heads, dim]`."""
+        """As `forward`, for those `queries` over all keys; -> `[queries, heads, v_dim]`."""
         if not backend.flash_attention(query.dtype, query.shape[-1]):
             return self._padded(query, key, value, pack, queries)
         if queries.has_branches or self.cap is not None:
@@ -167,6 +167,9 @@ class PackedAttention(MegatronModule):
             assert pack.stretches is not None
             rows, *lengths = pack.stretches
             key, value = key.index_select(0, rows), value.index_select(0, rows)
+        v_dim = value.shape[-1]
+        if v_dim != key.shape[-1]:  # Its kernels take one size for all.
+            value = F.pad(value, (0, key.shape[-1] - v_dim))
         out = varlen_attn(
             query,
             key,
@@ -177,7 +180,7 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, torch.Tensor)  # A tuple only where auxiliary outputs are asked for.
-        return out
+        return out[..., :v_dim]
 
     def _flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: Queries) -> torch.Tensor:
         # Uncompiled it computes the same with all scores in memory, which is what a test on the CPU does.

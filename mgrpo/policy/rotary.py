@@ -109,7 +109,17 @@ def turned(
     rotated = 2 * cosines.shape[-1]
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        first, second, rest = x.split((rotated // 2, rotated // 2, x.shape[-1] - rotated), dim=-1)
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
+        first, rest = x.split((rotated, x.shape[-1] - rotated), dim=-1)
+        return torch.cat((turned_pairs(first, cosines, sines, interleaved=False), rest), dim=-1)
 
     return turn(query), turn(key)
+
+
+def turned_pairs(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """`[..., 2n]`, each of whose pairs is turned by its token's angle; cosines and sines `[..., n]`.
+
+    Pairs are `i` and `i + n`; interleaved, `2i` and `2i + 1`, but the result has them at `i` and `i + n` all the same: the
+    product of a query and a key that are turned alike does not depend on the order.
+    """
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
