@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,28 @@ VOCAB = 125
 """A multiple of no padding, so that the vocabulary is always padded."""
 
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
+# vLLM's latent attention on a CPU has this rank and this rotated part alone.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 20, "qk_rope_head_dim": 64, "v_head_dim": 28}
+DEEPSEEK = {
+    **LATENT,
+    **SIGMOID_EXPERTS,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Class and settings that exercise the family's features: windows and original positions are shorter than samples.
     "llama": ("Llama", {}),
@@ -25,6 +46,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**MOE, "num_experts": 4, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            **SIGMOID_EXPERTS,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, "rms_norm_eps": 1e-5}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
@@ -79,7 +113,7 @@ def save_tiny(
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if "kv_lora_rank" in special else kv_heads,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
         "bos_token_id": 1,
@@ -94,9 +128,15 @@ def save_tiny(
             parameter.normal_(std=0.1)
             if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
                 parameter.add_(1.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     mark = f"-{zlib.crc32(repr(sorted(settings.items())).encode()):08x}" if settings else ""
     target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}{mark}"
     model.save_pretrained(target)
+    config = target / "config.json"
+    # Transformers has DeepSeek's class for Kimi.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
     return target
 
 
@@ -104,7 +144,8 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
     """The oracle: transformers' own model."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def saved_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -110,9 +110,7 @@ def training_adapter_boxes(model: ModelShape, layout: Layout, lora: LoraShape) -
     return ranks
 
 
-def adapter_places(
-    weight: str, place: LocalParameter, lora: LoraShape
-) -> tuple[LocalParameter, LocalParameter] | None:
+def adapter_places(weight: str, place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
     """The places of a and b of the layer whose `weight` lies at `place`; None where none of its matrices has an adapter.
 
     Rows of b that no piece covers belong to matrices without an adapter.

@@ -10,14 +10,14 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import read_rope, rope_parameters, rope_problems
-from mgrpo.models.shape import Experts, ModelShape
+from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
+from mgrpo.models.shape import Experts, LatentAttention, ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -76,6 +76,58 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     return {"qk_norm": "head", "experts": experts}
 
 
+def _sigmoid_experts(hf: HfConfig, *, dense: int) -> Experts:
+    """Of GLM and DeepSeek; the first `dense` layers have a plain MLP."""
+    return Experts(
+        count=hf["n_routed_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["moe_intermediate_size"],
+        normalised=hf["norm_topk_prob"],
+        dense_layers=tuple(range(dense)),
+        score="sigmoid",
+        choice_bias=True,
+        groups=hf["n_group"],
+        top_groups=hf["topk_group"],
+        scale=hf["routed_scaling_factor"],
+        shared_ffn=hf["moe_intermediate_size"] * hf["n_shared_experts"],
+    )
+
+
+def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(hf["attention_bias"]),
+        "qk_norm": "head" if hf["use_qk_norm"] else None,
+        "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
+    }
+
+
+def _latent(hf: HfConfig) -> dict[str, Any]:
+    heads, nope_dim, rope_dim = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    return {
+        "kv_heads": heads,
+        "head_dim": nope_dim + rope_dim,
+        "attention_scale": (nope_dim + rope_dim) ** -0.5 * score_factor(rope_parameters(hf)),
+        "latent": LatentAttention(
+            q_rank=hf["q_lora_rank"],
+            kv_rank=hf["kv_lora_rank"],
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            v_dim=hf["v_head_dim"],
+        ),
+    }
+
+
+def _deepseek(hf: HfConfig) -> dict[str, Any]:
+    dense = hf["first_k_dense_replace"]
+    has_experts = dense < hf["num_hidden_layers"]
+    return _latent(hf) | {"experts": _sigmoid_experts(hf, dense=dense) if has_experts else None}
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    kinds = hf.get("mlp_layer_types") or ["dense"]
+    return _deepseek({**hf, "first_k_dense_replace": kinds.count("dense")})
+
+
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     experts = Experts(
         count=hf["num_local_experts"],
@@ -112,6 +164,55 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 
 QWEN = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+GLM = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+DEEPSEEK = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM_LITE = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {
     "num_key_value_heads": 4,
@@ -138,6 +239,15 @@ FAMILIES = {
         _qwen_moe_layer_types,
         {**QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "norm_topk_prob": False, "num_experts_per_tok": 8},
     ),
+    "glm4_moe": Family(
+        _glm4_moe,
+        defaults=GLM,
+        rotates_part=True,
+        biased_attention="qkv",
+    ),
+    "glm4_moe_lite": Family(_glm4_moe_lite, defaults=GLM_LITE),
+    "deepseek_v3": Family(_deepseek, defaults=DEEPSEEK),
+    "kimi_k2": Family(_deepseek, defaults=DEEPSEEK),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
         _olmo,
@@ -242,8 +352,12 @@ def _problems(
         yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
     if hf.get("quantization_config"):
         yield "quantization_config (export the weights unquantised)"
+    if latent := fields.get("latent"):
+        yield from _latent_problems(hf, latent, ropes.values())
     experts = fields.get("experts")
-    if experts and experts.top_k == 1 and experts.normalised:
+    if experts:
+        yield from _router_problems(experts)
+    if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
         yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
     unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})
     if unknown:
@@ -256,3 +370,41 @@ def _problems(
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+
+
+def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What transformers or vLLM computes otherwise, or does not read at all."""
+    heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
+    for key, expected in (
+        ("num_key_value_heads", heads),
+        ("rope_interleave", True),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        if hf.get(key, expected) != expected:
+            yield f"{key}={hf[key]!r} (expected {expected!r})"
+    if latent.rope_dim % 2:
+        yield f"qk_rope_head_dim={latent.rope_dim} (expected an even number)"
+    if latent.v_dim > latent.nope_dim + latent.rope_dim:
+        yield f"v_head_dim={latent.v_dim} above qk_nope_head_dim + qk_rope_head_dim={latent.nope_dim + latent.rope_dim}"
+    dense = kinds.count("dense")
+    if "dense" in kinds[dense:]:
+        yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
+    if kinds and hf.get("first_k_dense_replace", dense) != dense:
+        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
+    for parameters in ropes:
+        yield from latent_rope_problems(parameters)
+
+
+def _router_problems(experts: Experts) -> Iterator[str]:
+    """Megatron's router differs from transformers' there."""
+    if experts.score == "sigmoid" and not experts.normalised:
+        yield "norm_topk_prob=false with sigmoid scores (Megatron makes the weights of the chosen experts add up to 1)"
+    if experts.score == "sigmoid" and experts.top_k == 1:
+        yield "num_experts_per_tok=1 with sigmoid scores (Megatron does not normalise a single weight)"
+    if experts.groups > 1 and experts.top_k // experts.top_groups != 2:
+        yield (
+            f"num_experts_per_tok={experts.top_k} of topk_group={experts.top_groups} groups (Megatron scores a group by its best "
+            f"{experts.top_k // experts.top_groups} experts, transformers by its best 2)"
+        )

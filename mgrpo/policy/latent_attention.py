@@ -21,7 +21,7 @@ from mgrpo.models.shape import LatentAttention
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.norms import RMSNorm
-from mgrpo.policy.rotary import turned_pairs
+from mgrpo.policy.rotary import turned_neighbours
 
 
 class LatentSelfAttention(MegatronModule):
@@ -117,7 +117,6 @@ class LatentSelfAttention(MegatronModule):
             cosines.squeeze(1),
             sines.squeeze(1),
             latent.nope_dim,
-            latent.interleaved,
         )
 
 
@@ -128,13 +127,12 @@ def _assembled(
     cosines: torch.Tensor,
     sines: torch.Tensor,
     nope_dim: int,
-    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value of each head; key_value has for each head a key that is not rotated and a value."""
     plain_query, rotated_query = query.tensor_split((nope_dim,), dim=-1)
     plain_key, value = key_value.tensor_split((nope_dim,), dim=-1)
-    rotated_query = turned_pairs(rotated_query, cosines, sines, interleaved=interleaved)
-    rotated_key = turned_pairs(shared_key, cosines, sines, interleaved=interleaved).expand(-1, query.shape[1], -1)
+    rotated_query = turned_neighbours(rotated_query, cosines, sines)
+    rotated_key = turned_neighbours(shared_key, cosines, sines).expand(-1, query.shape[1], -1)
     return torch.cat((plain_query, rotated_query), -1), torch.cat((plain_key, rotated_key), -1), value
 
 

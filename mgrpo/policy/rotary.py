@@ -109,17 +109,21 @@ def turned(
     rotated = 2 * cosines.shape[-1]
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        first, rest = x.split((rotated, x.shape[-1] - rotated), dim=-1)
-        return torch.cat((turned_pairs(first, cosines, sines, interleaved=False), rest), dim=-1)
+        first, second, rest = x.split((rotated // 2, rotated // 2, x.shape[-1] - rotated), dim=-1)
+        return torch.cat((*_turned_pairs(first, second, cosines, sines), rest), dim=-1)
 
     return turn(query), turn(key)
 
 
-def turned_pairs(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """`[..., 2n]`, each of whose pairs is turned by its token's angle; cosines and sines `[..., n]`.
+def turned_neighbours(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """x `[..., 2n]`, of which each pair `2i` and `2i + 1` is turned by its token's angle; cosines and sines `[..., n]`.
 
-    Pairs are `i` and `i + n`; interleaved, `2i` and `2i + 1`, but the result has them at `i` and `i + n` all the same: the
-    product of a query and a key that are turned alike does not depend on the order.
+    The result has them at `i` and `i + n`: the product of a query and a key does not depend on the order.
     """
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return torch.cat(_turned_pairs(x[..., 0::2], x[..., 1::2], cosines, sines), dim=-1)
+
+
+def _turned_pairs(
+    first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return first * cosines - second * sines, second * cosines + first * sines
