@@ -10,14 +10,14 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import read_rope, rope_parameters, rope_problems
-from mgrpo.models.shape import Experts, ModelShape
+from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
+from mgrpo.models.shape import Experts, LatentAttention, ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -104,6 +104,33 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _latent(hf: HfConfig) -> dict[str, Any]:
+    heads, nope_dim, rope_dim = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    return {
+        "kv_heads": heads,
+        "head_dim": nope_dim + rope_dim,
+        "attention_scale": (nope_dim + rope_dim) ** -0.5 * score_factor(rope_parameters(hf)),
+        "latent": LatentAttention(
+            q_rank=hf["q_lora_rank"],
+            kv_rank=hf["kv_lora_rank"],
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            v_dim=hf["v_head_dim"],
+        ),
+    }
+
+
+def _deepseek(hf: HfConfig) -> dict[str, Any]:
+    dense = hf["first_k_dense_replace"]
+    has_experts = dense < hf["num_hidden_layers"]
+    return _latent(hf) | {"experts": _sigmoid_experts(hf, dense=dense) if has_experts else None}
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    kinds = hf.get("mlp_layer_types") or ["dense"]
+    return _deepseek({**hf, "first_k_dense_replace": kinds.count("dense")})
+
+
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     experts = Experts(
         count=hf["num_local_experts"],
@@ -169,6 +196,40 @@ GLM = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+DEEPSEEK = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM_LITE = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
 GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -215,6 +276,9 @@ FAMILIES = {
         rotates_part=True,
         biased_attention="qkv",
     ),
+    "glm4_moe_lite": Family(_glm4_moe_lite, defaults=GLM_LITE),
+    "deepseek_v3": Family(_deepseek, defaults=DEEPSEEK),
+    "kimi_k2": Family(_deepseek, defaults=DEEPSEEK),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
         _olmo,
@@ -330,6 +394,8 @@ def _problems(
     if quantization := hf.get("quantization_config"):
         is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
         yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
+    if latent := fields.get("latent"):
+        yield from _latent_problems(hf, latent, ropes.values())
     experts = fields.get("experts")
     if experts:
         yield from _router_problems(experts)
@@ -352,6 +418,31 @@ def _problems(
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+
+
+def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What transformers or vLLM computes otherwise, or does not read at all."""
+    heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
+    for key, expected in (
+        ("num_key_value_heads", heads),
+        ("rope_interleave", True),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        if hf.get(key, expected) != expected:
+            yield f"{key}={hf[key]!r} (expected {expected!r})"
+    if latent.rope_dim % 2:
+        yield f"qk_rope_head_dim={latent.rope_dim} (expected an even number)"
+    if latent.v_dim > latent.nope_dim + latent.rope_dim:
+        yield f"v_head_dim={latent.v_dim} above qk_nope_head_dim + qk_rope_head_dim={latent.nope_dim + latent.rope_dim}"
+    dense = kinds.count("dense")
+    if "dense" in kinds[dense:]:
+        yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
+    if kinds and hf.get("first_k_dense_replace", dense) != dense:
+        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
+    for parameters in ropes:
+        yield from latent_rope_problems(parameters)
 
 
 def _router_problems(experts: Experts) -> Iterator[str]:

@@ -120,7 +120,7 @@ ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies up to a multiple of this."""
 ROW_PARALLEL = frozenset(("o_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
-WHOLE = frozenset(("gate", "router", "shared_expert_gate"))
+WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
 
 

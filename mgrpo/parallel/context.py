@@ -31,8 +31,8 @@ class GatheredAttention(PackedAttention):
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
-        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
-        key, value = gathered.index_select(0, gathered_rows).unbind(1)
+        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        key, value = gathered.index_select(0, gathered_rows).split((key.shape[-1], value.shape[-1]), dim=-1)
         return self.attend(query, key, value, pack, pack.local_queries, self.sinks)
 
 

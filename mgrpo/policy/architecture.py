@@ -28,6 +28,7 @@ from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
 from mgrpo.parallel.routers import BiasedRouter
 from mgrpo.policy import transformer_engine
+from mgrpo.policy.latent_attention import LatentSelfAttention
 from mgrpo.policy.rotary import RotaryAttention
 
 
@@ -170,9 +171,6 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm if norms_input else IdentityOp
     if norms_output:
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
-    modules.self_attention.module = RotaryAttention
-    own = {"rope": shape.rope_kinds.index(rope), "has_whole_norms": shape.qk_norm == "whole"}
-    modules.self_attention.params.update(own)
     if experts:
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
@@ -181,14 +179,22 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
             mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
-    attention = modules.self_attention.submodules
-    attention.core_attention = partial(
+    core_attention = partial(
         core,
         scale=shape.attention_scale,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,
         sinks=shape.heads // config.tensor_model_parallel_size if shape.sinks else 0,
     )
+    own: dict[str, Any] = {"rope": shape.rope_kinds.index(rope)}
+    if shape.latent:
+        own |= {"latent": shape.latent, "core_attention": core_attention}
+        modules.self_attention = ModuleSpec(LatentSelfAttention, params=own)
+        return spec
+    modules.self_attention.module = RotaryAttention
+    modules.self_attention.params.update(own | {"has_whole_norms": shape.qk_norm == "whole"})
+    attention = modules.self_attention.submodules
+    attention.core_attention = core_attention
     if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

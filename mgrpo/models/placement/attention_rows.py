@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from mgrpo.models.placement.boxes import Shape
 from mgrpo.models.placement.layout_rules import Grouped, Replicated, Rule, Split
-from mgrpo.models.shape import ModelShape
+from mgrpo.models.shape import LatentAttention, ModelShape
+
+_OF_LATENT: dict[str, tuple[str, Callable[[str], Rule]]] = {
+    "q_proj": ("linear_q_proj", Split),
+    "q_a_proj": ("linear_q_down_proj", Replicated),
+    "q_a_layernorm": ("q_layernorm", Replicated),
+    "q_b_proj": ("linear_q_up_proj", Split),
+    "kv_a_proj_with_mqa": ("linear_kv_down_proj", Replicated),
+    "kv_a_layernorm": ("kv_layernorm", Replicated),
+    "kv_b_proj": ("linear_kv_up_proj", Split),
+    "o_proj": ("linear_proj", partial(Split, dim=1)),
+}
+"""Of latent attention: Megatron's name and the rule of each weight. Rows of what is split are head after head."""
 
 
 def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:
     """Name and shape of the HF tensors; `at` is the layer's prefix, like "model.layers.3."."""
+    if model.latent:
+        return {f"{at}self_attn.{name}.weight": shape for name, shape in _latent_shapes(model, model.latent).items()}
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     rows = {"q": query * (2 if model.gated_attention else 1), "k": key, "v": key}
     tensors: dict[str, Shape] = {}
@@ -28,6 +45,11 @@ def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape
 
 def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
     """Megatron's parameters and their rules."""
+    if model.latent:
+        return {
+            f"self_attention.{_OF_LATENT[name][0]}.weight": _OF_LATENT[name][1](f"{at}self_attn.{name}.weight")
+            for name in _latent_shapes(model, model.latent)
+        }
 
     def qkv(kind: str) -> Grouped:
         return Grouped(tuple(f"{at}self_attn.{name}_proj.{kind}" for name in "qkv"), model.kv_heads)
@@ -47,3 +69,21 @@ def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
         rules["self_attention.q_layernorm.weight"] = rule(at + "self_attn.q_norm.weight")
         rules["self_attention.k_layernorm.weight"] = rule(at + "self_attn.k_norm.weight")
     return rules
+
+
+def _latent_shapes(model: ModelShape, latent: LatentAttention) -> dict[str, Shape]:
+    """Each weight of latent attention. A head's rows of kv_b_proj are its key, without the rotated part, and its value."""
+    queries = model.heads * model.head_dim
+    query: dict[str, Shape] = {"q_proj": (queries, model.hidden)}
+    if latent.q_rank is not None:
+        query = {
+            "q_a_proj": (latent.q_rank, model.hidden),
+            "q_a_layernorm": (latent.q_rank,),
+            "q_b_proj": (queries, latent.q_rank),
+        }
+    return query | {
+        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_dim, model.hidden),
+        "kv_a_layernorm": (latent.kv_rank,),
+        "kv_b_proj": (model.heads * (latent.nope_dim + latent.v_dim), latent.kv_rank),
+        "o_proj": (model.hidden, model.heads * latent.v_dim),
+    }
