@@ -12,6 +12,17 @@ VOCAB = 125
 """A multiple of no padding, so that the vocabulary is always padded."""
 
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,6 +35,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3Moe",
         {**MOE, "num_experts": 4, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            **SIGMOID_EXPERTS,
+        },
     ),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
@@ -94,6 +115,9 @@ def save_tiny(
             parameter.normal_(std=0.1)
             if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
                 parameter.add_(1.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     mark = f"-{zlib.crc32(repr(sorted(settings.items())).encode()):08x}" if settings else ""
     target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}{mark}"
     model.save_pretrained(target)

@@ -42,10 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 (QK norm)": {"family": "qwen3"},
     "llama, tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
+    "glm-4.5": {"family": "glm4_moe"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe",), ("olmo-3", "gemma-3")
+_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5"), ("olmo-3", "gemma-3")
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE),
@@ -322,7 +323,7 @@ def main() -> int:
     from mgrpo.models.adapters import LoraShape, adapter_tensors
     from mgrpo.models.family import shape_of
     from mgrpo.models.hf_config import read_hf_config
-    from mgrpo.models.table import hf_tensors
+    from mgrpo.models.table import trained_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", help="names of layouts; default: the whole matrix")
@@ -341,7 +342,7 @@ def main() -> int:
                 continue
             folder = save_tiny(Path(scratch), **arguments)
             shape = shape_of(read_hf_config(folder))
-            tensors = {False: hf_tensors(shape), True: adapter_tensors(shape, LoraShape(**LORA))}
+            tensors = {False: trained_tensors(shape), True: adapter_tensors(shape, LoraShape(**LORA))}
             references: dict[str, Outcome] = {}
             for case in chosen:
                 has_adapters = "lora" in case.options

@@ -17,7 +17,7 @@ from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.placement.boxes import Box, Shape
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import hf_tensors, trained_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
@@ -60,13 +60,17 @@ class TrainState:
         """Shape of every tensor of the checkpoint, by kind and name. Not collective."""
         shape, lora = self.policy.shape, self.policy.lora
         tensors = adapter_tensors(shape, lora) if lora else hf_tensors(shape)
-        kinds = (MASTER, *MOMENTS, *self._moved)
+        trained = tensors if lora else trained_tensors(shape)
         random = {
             _random_name(rank, name): tuple(state.shape)
             for rank in range(dist.get_world_size())
             for name, state in backend.random_states().items()
         }
-        return {kind: dict(tensors) for kind in kinds} | {RANDOM: random}
+        return {
+            **{kind: dict(tensors) for kind in (MASTER, *self._moved)},
+            **{kind: dict(trained) for kind in MOMENTS},
+            RANDOM: random,
+        }
 
     def restore_optimizer(self, checkpoint: StoredCheckpoint, *, num_updates: int) -> None:
         """Load masters, moments and Adam's step count; call after `prepare_training` and after the weights are loaded.
@@ -105,6 +109,8 @@ class TrainState:
             for kind, values in self._kinds(shard) if not place.is_copy else ():
                 for box, view in shard.boxes(place, values):
                     yield Part(kind, box, view)
+        for box, view in self.policy.parameters.boxes(self.policy.parameters.frozen) if not self.policy.lora else ():
+            yield Part(MASTER, box, view)
         for kind, model in self._moved.items():
             for box, view in model.master_boxes():
                 yield Part(kind, box, view)

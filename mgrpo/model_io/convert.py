@@ -30,6 +30,7 @@ from mgrpo.model_io.hf_folder import (
     header_bytes,
     new_folder,
     same_bits,
+    tensor_dtypes,
     write_hf,
 )
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint, checkpoint_bytes, write_checkpoint
@@ -113,7 +114,7 @@ def megatron_to_hf(
     with new_folder(Path(out)) as folder:
         beside = _folder(hf, "tokenizer") if hf else None
         source = _source_of(checkpoint)(checkpoint, beside)
-        dtypes = dict.fromkeys(source.dtypes, dtype) if dtype else source.dtypes
+        dtypes = tensor_dtypes(source.shape, dtype) if dtype else source.dtypes
         num_bytes = sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
         with _Report(out, num_bytes) as report:
             carry(source.beside, folder, dtype=dtype)
@@ -200,7 +201,7 @@ def _run_source(path: str | Path, hf: Path | None) -> _Source:
     return _Source(
         beside=beside,
         shape=shape,
-        dtypes=dict.fromkeys(hf_tensors(shape), getattr(torch, name)),
+        dtypes=tensor_dtypes(shape, getattr(torch, name)),
         read=read,
         boxes=lambda: ((box, read(box)) for box in boxes),
     )

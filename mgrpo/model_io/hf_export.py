@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mgrpo.checkpoint.space import OutputError, no_room, with_room
-from mgrpo.model_io.hf_folder import Header, carry, header_bytes, write_weights
+from mgrpo.model_io.hf_folder import Header, carry, header_bytes, tensor_dtypes, write_weights
 from mgrpo.model_io.peft_folder import write_peft
 from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.hf_files.checksums import write_sums
@@ -50,11 +50,13 @@ def export_hf(
         OutputError: on all ranks, when the folder could not be written.
     """
     folder, source = Path(folder), Path(source)
-    model = _Gathering(hf_tensors(policy.shape), policy.live_boxes(), policy, policy.dtype, group)
+    # Files hold float32 before shorter types.
+    dtypes = dict(sorted(tensor_dtypes(policy.shape, policy.dtype).items(), key=lambda each: -each[1].itemsize))
+    model = _Gathering(hf_tensors(policy.shape), policy.live_boxes(), policy, dtypes, group)
     adapters = None
     if policy.lora:
         tensors = adapter_tensors(policy.shape, policy.lora)
-        adapters = _Gathering(tensors, policy.adapter_boxes(), policy, torch.float32, group)
+        adapters = _Gathering(tensors, policy.adapter_boxes(), policy, dict.fromkeys(tensors, torch.float32), group)
     gatherings = [model, adapters] if adapters else [model]
 
     def add_more(partial: Path) -> None:
@@ -66,8 +68,10 @@ def export_hf(
     problem, cause = None, None
     if dist.get_rank() == 0:
         try:
-            headers = {name: (policy.dtype, shape) for name, shape in model.shapes.items()}
-            _write(folder, source, headers, model.whole, add_more, make_way, num_bytes=export_bytes(policy))
+            headers = {name: (dtype, model.shapes[name]) for name, dtype in dtypes.items()}
+            _write(
+                folder, source, policy.dtype, headers, model.whole, add_more, make_way, num_bytes=export_bytes(policy)
+            )
         except Exception as err:
             problem, cause = f"the model could not be exported to {folder}: {err}", err
         for gathering in gatherings:
@@ -84,7 +88,8 @@ def export_bytes(policy: Policy) -> int:
     """Size of the tensors that `export_hf` writes."""
     lora = policy.lora
     adapters = adapter_tensors(policy.shape, lora).values() if lora else ()
-    return sum(header_bytes((policy.dtype, shape)) for shape in hf_tensors(policy.shape).values()) + sum(
+    dtypes = tensor_dtypes(policy.shape, policy.dtype)
+    return sum(header_bytes((dtypes[name], shape)) for name, shape in hf_tensors(policy.shape).items()) + sum(
         header_bytes((torch.float32, shape)) for shape in adapters
     )
 
@@ -92,6 +97,7 @@ def export_bytes(policy: Policy) -> int:
 def _write(
     folder: Path,
     source: Path,
+    dtype: torch.dtype,
     tensors: Mapping[str, Header],
     values: Callable[[str], list[torch.Tensor]],
     add: Callable[[Path], object],
@@ -105,7 +111,7 @@ def _write(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        carry(source, partial, dtype=tensors[next(iter(tensors))][0])
+        carry(source, partial, dtype=dtype)
         sums = write_weights(tensors, values, partial)
         add(partial)
         write_sums(partial, sums)
@@ -117,17 +123,17 @@ def _write(
 
 
 class _Gathering:
-    """Tensors that ranks hold in boxes, brought to rank 0 one by one, in the order of `shapes`. Every rank makes one."""
+    """Tensors that ranks hold in boxes, brought to rank 0 one by one, in the order of `dtypes`. Every rank makes one."""
 
     def __init__(
         self,
         shapes: Mapping[str, Shape],
         held: Iterable[tuple[Box, torch.Tensor | MergedSlice]],
         policy: Policy,
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         group: dist.ProcessGroup,
     ) -> None:
-        self.shapes, self.dtype, self.group = shapes, dtype, group
+        self.shapes, self.dtypes, self.group = shapes, dtypes, group
         self._held = dict(held)
         own = [(0, box) for box in self._held]
         # For each tensor its boxes, each with the lowest rank that holds it.
@@ -135,11 +141,11 @@ class _Gathering:
         for rank, boxes in enumerate(gather_boxes(own, policy.shape, group)):
             for _, box in boxes:
                 self._owners.setdefault(box.name, {}).setdefault(box, rank)
-        self._pending = iter(shapes)
+        self._pending = iter(dtypes)
         self._merged: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
 
     def whole(self, name: str) -> list[torch.Tensor]:
-        """Rank 0: the next tensor, in one block. All are of one type, so that files hold them in this order."""
+        """Rank 0: the next tensor, in one block."""
         assert next(self._pending) == name
         return [self._gather(name)]
 
@@ -150,19 +156,19 @@ class _Gathering:
 
     def send(self) -> None:
         """The other ranks: what this one owns of each tensor."""
-        for name in self.shapes:
+        for name in self.dtypes:
             for box, owner in self._owners[name].items():
                 if owner == dist.get_rank():
                     dist.send(self._values(box).contiguous(), 0, group=self.group)
 
     def _gather(self, name: str) -> torch.Tensor:
         shape = self.shapes[name]
-        whole, everything = torch.empty(shape, dtype=self.dtype), Box(name, (0,) * len(shape), shape)
+        whole, everything = torch.empty(shape, dtype=self.dtypes[name]), Box(name, (0,) * len(shape), shape)
         for box, owner in self._owners[name].items():
             if owner == 0:
                 part = self._values(box)
             else:
-                part = torch.empty(box.shape, dtype=self.dtype)
+                part = torch.empty(box.shape, dtype=self.dtypes[name])
                 dist.recv(part, owner, group=self.group)
             whole[box.within(everything)] = part
         return whole
@@ -174,4 +180,4 @@ class _Gathering:
                 # An expert's matrices are of two weights, which all experts have in common.
                 self._merged = dict([*self._merged.items()][-1:]) | {held.weight: held.weight()}
             held = self._merged[held.weight][held.region]
-        return held.to("cpu", self.dtype)
+        return held.to("cpu", self.dtypes[box.name])

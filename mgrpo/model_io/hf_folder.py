@@ -22,11 +22,12 @@ from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
 from mgrpo.models.hf_files.checksums import write_sums
 from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
 from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.policy.weights import Read
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 _BLOCK_BYTES = 2 << 20
 
 Header = tuple[torch.dtype, Shape]
@@ -70,11 +71,12 @@ class HfFolder:
 
     def _head_is_embedding(self) -> bool:
         """Whether the LM head in a tied model's folder equals its embedding, so that nothing is lost without it."""
-        header = self.dtypes[EMBEDDING], self.shapes[EMBEDDING]
+        embedding = next(iter(self.shapes))
+        header = self.dtypes[embedding], self.shapes[embedding]
         if self._files.header(self._places[HEAD], HEAD) != header:
             return False
         return all(
-            same_bits(self.read(replace(rows, name=HEAD)), self.read(rows)) for rows in row_blocks(EMBEDDING, header)
+            same_bits(self.read(replace(rows, name=HEAD)), self.read(rows)) for rows in row_blocks(embedding, header)
         )
 
 
@@ -146,6 +148,11 @@ def row_blocks(name: str, header: Header, block_bytes: int = _BLOCK_BYTES) -> It
     step = max(block_bytes // max(header_bytes((dtype, shape[1:])), 1), 1)
     for start in range(0, shape[0], step):
         yield Box(name, (start, *[0] * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:]))
+
+
+def tensor_dtypes(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each tensor of a checkpoint in `dtype`: what is never trained is float32."""
+    return {name: torch.float32 if is_frozen(name) else dtype for name in hf_tensors(shape)}
 
 
 def header_bytes(header: Header) -> int:

@@ -51,7 +51,8 @@ def head_sizes(hf: HfConfig) -> dict[str, int]:
 
 def num_experts(hf: HfConfig | None) -> int | None:
     """Experts of a layer; None for a dense model."""
-    return size_of(hf, "num_local_experts") or size_of(hf, "num_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((size for name in names if (size := size_of(hf, name))), None)
 
 
 def size_of(hf: HfConfig | None, name: str) -> int | None:
@@ -75,9 +76,12 @@ def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
         yield "intermediate_size"
         return
     own = "moe_intermediate_size" if size_of(hf, "moe_intermediate_size") else "intermediate_size"
-    if not experts_are_whole:
+    if not experts_are_whole or size_of(hf, "n_shared_experts"):
+        # Tensor ranks split a shared expert also where they hold whole experts.
         yield own
-    has_dense_layers = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
+    has_dense_layers = (
+        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1 or size_of(hf, "first_k_dense_replace")
+    )
     if has_dense_layers and own != "intermediate_size":
         yield "intermediate_size"
 

@@ -76,6 +76,31 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     return {"qk_norm": "head", "experts": experts}
 
 
+def _sigmoid_experts(hf: HfConfig, *, dense: int) -> Experts:
+    """Of GLM and DeepSeek; the first `dense` layers have a plain MLP."""
+    return Experts(
+        count=hf["n_routed_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["moe_intermediate_size"],
+        normalised=hf["norm_topk_prob"],
+        dense_layers=tuple(range(dense)),
+        score="sigmoid",
+        choice_bias=True,
+        groups=hf["n_group"],
+        top_groups=hf["topk_group"],
+        scale=hf["routed_scaling_factor"],
+        shared_ffn=hf["moe_intermediate_size"] * hf["n_shared_experts"],
+    )
+
+
+def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(hf["attention_bias"]),
+        "qk_norm": "head" if hf["use_qk_norm"] else None,
+        "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
+    }
+
+
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     experts = Experts(
         count=hf["num_local_experts"],
@@ -112,6 +137,21 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 
 QWEN = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+GLM = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {
     "num_key_value_heads": 4,
@@ -137,6 +177,12 @@ FAMILIES = {
         _qwen3_moe,
         _qwen_moe_layer_types,
         {**QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "norm_topk_prob": False, "num_experts_per_tok": 8},
+    ),
+    "glm4_moe": Family(
+        _glm4_moe,
+        defaults=GLM,
+        rotates_part=True,
+        biased_attention="qkv",
     ),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
@@ -243,7 +289,9 @@ def _problems(
     if hf.get("quantization_config"):
         yield "quantization_config (export the weights unquantised)"
     experts = fields.get("experts")
-    if experts and experts.top_k == 1 and experts.normalised:
+    if experts:
+        yield from _router_problems(experts)
+    if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
         yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
     unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})
     if unknown:
@@ -256,3 +304,16 @@ def _problems(
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+
+
+def _router_problems(experts: Experts) -> Iterator[str]:
+    """Megatron's router differs from transformers' there."""
+    if experts.score == "sigmoid" and not experts.normalised:
+        yield "norm_topk_prob=false with sigmoid scores (Megatron makes the weights of the chosen experts add up to 1)"
+    if experts.score == "sigmoid" and experts.top_k == 1:
+        yield "num_experts_per_tok=1 with sigmoid scores (Megatron does not normalise a single weight)"
+    if experts.groups > 1 and experts.top_k // experts.top_groups != 2:
+        yield (
+            f"num_experts_per_tok={experts.top_k} of topk_group={experts.top_groups} groups (Megatron scores a group by its best "
+            f"{experts.top_k // experts.top_groups} experts, transformers by its best 2)"
+        )

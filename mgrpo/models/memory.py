@@ -16,7 +16,7 @@ from typing import Literal
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors, local_parameters
+from mgrpo.models.table import hf_tensors, local_parameters, trained_tensors
 
 FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -356,4 +356,4 @@ def num_weights(shape: ModelShape) -> int:
 
 def num_trained(shape: ModelShape, lora: LoraShape | None) -> int:
     """Weights that the run changes: those of the adapters, or all."""
-    return sum(map(math.prod, adapter_tensors(shape, lora).values())) if lora else num_weights(shape)
+    return sum(map(math.prod, (adapter_tensors(shape, lora) if lora else trained_tensors(shape)).values()))

@@ -13,7 +13,7 @@ from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
 from mgrpo.models.placement.attention_rows import attention_rules, attention_tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
 from mgrpo.models.placement.layout_rules import Replicated, Rule, Split
-from mgrpo.models.placement.mlp_rows import expert_rules, mlp_rules, mlp_tensors
+from mgrpo.models.placement.mlp_rows import expert_rules, is_frozen, mlp_rules, mlp_tensors
 from mgrpo.models.shape import ModelShape
 
 NORMS = {
@@ -47,6 +47,11 @@ def hf_tensors(model: ModelShape) -> dict[str, Shape]:
     if not model.tied:
         tensors["lm_head.weight"] = (model.vocab, model.hidden)
     return tensors
+
+
+def trained_tensors(model: ModelShape) -> dict[str, Shape]:
+    """Those of them that training changes."""
+    return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:

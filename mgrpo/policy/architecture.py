@@ -25,6 +25,7 @@ from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
+from mgrpo.parallel.routers import BiasedRouter
 from mgrpo.policy import transformer_engine
 from mgrpo.policy.rotary import RotaryAttention
 
@@ -84,7 +85,13 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "moe_ffn_hidden_size": shape.experts.ffn,
             "moe_router_topk": shape.experts.top_k,
             # Softmax over all experts, with the chosen weights normalised to 1, equals softmax over the chosen ones.
-            "moe_router_pre_softmax": not shape.experts.normalised,
+            "moe_router_pre_softmax": shape.experts.score == "softmax" and not shape.experts.normalised,
+            "moe_router_score_function": shape.experts.score,
+            "moe_router_num_groups": shape.experts.groups if shape.experts.groups > 1 else None,
+            "moe_router_group_topk": shape.experts.top_groups if shape.experts.groups > 1 else None,
+            "moe_router_topk_scaling_factor": shape.experts.scale if shape.experts.scale != 1 else None,
+            "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
+            "moe_shared_expert_gate": shape.experts.shared_gate,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
@@ -165,6 +172,8 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
         mlp.experts = GroupedExperts
+        if experts.choice_bias:
+            mlp.router = BiasedRouter
     attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,

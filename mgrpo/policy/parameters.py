@@ -25,14 +25,19 @@ class ShardedParameters:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
         self.shape, self.layout = shape, layout
-        coordinate = layout.coordinate(rank)
-        self.live: dict[str, torch.nn.Parameter] = {}
-        """Each parameter under its name in the rule table."""
+        coordinate, places = layout.coordinate(rank), local_parameters(shape, layout, rank)
+        self.live: dict[str, torch.Tensor] = {}
+        """Each parameter under its name in the rule table, and each buffer that the table knows: what is never trained."""
         for index, chunk in enumerate(chunks):
             first_layer = layout.chunk_layers(shape.num_layers, coordinate.pipeline, index).start
             for name, parameter in chunk.named_parameters():
                 self.live[global_name(name, first_layer)] = parameter
-        self.places: dict[str, LocalParameter] = local_parameters(shape, layout, rank)
+            self.live |= {
+                own: buffer
+                for name, buffer in chunk.named_buffers()
+                if (own := global_name(name, first_layer)) in places
+            }
+        self.places = places
         """For each parameter what the rule table says it holds."""
         if self.live.keys() != self.places.keys():
             raise AssertionError(f"model and rule table differ in {sorted(self.live.keys() ^ self.places.keys())}")
@@ -41,6 +46,8 @@ class ShardedParameters:
 
         self.model = tuple(self.places)
         """Names of the model's own parameters; `added` are those of adapters."""
+        self.frozen = tuple(name for name in self.model if not isinstance(self.live[name], torch.nn.Parameter))
+        """Those that are never trained."""
         self.added: list[str] = []
 
     def add(self, name: str, parameter: torch.nn.Parameter, place: LocalParameter) -> None:

@@ -140,7 +140,7 @@ class Policy:
         return self.optimizer.shards if self.optimizer else []
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box of an HF tensor of the model that this rank holds, each with its live view.
+        """Every box of an HF tensor of the model that this rank holds, each with its live view; float32 where `is_frozen`.
 
         Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights, made one at a
         time.
@@ -155,6 +155,7 @@ class Policy:
                 place = self.parameters.places[shard.name]
                 if not place.is_copy:
                     yield from shard.boxes(place, shard.main)
+            yield from self.parameters.boxes(self.parameters.frozen)
         elif self.adapters:
             yield from self.adapters.live_boxes()
         else:
@@ -321,7 +322,7 @@ class Policy:
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""
-        if self.optimizer is None or self.layout.sharding < 2:
+        if self.optimizer is None or self.layout.sharding < 2 or name in self.parameters.frozen:
             self.wait_for_weights()
             return self.parameters.live[name].data
         return self.optimizer.parameter(name)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
 from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
@@ -31,6 +32,7 @@ from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
+from mgrpo.sync.wire import shapes_in_units, views_in_units
 
 
 class Cut(Protocol):
@@ -70,7 +72,7 @@ class Sender:
         timeout_s: float,
         share_gpus: bool = False,
     ) -> None:
-        self.live = LiveBoxes(boxes)
+        self.live = LiveBoxes(boxes, dtype)
         self.model, self.lora, self.infer_layout = model, lora, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s, self.share_gpus = bucket_bytes, timeout_s, share_gpus
@@ -218,7 +220,7 @@ class Sender:
 
     def digests(self, engines: Sequence[int]) -> torch.Tensor:
         """`[engines, workers, tensors]` int64: digest of what each worker must have from this rank; the sum over ranks is of all."""
-        shapes = proven_tensors(self.model, self.lora)
+        shapes = proven_tensors(self.model, self.lora, self.dtype.itemsize)
         table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
         for place, engine in enumerate(engines):
             for what in self.proven:
@@ -235,7 +237,10 @@ class Sender:
         Raises:
             RuntimeError: naming engine, worker and tensors that differ.
         """
-        names, sent = list(proven_tensors(self.model, self.lora)), sent_tensors(self.model, self.lora)
+        names, sent = (
+            list(proven_tensors(self.model, self.lora, self.dtype.itemsize)),
+            sent_tensors(self.model, self.lora),
+        )
         for place, engine in enumerate(engines):
             for worker, wanted in enumerate(truth[place].tolist()):
                 key = digest_key(engine, self.generations[engine], worker, version)
@@ -258,7 +263,9 @@ class Receiver:
     """
 
     def __init__(self, targets: Held, *, loaded: Held = (), worker: int, invitation: dict[str, Any]) -> None:
-        self.live, self.loaded = LiveBoxes(targets), [*loaded]
+        targets, loaded = list(targets), list(loaded)
+        dtype = next(view.dtype for box, view in (*targets, *loaded) if not is_frozen(box.name))
+        self.live, self.loaded = LiveBoxes(targets, dtype), list(views_in_units(loaded, dtype))
         self.model, self.lora = ModelShape.from_dict(invitation["model"]), invited_lora(invitation)
         self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
         self.place = (invitation["host"], invitation["port"])
@@ -338,7 +345,8 @@ class Receiver:
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
         received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
-        sums = digests(itertools.chain(received, self.loaded), proven_tensors(self.model, self.lora)).tolist()
+        shapes = proven_tensors(self.model, self.lora, self.live.dtype.itemsize)
+        sums = digests(itertools.chain(received, self.loaded), shapes).tolist()
         self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
 
 
@@ -391,9 +399,9 @@ class Channel:
         self.transport.close()
 
 
-def proven_tensors(model: ModelShape, lora: LoraShape | None) -> dict[str, Shape]:
-    """Name and shape of every tensor that engines must have as learners do."""
-    return hf_tensors(model) | sent_tensors(model, lora)
+def proven_tensors(model: ModelShape, lora: LoraShape | None, itemsize: int) -> dict[str, Shape]:
+    """Name and shape of every tensor that engines must have as learners do, in units of `itemsize` bytes, see `wire`."""
+    return shapes_in_units(hf_tensors(model) | sent_tensors(model, lora), itemsize)
 
 
 def invited_lora(invitation: Mapping[str, Any]) -> LoraShape | None:

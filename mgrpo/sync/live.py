@@ -14,6 +14,7 @@ from typing import Protocol, Self
 import torch
 
 from mgrpo.models.placement.boxes import Box
+from mgrpo.sync.wire import views_in_units
 
 
 class MadeSlice(Protocol):
@@ -38,16 +39,20 @@ View = torch.Tensor | MadeSlice
 class LiveBoxes:
     """Boxes that a process holds, with the live view of each."""
 
-    def __init__(self, boxes: Iterable[tuple[Box, View]]) -> None:
+    def __init__(self, boxes: Iterable[tuple[Box, View]], dtype: torch.dtype) -> None:
+        """
+        Args:
+            dtype: the engines' weight type.
+        """
         self.by_name: dict[str, list[tuple[Box, View]]] = {}
-        for box, view in boxes:
+        for box, view in views_in_units(boxes, dtype):
             self.by_name.setdefault(box.name, []).append((box, view))
         self._lock = threading.Lock()
         self._made: tuple[Callable[[], torch.Tensor], torch.Tensor] | None = None
         # Nothing is made yet: its memory may have been given up. Norms are never made.
         views = (view for held in self.by_name.values() for _, view in held)
         first = next(view for view in views if isinstance(view, torch.Tensor))
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device = dtype, first.device
 
     def find(self, box: Box) -> View | None:
         """The live view of `box`; None where no held box contains it."""

@@ -18,6 +18,7 @@ from mgrpo.models.adapters import (
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, training_boxes
+from mgrpo.sync.wire import boxes_in_units
 
 T = TypeVar("T")
 
@@ -79,7 +80,8 @@ def plan(
     missing = sent_tensors(model, lora).keys() ^ names
     if missing:
         raise AssertionError(f"the engines' boxes do not cover exactly what is sent: {sorted(missing)[:3]}")
-    return reshard(held, workers, itemsize=itemsize)
+    sources, destinations = ([boxes_in_units(boxes, itemsize) for boxes in each] for each in (held, workers))
+    return reshard(sources, destinations, itemsize=itemsize)
 
 
 def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, adapter_tensors, are_apart, lora_a, lora_b
 from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.processes.lifetime import die_with_parent
@@ -299,9 +300,10 @@ def adapter_boxes(model: torch.nn.Module, shape: dict[str, Any], lora: LoraShape
 
 
 def _stand_ins(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """Tensors without data, of the model's dtype."""
-    dtype = next(model.parameters()).dtype
-    return {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+    """Tensors without data, of the model's type, or float32 where they always are."""
+    own = next(parameter.dtype for name, parameter in model.named_parameters() if not is_frozen(name))
+    dtypes = {name: torch.float32 if is_frozen(name) else own for name in shapes}
+    return {name: torch.empty(size, dtype=dtypes[name], device="meta") for name, size in shapes.items()}
 
 
 def _copied(record: _RecordCopies, stand_ins: Mapping[str, torch.Tensor]) -> list[tuple[Box, torch.Tensor]]:

@@ -81,7 +81,7 @@ def test_a_norm_of_whole_projections_needs_no_sequence_parallelism(run_ranks, fo
     check(run(run_ranks, folders, "olmo3", 2, {"tensor": 2}), oracle(folders["olmo3"], SAMPLES, LOSS))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
 def test_gradients_do_not_depend_on_where_experts_are(run_ranks, folders, name):
     """Experts of another rank are named, loaded and reduced apart from the rest of the model."""
     check(run(run_ranks, folders, name, 2, {"expert": 2}), oracle(folders[name], SAMPLES, LOSS))

@@ -8,7 +8,7 @@ import torch
 
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import trained_tensors
 from tests.ranks import cases, float16_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
@@ -55,7 +55,7 @@ def outcome(run, folders):
         key = (model, name, dtype, function)
         if key not in made:
             ranks = run(model, name, function, loss=parity.LOSS, dtype=dtype)
-            made[key] = parity.collect(ranks, hf_tensors(shape_of(read_hf_config(folders[model]))))
+            made[key] = parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
         return made[key]
 
     return of
@@ -76,7 +76,7 @@ def test_every_layout_agrees_with_one_rank_and_with_float32(outcome, model, layo
 def test_a_head_in_fp32_takes_scaled_gradients(outcome, run, folders, layout):
     """Its logits' gradient is in float32, in units of the scale, and is rounded to float16 for the products behind it."""
     ranks = run("qwen2", layout, cases.gradients, loss=parity.LOSS, dtype="float16", fp32_logits=True)
-    own = parity.collect(ranks, hf_tensors(shape_of(read_hf_config(folders["qwen2"]))))
+    own = parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders["qwen2"]))))
     exact = parity.compare(own, outcome("qwen2", parity.parse(layout).reference, "float32"))
     assert exact.logprob < 1e-2 and exact.loss < 1e-3 and exact.gradient < 1e-2, exact
 

@@ -7,7 +7,7 @@ import torch
 
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import trained_tensors
 from tests.ranks import cases
 from tests.tiny_models import save_tiny
 from tools import parity
@@ -57,7 +57,7 @@ def measure(run_ranks, folders):
         case = parity.parse(name)
         arguments = {"layout": case.layout, "samples": parity.SAMPLES, "loss": parity.LOSS, **case.options, **extra}
         ranks = run_ranks(case.ranks, function, model_dir=str(folders[model]), **arguments)
-        return parity.collect(ranks, hf_tensors(shape_of(read_hf_config(folders[model]))))
+        return parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
 
     def difference(model, name, **extra):
         reference = parity.parse(name).reference

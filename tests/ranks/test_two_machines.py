@@ -61,7 +61,7 @@ own, other = rank(), 1 - rank()
 members = SyncMembers(names=["a learner", "an engine"], rank=own, peers={other: 64}, is_worker=own == 1)
 transport = meet(store, members, dtype=torch.float32, device=torch.device("cpu"), host=place[0][0], timeout_s=30)
 box, value = Box("weight", (0,), (1,)), torch.tensor([42.0 * (1 - own)])
-message = WeightMessage(LiveBoxes([(box, value)]), [box])
+message = WeightMessage(LiveBoxes([(box, value)], value.dtype), [box])
 (transport.send if own == 0 else transport.recv)({other: message}, lost=lambda peers, err: err).settle()
 over = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 print(f"rank {rank()} at {host} over {over}: {total.item():g}, {value.item():g}\\n", end="", flush=True)

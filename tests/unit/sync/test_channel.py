@@ -164,10 +164,13 @@ def test_weights_that_are_made_when_they_are_sent(transport):
     held = [(box, view(tensors, box)) for box in training_boxes(model, train)[0]]
     makers = {name: partial(make, tensor) for name, tensor in tensors.items() if "proj" in name}
     sender.live = LiveBoxes(
-        (box, Made(makers[box.name], box.within(Box(box.name, (0, 0), hf_tensors(model)[box.name]))))
-        if box.name in makers
-        else (box, values)
-        for box, values in held
+        (
+            (box, Made(makers[box.name], box.within(Box(box.name, (0, 0), hf_tensors(model)[box.name]))))
+            if box.name in makers
+            else (box, values)
+            for box, values in held
+        ),
+        torch.float32,
     )
 
     def receive(worker: int) -> Any:

@@ -73,7 +73,7 @@ def join(device: torch.device, timeout_s: float) -> tuple[ProcessGroup, list[Any
 
 def message(values: torch.Tensor) -> WeightMessage:
     box = Box("weight", (0,), (values.numel(),))
-    return WeightMessage(LiveBoxes([(box, values)]), [box])
+    return WeightMessage(LiveBoxes([(box, values)], values.dtype), [box])
 
 
 @pytest.mark.parametrize("device_type", DEVICES)

@@ -40,7 +40,7 @@ def test_a_weight_is_made_once_for_its_slices_and_anew_after_an_update():
         boxes += [
             (Box(f"{name}.{part}", (0,), (3,)), Slice(whole, (slice(3 * part, 3 * part + 3),))) for part in (0, 1)
         ]
-    live = LiveBoxes(boxes)
+    live = LiveBoxes(boxes, torch.float32)
     sent = [Box("second.0", (1,), (2,)), Box("second.1", (0,), (1,))]
     message, other = (
         WeightMessage(live, sent),

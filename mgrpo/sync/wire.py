@@ -1,0 +1,49 @@
+"""Tensors of the model as a sync carries them: all in units of the engines' weight type.
+
+What is float32 whatever the model's type is (`is_frozen`) goes over the wire with all its bits, each number as two of the
+engines' units where those have half its size: its boxes are counted in units, and its views are of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.placement.mlp_rows import is_frozen
+
+FLOAT32_BYTES = 4
+V = TypeVar("V")
+
+
+def in_units(shape: Shape, name: str, itemsize: int) -> Shape:
+    """A shape or a first index of the HF tensor `name`, counted in units of `itemsize` bytes where it is float32."""
+    return (*shape[:-1], shape[-1] * (FLOAT32_BYTES // itemsize)) if is_frozen(name) else shape
+
+
+def boxes_in_units(boxes: Iterable[Box], itemsize: int) -> list[Box]:
+    """The boxes as the plan counts them."""
+    return [_in_units(box, itemsize) for box in boxes]
+
+
+def shapes_in_units(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, Shape]:
+    """The tensors as the plan counts them."""
+    return {name: in_units(shape, name, itemsize) for name, shape in shapes.items()}
+
+
+def views_in_units(held: Iterable[tuple[Box, V]], dtype: torch.dtype) -> Iterator[tuple[Box, V | torch.Tensor]]:
+    """Boxes with their views as the plan counts them, in the engines' weight type `dtype`."""
+    for box, view in held:
+        if is_frozen(box.name):
+            assert isinstance(view, torch.Tensor) and view.dtype is torch.float32, (box, view)
+            yield _in_units(box, dtype.itemsize), view.view(dtype)
+        else:
+            yield box, view
+
+
+def _in_units(box: Box, itemsize: int) -> Box:
+    if not is_frozen(box.name):
+        return box
+    return Box(box.name, in_units(box.start, box.name, itemsize), in_units(box.shape, box.name, itemsize))
