@@ -42,8 +42,8 @@ def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:
-    """Numbers of heads by their names in config.json."""
-    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads")
+    """Numbers of heads by their names in config.json; a key head of a delta net comes with its value heads."""
+    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads", "linear_num_key_heads")
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return sizes

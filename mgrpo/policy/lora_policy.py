@@ -21,7 +21,7 @@ from mgrpo.parallel.lora import LoraAdapter
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.weights import Read
 
-_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True, slots=True)
