@@ -20,22 +20,22 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
 EXPERT = re.compile(r"\.experts\.(\d+\.)?\w+")
 PUBLISHED = {
-    "qwen2.5-7b": (7.61e9, 7.61e9),
-    "qwen3-235b-a22b": (235e9, 22e9),
-    # Tables 1 to 3 of arXiv:2508.06471, 2412.19437 and 2502.16982.
-    "glm-4.5": (355e9, 32e9),
+    "qwen3-235b-a22b": (235e9, 22e9),  # arXiv:2505.09388
+    "glm-4.5": (355e9, 32e9),  # 2508.06471
     "glm-4.5-air": (106e9, 12e9),
-    "deepseek-v3": (671e9, 37e9),
-    "moonlight-16b-a3b": (15.96e9, 2.8e9),
-    "kimi-k2": (1026e9, 32e9),  # 2507.20534, table 2
-    "qwen3-next-80b-a3b": (80e9, 3.5e9),
+    "deepseek-v3": (671e9, 37e9),  # 2412.19437
+    "moonlight-16b-a3b": (15.96e9, 2.24e9),  # 2502.16982
+    "kimi-k2": (1.026e12, 32e9),  # 2507.20534
+    # The model card, 2508.10925, counts the LM head.
+    "gpt-oss-20b": (20.91e9, 3.61e9 - 201_088 * 2880),
+    "gpt-oss-120b": (116.83e9, 5.13e9 - 201_088 * 2880),
+    # By their names.
+    "qwen3-next-80b-a3b": (80e9, 3e9),
     "qwen3.5-35b-a3b": (35e9, 3e9),
+    "qwen3.5-122b-a10b": (122e9, 10e9),
     "qwen3.5-397b-a17b": (397e9, 17e9),
-    # The model card, arXiv:2508.10925, table 1, which does not count the embedding as active.
-    "gpt-oss-20b": (20.91e9, 3.61e9 + 201_088 * 2880),
-    "gpt-oss-120b": (116.83e9, 5.13e9 + 201_088 * 2880),
 }
-"""All weights, and those that a token meets, of which makers give two or three digits."""
+"""All weights, and those of the layers that a token meets, which makers give in two or three digits."""
 
 
 def of_transformers(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -60,15 +60,14 @@ def test_a_published_model_has_as_many_weights_as_in_transformers(name: str) -> 
     """
     hf = shipped_configs()[name]
     ours, theirs = hf_tensors(shape_of(hf)), of_transformers(hf)
-    assert {key: shape for key, shape in without_experts(ours).items()} == without_experts(theirs)
+    assert without_experts(ours) == without_experts(theirs)
     assert sum(map(math.prod, ours.values())) == sum(map(math.prod, theirs.values()))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_the_weights_of_its_name(name: str) -> None:
-    """Shared experts, first layers without experts, or a router's share counted wrong are a few per cent of the active weights."""
+    """A plan counts operations by active weights: a shared expert or the first layers counted wrong would be a tenth of them."""
     shape = shape_of(shipped_configs()[name])
     weights, active = PUBLISHED[name]
-    ends = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     assert num_weights(shape) == pytest.approx(weights, rel=0.01)
-    assert sum(active_weights(shape)) + ends == pytest.approx(active, rel=0.01 if active % 1e9 else 0.08)
+    assert sum(active_weights(shape)) == pytest.approx(active, rel=0.06)
