@@ -17,9 +17,20 @@ CHUNK = 64
 
 
 def register_delta_core() -> None:
-    """vLLM's `register_cpu_gdn_attention_ops`, which every such layer calls when it is made."""
+    """vLLM's `register_cpu_gdn_attention_ops`, which every such layer calls when it is made.
+
+    Raises:
+        ValueError: the engine is to keep states of earlier tokens, for the prefixes of other requests or for drafts.
+    """
+    from vllm.config import get_current_vllm_config
     from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
+    config = get_current_vllm_config()
+    if config.cache_config.enable_prefix_caching or config.speculative_config is not None:
+        raise ValueError(
+            "on a CPU a model with gated delta nets is served without a cache of prefixes and without speculative decoding, for which "
+            "it would have to keep earlier states; start the engine with --no-enable-prefix-caching and without --speculative-config"
+        )
     if not hasattr(torch.ops.vllm, OP):
         delta_core.__annotations__["layer_name"] = LayerNameType
         direct_register_custom_op(op_name=OP, op_func=delta_core, mutates_args=["core_attn_out"])
@@ -48,13 +59,11 @@ def delta_core(
     if not is_conv_state_dim_first():
         inputs = inputs.transpose(1, 2)
     weight = layer.conv1d.weight
-    if inputs.shape[2] != weight.shape[2] - 1:
-        raise NotImplementedError("drafts of tokens for a model with gated delta nets on a CPU")
     log_decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
     strength = b.float().sigmoid()
     starts, slots = batch.non_spec_query_start_loc.tolist(), batch.non_spec_state_indices_tensor.long()
 
-    def parts(start: int, stop: int, slots: torch.Tensor) -> list[torch.Tensor]:
+    def parts(start: int, stop: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values `[tokens, value heads, dim]` of sequences of the same length."""
         new = mixed_qkv[start:stop].unflatten(0, (len(slots), -1)).mT
         read = torch.cat((inputs[slots].to(new.dtype), new), dim=2)
@@ -63,7 +72,7 @@ def delta_core(
         query, key, value = (part[0].float() for part in layer.rearrange_mixed_qkv(mixed.mT.flatten(0, 1)))
         shared = value.shape[1] // key.shape[1]
         query, key = (_normalised(part).repeat_interleave(shared, dim=1) for part in (query, key))
-        return [query * query.shape[-1] ** -0.5, key, value]
+        return query * query.shape[-1] ** -0.5, key, value
 
     if count := batch.num_decodes:
         mine = slots[:count]
