@@ -58,6 +58,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 0.9, "beta_slow": 0.1},
+        },
+    ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.0}),
     "gemma3_text": (
         "Gemma3",
@@ -115,6 +125,8 @@ def save_tiny(
             parameter.normal_(std=0.1)
             if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
                 parameter.add_(1.0)
+            if parameter_name.endswith("experts.gate_up_proj"):  # so that some are clamped
+                parameter.mul_(8.0)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

@@ -36,6 +36,8 @@ class Family:
     """RoPE of layers with a window, where config.json has one record for all layers; None: the same."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """Key and value in config.json; the engines support no other value."""
+    default_rope: HfConfig | None = None
+    """Transformers' RoPE where config.json has no record; None: unscaled."""
     rotates_part: bool = False
     """Whether transformers reads `partial_rotary_factor` in this family."""
     biased_attention: Literal["refused", "qkv", "all"] = "refused"
@@ -98,6 +100,7 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "qkv_bias": bool(hf["attention_bias"]),
         "qk_norm": "head" if hf["use_qk_norm"] else None,
         "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
+        "draft_layers": hf["num_nextn_predict_layers"],
     }
 
 
@@ -110,6 +113,19 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
         names="block_sparse_moe",
     )
     return {"experts": experts}
+
+
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    experts = Experts(
+        count=hf.get("num_experts") or hf["num_local_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["intermediate_size"],
+        normalised=True,
+        names="gpt_oss",
+        biases=True,
+        clamp=float(hf["swiglu_limit"]),
+    )
+    return {"qkv_bias": True, "out_bias": True, "sinks": True, "experts": experts}
 
 
 def _olmo(hf: HfConfig) -> dict[str, Any]:
@@ -149,9 +165,24 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {
     "num_key_value_heads": 4,
@@ -202,6 +233,7 @@ FAMILIES = {
         },
         activation=GELU,
     ),
+    "gpt_oss": Family(_gpt_oss, partial(_every, 2), GPT_OSS, biased_attention="all", default_rope=GPT_OSS_ROPE),
     "gemma3_text": Family(
         _gemma3,
         lambda hf: _every(hf.get("sliding_window_pattern", 6), hf),
@@ -210,6 +242,11 @@ FAMILIES = {
         activation=GELU,
     ),
 }
+MXFP4_COPY = (
+    "MXFP4 weights are not trained; write a bfloat16 copy with transformers, AutoModelForCausalLM.from_pretrained(NAME, "
+    "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and give that folder"
+)
+VLLM_CLAMP = (7.0, 1.702)
 NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
 
 
@@ -265,6 +302,8 @@ def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str,
     is_listed = layer_type in (hf.get("rope_parameters") or {})
     if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
         return dict(family.windowed_rope(hf))
+    if family.default_rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        return rope_parameters({**hf, "rope_parameters": family.default_rope})
     return rope_parameters(hf, layer_type)
 
 
@@ -282,15 +321,24 @@ def _problems(
         yield "mlp_bias=true"
     if hf.get("attention_bias") and family.biased_attention == "refused":
         yield "attention_bias=true (its output projection has a bias)"
+    if family.biased_attention == "all" and not hf.get("attention_bias"):
+        yield "attention_bias=false (vLLM's attention always has biases in this family)"
     if hf.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention=true"
     if hf.get("attn_logit_softcapping") and "attention_softcap" not in fields:
         yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
-    if hf.get("quantization_config"):
-        yield "quantization_config (export the weights unquantised)"
+    if quantization := hf.get("quantization_config"):
+        is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+        yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
     experts = fields.get("experts")
     if experts:
         yield from _router_problems(experts)
+    if experts and experts.clamp and (experts.clamp, hf["swiglu_alpha"]) != VLLM_CLAMP:
+        limit, alpha = VLLM_CLAMP
+        yield (
+            f"swiglu_limit={experts.clamp:g}, swiglu_alpha={hf['swiglu_alpha']} (vLLM computes with {limit:g} and {alpha} whatever "
+            "config.json says)"
+        )
     if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
         yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
     unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})

@@ -124,6 +124,8 @@ class ModelShape:
     """Each head has a learned logit to which nothing belongs: what it takes of the softmax is attention to nothing."""
     out_bias: bool = False
     """The output projection of attention has a bias."""
+    draft_layers: int = 0
+    """Layers behind the last that guess further tokens (arXiv:2412.19437, section 2.2): not built, and left out of what is written."""
     prefix: str = "model."
     """Before the names of all tensors of the checkpoint but the LM head's."""
 

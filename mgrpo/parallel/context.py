@@ -33,7 +33,7 @@ class GatheredAttention(PackedAttention):
         group = parallel_state.get_context_parallel_group()
         gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
         key, value = gathered.index_select(0, gathered_rows).unbind(1)
-        return self.attend(query, key, value, pack, pack.local_queries)
+        return self.attend(query, key, value, pack, pack.local_queries, self.sinks)
 
 
 class UlyssesAttention(PackedAttention):
@@ -54,7 +54,8 @@ class UlyssesAttention(PackedAttention):
             heads_by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
             return all_to_all(group, heads_by_rank).index_select(0, gathered_rows)
 
-        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries)
+        sinks = None if self.sinks is None else self.sinks.view(size, -1)[group.rank()]
+        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries, sinks)
         tokens_by_rank = out.index_select(0, gathered_rows.argsort())
         heads_by_rank = all_to_all(group, tokens_by_rank.contiguous()).unflatten(0, (size, -1))
         return heads_by_rank.transpose(0, 1).flatten(1, 2)

@@ -22,6 +22,7 @@ from mgrpo.layout import Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
+from mgrpo.parallel.clamped_experts import ClampedExperts
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
@@ -35,7 +36,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
     uses_te = uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda())
-    return TransformerConfig(
+    config = TransformerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
         **_recompute_settings(settings or Parallel()),
@@ -53,6 +54,10 @@ def transformer_config(
         enable_autocast=False,
         perform_initialization=False,
     )
+    # Of all linear layers and routers. The constructor excludes it beside expert tensor ranks, where Megatron's experts add
+    # their bias on each; ours do not.
+    config.add_bias_linear = shape.out_bias
+    return config
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
@@ -172,6 +177,8 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
         mlp.experts = GroupedExperts
+        if experts.clamp is not None:
+            mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
     attention = modules.self_attention.submodules
@@ -180,6 +187,7 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         scale=shape.attention_scale,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,
+        sinks=shape.heads // config.tensor_model_parallel_size if shape.sinks else 0,
     )
     if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = RMSNorm

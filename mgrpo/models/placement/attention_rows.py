@@ -19,6 +19,10 @@ def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape
         if model.qk_norm and name != "v":
             tensors[at + f"self_attn.{name}_norm.weight"] = (count if model.qk_norm == "whole" else model.head_dim,)
     tensors[at + "self_attn.o_proj.weight"] = (model.hidden, query)
+    if model.out_bias:
+        tensors[at + "self_attn.o_proj.bias"] = (model.hidden,)
+    if model.sinks:
+        tensors[at + "self_attn.sinks"] = (model.heads,)
     return tensors
 
 
@@ -34,6 +38,10 @@ def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
     }
     if model.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = qkv("bias")
+    if model.out_bias:
+        rules["self_attention.linear_proj.bias"] = Replicated(at + "self_attn.o_proj.bias")
+    if model.sinks:
+        rules["self_attention.core_attention.sinks"] = Split(at + "self_attn.sinks")
     if model.qk_norm:
         rule = Split if model.qk_norm == "whole" else Replicated
         rules["self_attention.q_layernorm.weight"] = rule(at + "self_attn.q_norm.weight")

@@ -149,6 +149,25 @@ HUB: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "max_position_embeddings": 32768,
     },
+    "glm 4.5 air": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
     "gemma 3 with linear RoPE": {
         "model_type": "gemma3_text",
         "head_dim": 32,
@@ -173,7 +192,12 @@ def test_defaults_are_those_of_transformers(family):
     """A key that config.json leaves out has the family's value, not a Llama's."""
     import transformers
 
-    experts = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
+    sigmoid = {"n_routed_experts": 4, "moe_intermediate_size": 24}
+    experts = {
+        "glm4_moe": sigmoid,
+        "mixtral": {"num_local_experts": 4},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
+    }
     config = {"model_type": family} | SMALL | experts.get(family, {})
     del config["num_key_value_heads"]
     written = transformers.AutoConfig.for_model(**config).to_dict()
