@@ -33,7 +33,7 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.hf_files.checksums import sha256_of
 from mgrpo.models.hf_files.weight_files import MEGATRON
-from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.placement.boxes import Box, LocalParameter, Piece
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, parameter_rows
@@ -78,11 +78,11 @@ def _smallest(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place in a stored parameter where a box of an HF tensor begins."""
+    """The place in a stored parameter where a box of an HF tensor lies."""
 
     stem: str
     name: str
-    local: Shape
+    piece: Piece
 
 
 def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Box, _Place]:
@@ -91,7 +91,7 @@ def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Bo
     for own, parameters in stored.items():
         for name, parameter in parameters.items():
             for piece in parameter.pieces:
-                places.setdefault(piece.box, _Place(own, name, piece.local))
+                places.setdefault(piece.box, _Place(own, name, piece))
     return places
 
 
@@ -237,9 +237,8 @@ class MegatronFolder:
         for held, place in self._places[box.name].items():
             common = box.intersect(held)
             if common is not None:
-                starts = [c - b + a for c, b, a in zip(common.start, held.start, place.local, strict=True)]
-                region = tuple(slice(a, a + n) for a, n in zip(starts, common.shape, strict=True))
-                out[common.within(box)].copy_(self._mapped.read(self._path(place.stem, place.name), place.name, region))
+                path, region = self._path(place.stem, place.name), place.piece.within(common)
+                out[common.within(box)].copy_(self._mapped.read(path, place.name, region).view(common.shape))
         return out
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -247,7 +246,8 @@ class MegatronFolder:
         for own, parameters in self._parameters.items():
             for name, parameter in parameters.items():
                 for piece in parameter.pieces:
-                    yield piece.box, self._mapped.read(self._path(own, name), name, piece.region)
+                    values = self._mapped.read(self._path(own, name), name, piece.region)
+                    yield piece.box, values.view(piece.box.shape)
 
     def check_sums(self) -> None:
         """Compare every file with its checksum; ValueError when one has changed since it was written."""

@@ -12,8 +12,9 @@ from dataclasses import replace
 from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
 from mgrpo.models.placement.attention_rows import attention_rules, attention_tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.placement.delta_rows import query_key_value
 from mgrpo.models.placement.layout_rules import Replicated, Rule, Split
-from mgrpo.models.placement.mlp_rows import expert_rules, is_frozen, mlp_rules, mlp_tensors
+from mgrpo.models.placement.mlp_rows import FUSED_EXPERTS, expert_rules, is_frozen, mlp_rules, mlp_tensors
 from mgrpo.models.shape import ModelShape
 
 NORMS = {
@@ -52,6 +53,12 @@ def hf_tensors(model: ModelShape) -> dict[str, Shape]:
 def trained_tensors(model: ModelShape) -> dict[str, Shape]:
     """Those of them that training changes."""
     return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
+
+
+def is_left_out(name: str, model: ModelShape) -> bool:
+    """Whether a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
+    behind = (f"{model.prefix}layers.{model.num_layers + number}." for number in range(model.draft_layers))
+    return name.startswith((*behind, "mtp.")) if model.draft_layers else False
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
@@ -112,9 +119,9 @@ def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies up to a multiple of this."""
-ROW_PARALLEL = frozenset(("o_proj", "down_proj", "w2"))
+ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
-WHOLE = frozenset(("gate", "shared_expert_gate"))
+WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
 EXPERTS = ".experts."
 """In the names of all tensors of experts, and in no other."""
@@ -124,14 +131,15 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
     boxes: list[list[Box]] = []
-    for worker in range(layout.tensor):
+    for worker in range(layout.workers):
+        tensor = worker % layout.tensor
         own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None
         held: list[Box] = []
         for name, shape in tensors.items():
             if own is not None and EXPERTS in name:
                 held += _whole_experts(name, shape, own)
             else:
-                held += (piece.box for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces)
+                held += (piece.box for piece in _engine_parameter(name, tensors, model, tensor, layout.tensor).pieces)
         boxes.append(held)
     return boxes
 
@@ -147,12 +155,19 @@ def _whole_experts(name: str, shape: Shape, own: range) -> list[Box]:
 def _engine_parameter(
     name: str, tensors: dict[str, Shape], model: ModelShape, worker: int, workers: int
 ) -> LocalParameter:
-    kind = name.split(".")[-2]
-    if "norm" in kind or kind in WHOLE:
+    *_, kind, last = name.split(".")
+    if kind == "experts":
+        if (dim := FUSED_EXPERTS[last]) is not None:
+            return Split(name, dim).place(tensors, worker, workers)
+        # The other workers have zeros there.
+        return Replicated(name).place(tensors, worker, workers) if worker == 0 else LocalParameter(tensors[name], ())
+    if "norm" in kind or kind in WHOLE or (kind in ROW_PARALLEL and last == "bias"):
         return Replicated(name).place(tensors, worker, workers)
     if kind in ("embed_tokens", "lm_head"):
         return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)
     if kind in ("k_proj", "v_proj") and model.kv_heads < workers:
         # With fewer key-value heads than workers, neighbours hold copies of one head.
         return Split(name).place(tensors, worker * model.kv_heads // workers, model.kv_heads)
+    if kind in ("in_proj_qkv", "conv1d") and model.delta:
+        return query_key_value(model.delta, name).place(tensors, worker, workers)
     return Split(name, dim=1 if kind in ROW_PARALLEL else 0).place(tensors, worker, workers)

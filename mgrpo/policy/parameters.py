@@ -60,7 +60,7 @@ class ShardedParameters:
         """Every box that these parameters hold on this rank, each with its live view."""
         for name in names:
             for piece in self.places[name].pieces:
-                yield piece.box, self.live[name].data[piece.region]
+                yield piece.box, piece.view(self.live[name].data)
 
     @torch.no_grad()
     def load(self, names: Iterable[str], read: Read) -> None:
@@ -70,7 +70,7 @@ class ShardedParameters:
             if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
                 self.live[name].data.zero_()
             for piece in place.pieces:
-                self.live[name].data[piece.region].copy_(read(piece.box))
+                piece.view(self.live[name].data).copy_(read(piece.box))
 
 
 def global_name(name: str, first_layer: int) -> str:
@@ -90,14 +90,14 @@ def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.Pro
     # The names of adapters do not depend on their rank.
     names = [*hf_tensors(shape), *adapter_tensors(shape, LoraShape(rank=1, alpha=1))]
     index_of_name = {name: index for index, name in enumerate(names)}
-    # Rank, kind, tensor, then start and shape, each of one or two dimensions; -1 fills up.
-    rows = np.full((len(boxes), 7), -1, dtype=np.int64)
+    # Rank, kind, tensor, then start and shape, each of up to three dimensions; -1 fills up.
+    rows = np.full((len(boxes), 9), -1, dtype=np.int64)
     for row, (kind, box) in zip(rows, boxes, strict=True):
         row[:3] = group.rank(), kind, index_of_name[box.name]
         row[3 : 3 + len(box.start)] = box.start
-        row[5 : 5 + len(box.shape)] = box.shape
+        row[6 : 6 + len(box.shape)] = box.shape
     by_rank: list[list[KindAndBox]] = [[] for _ in range(group.size())]
-    for rank, kind, name, *extent in gather_values(torch.from_numpy(rows).view(-1), group).view(-1, 7).tolist():
-        start, size = (tuple(n for n in dims if n >= 0) for dims in (extent[:2], extent[2:]))
+    for rank, kind, name, *extent in gather_values(torch.from_numpy(rows).view(-1), group).view(-1, 9).tolist():
+        start, size = (tuple(n for n in dims if n >= 0) for dims in (extent[:3], extent[3:]))
         by_rank[rank].append((kind, Box(names[name], start, size)))
     return by_rank

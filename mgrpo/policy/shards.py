@@ -82,7 +82,7 @@ class Shard:
         """`values [n]` of this run as boxes of HF tensors, each with its view; `parameter` is the table's entry."""
         for piece in parameter.run(self.start, self.start + len(values)):
             rows = values[piece.start : piece.start + math.prod(piece.shape)]
-            yield piece.box, rows.view(piece.shape)[piece.region]
+            yield piece.box, rows.view(piece.shape)[piece.region].view(piece.box.shape)
 
 
 def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -35,14 +35,14 @@ class UntrainedPolicy(Policy):
         for name, place in self.parameters.places.items():
             master = self._masters[name] = torch.zeros(place.shape, device=backend.device())
             for piece in place.pieces:
-                master[piece.region] = read(piece.box).to(master)
+                piece.view(master).copy_(read(piece.box))
 
     def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of the float32 copies, except a tied head's copy of the embedding."""
         for name, place in self.parameters.places.items():
             if not place.is_copy:
                 for piece in place.pieces:
-                    yield piece.box, self._masters[name][piece.region]
+                    yield piece.box, piece.view(self._masters[name])
 
     @torch.no_grad()
     def move_towards(self, other: Policy, alpha: float) -> None:

@@ -20,12 +20,11 @@ def parameter_rows(parameter: LocalParameter, rows: Box, dtype: torch.dtype, rea
     """Whole rows of a parameter, put together from HF tensors of the same type; what no piece covers is 0."""
     values = torch.zeros(rows.shape, dtype=dtype)
     for piece in parameter.pieces:
-        common = rows.intersect(Box(rows.name, piece.local, piece.box.shape))
+        common = rows.intersect(piece.place)
         if common is not None:
-            start = tuple(a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True))
-            part = read(Box(piece.box.name, start, common.shape))
+            part = read(piece.part(common))
             assert part.dtype == dtype, (piece.box, part.dtype, dtype)
-            values[common.within(rows)].copy_(part)
+            values[common.within(rows)].view_as(part).copy_(part)
     return values
 
 

@@ -6,7 +6,8 @@ the element's position in the whole Hugging Face tensor). It is additive over an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -34,15 +35,27 @@ def digests(held: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, Shape
 
 def digest(box: Box, values: torch.Tensor, tensor_shape: Shape) -> torch.Tensor:
     """Digest of `values`, which are the slice `box` of a tensor of `tensor_shape`: int64, on the device of `values`."""
-    width = tensor_shape[1] if len(tensor_shape) == 2 else 1
-    rows = values.reshape(box.shape[0], -1)
-    column = (box.start[1] if len(box.start) == 2 else 0) + torch.arange(rows.shape[1], device=values.device)
-    step = max(_CHUNK // max(rows.shape[1], 1), 1)
+    strides = [math.prod(tensor_shape[dim + 1 :]) for dim in range(len(tensor_shape))]
+    offset = sum(first * stride for first, stride in zip(box.start, strides, strict=True))
+    return _sum(values, strides, offset)
+
+
+def _sum(values: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
+    """The sum over elements at `offset + index * strides`, counted in the whole tensor; copies of `values` stay small."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for first in range(0, rows.shape[0], step):
-        part = rows[first : first + step].contiguous()
-        row = box.start[0] + first + torch.arange(part.shape[0], device=values.device)
-        mixed = (row[:, None] * width + column) * _GOLDEN
+    rows, width = values.shape[0], math.prod(values.shape[1:])
+    if values.dim() > 1 and width > _CHUNK:
+        for row in range(rows):
+            total += _sum(values[row], strides[1:], offset + row * strides[0])
+        return total
+    places = torch.full((), offset, dtype=torch.int64, device=values.device)
+    for length, stride in zip(values.shape[1:], strides[1:], strict=True):
+        places = places[..., None] + torch.arange(length, device=values.device) * stride
+    step = max(_CHUNK // max(width, 1), 1)
+    for first in range(0, rows, step):
+        part = values[first : first + step].contiguous()
+        row = torch.arange(first, first + part.shape[0], device=values.device) * strides[0]
+        mixed = (row.view(-1, *[1] * places.dim()) + places) * _GOLDEN
         odd = (mixed ^ (mixed >> 29)) | 1
         total += (part.view(_BITS[part.element_size()]).long() * odd).sum()
     return total

@@ -179,11 +179,15 @@ def buckets(boxes: Iterable[Box], *, itemsize: int, bucket_bytes: int) -> list[l
 
 
 def _rows(box: Box, limit: int) -> Iterable[Box]:
+    """Parts of the box of at most `limit` elements, or of one row."""
     if box.size <= limit:
         yield box
         return
-    width = box.size // box.shape[0]
-    step = max(limit // width, 1)
-    for row in range(0, box.shape[0], step):
-        count = min(step, box.shape[0] - row)
-        yield Box(box.name, (box.start[0] + row, *box.start[1:]), (count, *box.shape[1:]))
+    dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
+    length = box.shape[dim]
+    step = max(limit * length // box.size, 1)
+    for row in range(0, length, step):
+        start, shape = list(box.start), list(box.shape)
+        start[dim] += row
+        shape[dim] = min(step, length - row)
+        yield Box(box.name, tuple(start), tuple(shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 Shape = tuple[int, ...]
 
@@ -37,22 +38,64 @@ class Box:
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
 
 
+class _Viewed(Protocol):
+    """A tensor, which this module does not import."""
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> Self: ...
+
+    def view(self, shape: Shape, /) -> Self: ...
+
+
+Tensor = TypeVar("Tensor", bound=_Viewed)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box and the place in the local parameter where it lies (`local` starts a region of the box's shape)."""
+    """A box and the place in the local parameter where it lies.
+
+    The parameter may lack dimensions of the HF tensor; those of the box are then of length 1.
+    """
 
     box: Box
     local: Shape
+    """Where the region of the parameter begins."""
+    dims: tuple[int, ...] | None = None
+    """For each dimension of the parameter the box's, ascending; None: they are the same."""
+
+    @property
+    def place(self) -> Box:
+        """The region as a slice of the parameter, which has no name here."""
+        shape = self.box.shape
+        return Box("", self.local, shape if self.dims is None else tuple(shape[dim] for dim in self.dims))
 
     @property
     def region(self) -> tuple[slice, ...]:
         """Index of the piece in the local parameter."""
-        return tuple(slice(a, a + n) for a, n in zip(self.local, self.box.shape, strict=True))
+        return self.within(self.box)
+
+    def within(self, part: Box) -> tuple[slice, ...]:
+        """Index in the local parameter of a part of the box."""
+        dims = self.dims or range(len(part.shape))
+        starts = (own + part.start[dim] - self.box.start[dim] for dim, own in zip(dims, self.local, strict=True))
+        return tuple(slice(a, a + part.shape[dim]) for dim, a in zip(dims, starts, strict=True))
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The region of a tensor of the parameter's shape, as a view of the box's shape."""
+        return parameter[self.region].view(self.box.shape)
+
+    def part(self, region: Box) -> Box:
+        """The box of a part of the region."""
+        start, shape = list(self.box.start), list(self.box.shape)
+        dims = self.dims or range(len(start))
+        for dim, first, own, length in zip(dims, region.start, self.local, region.shape, strict=True):
+            start[dim] += first - own
+            shape[dim] = length
+        return Box(self.box.name, tuple(start), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """A box inside a run of a parameter's elements: `run[start : start + size].view(shape)[region]`."""
+    """A box inside a run of a parameter's elements: `run[start : start + size].view(shape)[region].view(box.shape)`."""
 
     box: Box
     start: int
@@ -62,7 +105,7 @@ class FlatPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """One Megatron parameter on one rank. Rows that no piece covers are vocabulary padding."""
+    """One Megatron parameter on one rank, of one or two dimensions. Rows that no piece covers are vocabulary padding."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -87,10 +130,6 @@ class LocalParameter:
             corner = (begin // width, begin % width)[: len(self.shape)]
             part = Box("", corner, (rows, (end - begin) // rows)[: len(self.shape)])
             for piece in self.pieces:
-                common = part.intersect(Box("", piece.local, piece.box.shape))
+                common = part.intersect(piece.place)
                 if common is not None:
-                    box_start = tuple(
-                        a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True)
-                    )
-                    box = Box(piece.box.name, box_start, common.shape)
-                    yield FlatPiece(box, begin - start, part.shape, common.within(part))
+                    yield FlatPiece(piece.part(common), begin - start, part.shape, common.within(part))

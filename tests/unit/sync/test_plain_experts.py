@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mgrpo.layout import InferLayout
-from mgrpo.sync.vllm_plugin import check_experts, plain_apply
+from mgrpo.sync.vllm_plugin.live_weights import check_experts
+from mgrpo.sync.vllm_plugin.rebound import plain_apply
 
 Kernel = enum.Enum("Kernel", ["TRITON", "FLASHINFER_TRTLLM"])
 """Of vLLM's `UnquantizedMoeBackend`."""
