@@ -39,6 +39,7 @@ def main(rank: int, port: int, tensor: int, data: int, expert_parallel: bool, fo
             skip_tokenizer_init=True,
             max_model_len=64,
             enforce_eager=True,
+            enable_prefix_caching=False,
             tensor_parallel_size=tensor,
             enable_expert_parallel=expert_parallel,
             distributed_executor_backend="mp",
