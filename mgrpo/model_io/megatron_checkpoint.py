@@ -279,6 +279,16 @@ def _arguments(shape: ModelShape) -> dict[str, Any]:
         "no_save_optim": True,
         "no_save_rng": True,
     }
+    if latent := shape.latent:
+        arguments |= {
+            "multi_latent_attention": True,
+            "group_query_attention": False,
+            "q_lora_rank": latent.q_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.nope_dim,
+            "qk_pos_emb_head_dim": latent.rope_dim,
+            "v_head_dim": latent.v_dim,
+        }
     if shape.experts:
         arguments |= {
             "num_experts": shape.experts.count,

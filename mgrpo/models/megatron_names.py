@@ -72,8 +72,9 @@ class Slab:
         module = self.tensor.rpartition(".")[0]
         own = f"/shard_{_joined(self.at or (0,))}_{_joined(self.of or (1,))}"
         yield f"{module}._extra_state{own}"
-        if module.endswith("self_attention.linear_qkv"):
-            yield f"{module.removesuffix('linear_qkv')}core_attention._extra_state{own}"
+        attention, _, layer = module.rpartition(".")
+        if layer in ("linear_qkv", "linear_kv_up_proj"):
+            yield f"{attention}.core_attention._extra_state{own}"
 
 
 def stored_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab]]:

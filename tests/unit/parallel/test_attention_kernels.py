@@ -66,6 +66,7 @@ def one_sequence_after_another(
 ) -> torch.Tensor:
     """varlen_attn by its documentation: the last query of a sequence is aligned with its last key."""
     parts = []
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
     assert longest_q == cu_seqlens_q.diff().max() and longest_kv == cu_seqlens_kv.diff().max()
     for q, k in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_kv), strict=True):
@@ -125,6 +126,22 @@ def test_variable_length_attention_equals_the_padded_call(device: str, kv_heads:
         lambda q, k, v: core._padded(q, k, v, pack, pack.all_queries),
         operands(sum(LENGTHS), kv_heads, device),
         has_backward=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_shared", [False, True], ids=["plain", "branches"])
+def test_values_may_have_fewer_dimensions_than_keys(device: str, is_shared: bool) -> None:
+    """Latent attention: the kernels of variable-length attention take one number for queries, keys and values."""
+    core, pack = attention(), described(BRANCHED if is_shared else [[length] for length in LENGTHS])
+    query, key, value = operands(sum(map(sum, BRANCHED)) if is_shared else sum(LENGTHS), HEADS, device)
+    compare(
+        lambda q, k, v: (
+            core._flex(q, k, v, pack.all_queries) if is_shared else core._flash(q, k, v, pack, pack.all_queries)
+        ),
+        lambda q, k, v: core._padded(q, k, v, pack, pack.all_queries),
+        [query, key, value[..., : HEAD_DIM - 12].contiguous()],
+        has_backward=device == "cuda" or not is_shared,
     )
 
 
