@@ -24,6 +24,14 @@ SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
+HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
 # vLLM's latent attention on a CPU has this rank and this rotated part alone.
@@ -59,6 +67,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, "rms_norm_eps": 1e-5}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
     "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **MOE,
+            **HYBRID,
+            "num_experts": 4,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe_text": (
+        "Qwen3_5Moe",
+        {**MOE, **HYBRID, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48},
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
@@ -131,7 +155,7 @@ def save_tiny(
         "pad_token_id": 0,
     }
     torch.manual_seed(len(family) + layers)
-    config_name = f"{name}TextConfig" if family == "gemma3_text" else f"{name}Config"
+    config_name = f"{name}TextConfig" if family.endswith("_text") else f"{name}Config"
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config_name)(**shape | special))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -22,8 +22,18 @@ from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_DELTA = tuple(f"in_proj_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
 LINEAR_LAYERS = tuple(
-    dict.fromkeys((*_QKV, *_LATENT, "o_proj", *(name for names in EXPERT_MATRICES.values() for name in names)))
+    dict.fromkeys(
+        (
+            *_QKV,
+            *_LATENT,
+            "o_proj",
+            *_DELTA,
+            "out_proj",
+            *(name for names in EXPERT_MATRICES.values() for name in names),
+        )
+    )
 )
 """Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
 ENGINE_ADAPTER = 1

@@ -42,10 +42,13 @@ def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:
-    """Numbers of heads by their names in config.json; with latent attention each has its own key and value."""
+    """Numbers of heads by their names in config.json.
+
+    With latent attention each has its own key and value; a key head of a delta net comes with its value heads.
+    """
     if size_of(hf, "kv_lora_rank"):
         return _sizes(hf, "num_attention_heads")
-    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads")
+    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads", "linear_num_key_heads")
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return sizes

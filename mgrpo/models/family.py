@@ -11,15 +11,15 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
 from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
-from mgrpo.models.shape import Experts, LatentAttention, ModelShape
+from mgrpo.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Family:
     fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelShape`."""
     layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
-    """Whether each layer attends to everything or to a window."""
+    """Whether each layer attends to everything or to a window, or has a delta net."""
     defaults: HfConfig = field(default_factory=dict)
     """Transformers' defaults for keys that config.json lacks."""
     windowed_rope: Callable[[HfConfig], HfConfig] | None = None
@@ -66,6 +66,26 @@ def _every(period: int, hf: HfConfig) -> Sequence[str]:
     return hf.get("layer_types") or [SLIDING if (layer + 1) % period else FULL for layer in layers]
 
 
+def _hybrid_layer_types(hf: HfConfig) -> Sequence[str]:
+    """As listed in config.json; else one layer in four attends and the others have delta nets."""
+    period, layers = hf.get("full_attention_interval", 4), range(hf["num_hidden_layers"])
+    return hf.get("layer_types") or [LINEAR if (layer + 1) % period else FULL for layer in layers]
+
+
+def _hybrid(hf: HfConfig, names: Literal["by_head", "apart"]) -> dict[str, Any]:
+    """Qwen's models of gated delta nets and gated attention."""
+    delta = DeltaNet(
+        layers=tuple(layer for layer, kind in enumerate(_hybrid_layer_types(hf)) if kind == LINEAR),
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        conv=hf["linear_conv_kernel_dim"],
+        names=names,
+    )
+    return {"delta": delta, "gated_attention": True, "qk_norm": "head", "zero_centred_norms": True}
+
+
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or ()
     experts = Experts(
@@ -76,6 +96,18 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
         dense_layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if layer in dense or (layer + 1) % step),
     )
     return {"qk_norm": "head", "experts": experts}
+
+
+def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
+    experts = replace(_qwen3_moe(hf)["experts"], shared_ffn=hf["shared_expert_intermediate_size"], shared_gate=True)
+    return {
+        **_hybrid(hf, "by_head"),
+        "experts": experts if len(experts.dense_layers) < hf["num_hidden_layers"] else None,
+    }
+
+
+def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
+    return {**_qwen3_next(hf), **_hybrid(hf, "apart")}
 
 
 def _sigmoid_experts(hf: HfConfig, *, dense: int) -> Experts:
@@ -179,6 +211,24 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 
 
 QWEN = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
+HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32_768,
+}
+HYBRID_MOE = {
+    **HYBRID,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 GLM = {
     "num_key_value_heads": 8,
@@ -269,6 +319,22 @@ FAMILIES = {
         _qwen3_moe,
         _qwen_moe_layer_types,
         {**QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "norm_topk_prob": False, "num_experts_per_tok": 8},
+    ),
+    "qwen3_next": Family(
+        _qwen3_next,
+        _hybrid_layer_types,
+        {**HYBRID_MOE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+        rotates_part=True,
+    ),
+    "qwen3_5_text": Family(
+        lambda hf: _hybrid(hf, "apart"), _hybrid_layer_types, {**HYBRID, "num_key_value_heads": 4}, rotates_part=True
+    ),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe,
+        _hybrid_layer_types,
+        # No layer has a plain MLP.
+        {**HYBRID_MOE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+        rotates_part=True,
     ),
     "glm4_moe": Family(
         _glm4_moe,
@@ -405,11 +471,15 @@ def _problems(
             f"swiglu_limit={experts.clamp:g}, swiglu_alpha={hf['swiglu_alpha']} (vLLM computes with {limit:g} and {alpha} whatever "
             "config.json says)"
         )
+    delta = fields.get("delta")
+    if delta and delta.value_heads % delta.key_heads:
+        yield f"linear_num_value_heads={delta.value_heads} is no multiple of linear_num_key_heads={delta.key_heads}"
     if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
         yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
-    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})
+    known = {FULL, LINEAR if delta else SLIDING}
+    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - known)
     if unknown:
-        yield f"layer_types {', '.join(unknown)} (expected {FULL} or {SLIDING})"
+        yield f"layer_types {', '.join(unknown)} (expected {' or '.join(sorted(known))})"
     elif len(layer_types) != hf["num_hidden_layers"]:
         yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
     elif _windows(hf, hf.get("layer_types") or layer_types) != _windows(hf, layer_types):

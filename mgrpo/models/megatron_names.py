@@ -99,7 +99,7 @@ def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab
 
 def is_homogeneous(model: ModelShape) -> bool:
     """Whether checkpoints are written by model; Megatron-core names a mixture of experts by layer unless told otherwise."""
-    return model.experts is None
+    return model.experts is None and model.delta is None
 
 
 def _by_model(model: ModelShape, layer: int, name: str, shape: Shape) -> list[Slab]:

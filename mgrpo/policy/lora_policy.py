@@ -29,6 +29,8 @@ _LAYERS = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
     "linear_proj",
+    "in_proj",
+    "out_proj",
     "linear_fc1",
     "linear_fc2",
 )

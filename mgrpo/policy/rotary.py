@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 
 from mgrpo.models.rope import Rope
@@ -96,10 +97,14 @@ class RotaryAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Query `[tokens, 1, heads/tp, head_dim]` and key `[tokens, 1, kv_heads/tp, head_dim]`, turned, and value."""
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        """Query `[tokens, 1, heads/tp, head_dim]` and key `[tokens, 1, kv_heads/tp, head_dim]`, turned, value, and a gate if any."""
+        query, key, value, *gate = super().get_query_key_value_tensors(*args, **kwargs)
+        if gate and gate[0].shape[2] > query.shape[2]:
+            # Where several ranks have a copy of a key-value head, Megatron leaves them the gates of all its heads.
+            shares = gate[0].split(query.shape[2], dim=2)
+            gate = [shares[parallel_state.get_tensor_model_parallel_rank() % len(shares)]]
         query, key = backend.compiled(turned)(query, key, *self._turns)
-        return query, key, value
+        return query, key, value, *gate
 
 
 def turned(

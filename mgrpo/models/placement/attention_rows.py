@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from mgrpo.models.placement.boxes import Shape
-from mgrpo.models.placement.layout_rules import Grouped, Replicated, Rule, Split
+from mgrpo.models.placement.delta_rows import delta_rules, delta_tensors
+from mgrpo.models.placement.layout_rules import Replicated, Rows, Rule, Sections, Split
 from mgrpo.models.shape import LatentAttention, ModelShape
 
 _OF_LATENT: dict[str, tuple[str, Callable[[str], Rule]]] = {
@@ -26,6 +27,8 @@ def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape
     """Name and shape of the HF tensors; `at` is the layer's prefix, like "model.layers.3."."""
     if model.latent:
         return {f"{at}self_attn.{name}.weight": shape for name, shape in _latent_shapes(model, model.latent).items()}
+    if model.delta and not model.has_attention(layer):
+        return delta_tensors(model.delta, model.hidden, at + "linear_attn.")
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     rows = {"q": query * (2 if model.gated_attention else 1), "k": key, "v": key}
     tensors: dict[str, Shape] = {}
@@ -50,9 +53,11 @@ def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
             f"self_attention.{_OF_LATENT[name][0]}.weight": _OF_LATENT[name][1](f"{at}self_attn.{name}.weight")
             for name in _latent_shapes(model, model.latent)
         }
+    if model.delta and not model.has_attention(layer):
+        return delta_rules(model.delta, at + "linear_attn.")
 
-    def qkv(kind: str) -> Grouped:
-        return Grouped(tuple(f"{at}self_attn.{name}_proj.{kind}" for name in "qkv"), model.kv_heads)
+    def qkv(kind: str) -> Sections:
+        return _query_key_value(model, *(f"{at}self_attn.{name}_proj.{kind}" for name in "qkv"))
 
     rules: dict[str, Rule] = {
         "self_attention.linear_qkv.weight": qkv("weight"),
@@ -87,3 +92,22 @@ def _latent_shapes(model: ModelShape, latent: LatentAttention) -> dict[str, Shap
         "kv_b_proj": (model.heads * (latent.nope_dim + latent.v_dim), latent.kv_rank),
         "o_proj": (model.hidden, model.heads * latent.v_dim),
     }
+
+
+def _query_key_value(model: ModelShape, query: str, key: str, value: str) -> Sections:
+    """Group after group of queries, their gates if there are any, key and value.
+
+    One section: a rank's run of rows cuts a group in two where there are fewer groups than ranks.
+    """
+    dim, heads = model.head_dim, model.heads // model.kv_heads
+    rows: list[Rows] = []
+    for group in range(model.kv_heads):
+        first = group * heads
+        if model.gated_attention:
+            # The checkpoint has the gate of each head behind its query.
+            places = [(2 * head + part) * dim for part in (0, 1) for head in range(first, first + heads)]
+            rows += [Rows(query, place, dim) for place in places]
+        else:
+            rows.append(Rows(query, first * dim, heads * dim))
+        rows += [Rows(name, group * dim, dim) for name in (key, value)]
+    return Sections((tuple(rows),))
