@@ -24,6 +24,7 @@ DENSE = {
     "max_position_embeddings": 512,
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
+LATENT = DENSE | {"model_type": "glm4_moe_lite", "num_key_value_heads": 4}
 LORA = {"use_peft": True, "learning_rate": 2e-4}
 APART = LORA | {"lora_sync": "adapter"}
 
@@ -152,7 +153,7 @@ def test_what_adapters_can_be_combined_with_is_not_refused(model):
         ),
         (
             ["down_proj"],
-            "experts (down_proj); name others in lora_target_modules, such as q_proj, or use lora_sync=merged",
+            "experts (down_proj); name others in lora_target_modules, such as o_proj, or use lora_sync=merged",
         ),
     ],
 )
@@ -161,6 +162,17 @@ def test_what_vllm_does_not_serve_as_an_adapter_is_refused(model, targets, words
     (problem,) = found_in(model, APART | {"lora_target_modules": targets}, EXPERTS)
     assert problem.startswith("lora_sync=adapter does not serve adapters of") and words in problem
     assert found_in(model, LORA | {"lora_target_modules": targets}, EXPERTS) == []
+
+
+def test_an_adapter_of_what_vllm_folds_away_is_refused(model):
+    """Decoding would go without it, while the learner counts it in."""
+    (problem,) = found_in(model, APART, LATENT)
+    assert (
+        "experts (gate_proj, up_proj, down_proj) and of latent vectors (q_a_proj, kv_a_proj_with_mqa, kv_b" in problem
+    )
+    assert "such as q_b_proj o_proj, or" in problem
+    assert found_in(model, APART | {"lora_target_modules": ["q_b_proj", "o_proj"]}, LATENT) == []
+    assert found_in(model, LORA, LATENT) == []
 
 
 def test_the_highest_rank_that_vllm_serves(model):
