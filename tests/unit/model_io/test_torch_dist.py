@@ -85,7 +85,7 @@ def export(checkpoint: Path, out: Path) -> Callable[[], None]:
 
 def test_experts_that_megatron_keeps_otherwise_are_refused(model, tmp_path):
     """Megatron would load their gate and up projections, each half of the other, without a word."""
-    with pytest.raises(ValueError, match="experts of gpt-oss transposed.*--format safetensors"):
+    with pytest.raises(ValueError, match=r"experts of gpt-oss transposed.*--format safetensors"):
         hf_to_megatron(model("gpt_oss"), tmp_path / "megatron", None)
     assert not (tmp_path / "megatron").exists()
 

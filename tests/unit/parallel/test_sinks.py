@@ -111,7 +111,10 @@ def defined(documents: list[list[int]], *, window: int | None = None, scale: flo
         out, begin = torch.zeros_like(query), 0
         for trunk, *branches in documents:
             seen, starts = [*range(begin, begin + trunk)], begin + trunk
-            for own in (seen, *([*seen, *range(s, s + n)] for s, n in zip(_starts(starts, branches), branches))):
+            for own in (
+                seen,
+                *([*seen, *range(s, s + n)] for s, n in zip(_starts(starts, branches), branches, strict=True)),
+            ):
                 rows = torch.tensor(own, device=query.device)
                 ahead = torch.arange(len(own)) - torch.arange(len(own))[:, None]
                 is_seen = ((ahead <= 0) & ((ahead > -window) if window else True)).to(query.device)
