@@ -43,10 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
     "glm-4.5": {"family": "glm4_moe"},
+    "gpt-oss": {"family": "gpt_oss"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5"), ("olmo-3", "gemma-3")
+_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5", "gpt-oss"), ("olmo-3", "gemma-3")
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE),
@@ -59,11 +60,11 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+sp": (*_DENSE, *_MOE, *_OTHERS),
     "pp2": (*_DENSE, *_MOE, *_OTHERS),
     "cp2": (*_DENSE, *_MOE, *_OTHERS),
-    "cp2+a2a": ("qwen2",),
+    "cp2+a2a": ("qwen2", "gpt-oss"),
     "dp2": (*_DENSE, *_MOE),
     "dp2+zero0": _DENSE,
     "dp2+zero2": _DENSE,
-    "dp2+zero3": (*_DENSE, *_OTHERS),
+    "dp2+zero3": (*_DENSE, *_OTHERS, "gpt-oss"),
     "ep2": _MOE,
     "pp2xvpp2": (*_DENSE, *_MOE, *_OTHERS),
     "pp2+first1": _DENSE,

@@ -153,6 +153,8 @@ def _matrices(
     unknown = [name for name in lora.targets if name not in names]
     for name in unknown:
         reason = "" if name in LINEAR_LAYERS else " (embeddings, head, norms and routers have no adapter)"
+        if shape.experts and shape.experts.names == "gpt_oss" and name in EXPERT_LAYERS:
+            reason = " (experts that share one tensor of the checkpoint have no adapter)"
         yield f"lora_target_modules: {name} must be of this model's {', '.join(names)}, or {ALL_LINEAR}{reason}"
     if unknown:
         return

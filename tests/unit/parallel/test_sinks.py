@@ -42,12 +42,12 @@ def stand_in() -> None:
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the test runs; on the CPU with a stand-in for the kernel that only CUDA has."""
-    from mgrpo.parallel import sinks
+    from mgrpo.parallel import attention_sinks
 
     monkeypatch.setattr(backend, "device", lambda: torch.device(request.param))
     if request.param == "cpu":
-        monkeypatch.setattr(sinks, "varlen_forward", varlen_forward)
-        monkeypatch.setattr(sinks, "varlen_backward", varlen_backward)
+        monkeypatch.setattr(attention_sinks, "varlen_forward", varlen_forward)
+        monkeypatch.setattr(attention_sinks, "varlen_backward", varlen_backward)
     return request.param
 
 
@@ -66,7 +66,7 @@ def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def varlen_forward(query, key, value, lengths, scale, left):
-    """As `sinks.varlen_forward`."""
+    """As `attention_sinks.varlen_forward`."""
     heads, parts = query.shape[1], []
     for rows, keys, mask in sequences(query, key, lengths, left):
         own = (by_head(x, heads) for x in (query[rows], key[keys], value[keys]))
@@ -76,7 +76,7 @@ def varlen_forward(query, key, value, lengths, scale, left):
 
 
 def varlen_backward(dout, query, key, value, out, lse, random, lengths, scale, left):
-    """As `sinks.varlen_backward`."""
+    """As `attention_sinks.varlen_backward`."""
     heads, kv_heads = query.shape[1], key.shape[1]
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, keys, mask in sequences(query, key, lengths, left):
@@ -199,7 +199,7 @@ def test_flex_attention_has_sinks(device: str, documents: list[list[int]], model
 
 def test_the_kernels_of_variable_length_attention_take_these_arguments() -> None:
     """They are not public; torch checks types and number, and what comes back must fit."""
-    from mgrpo.parallel.sinks import flash_with_sinks
+    from mgrpo.parallel.attention_sinks import flash_with_sinks
 
     with FakeTensorMode():
         shapes = ((9, HEADS, 64), (9, 2, 64), (9, 2, 64), (HEADS,))
