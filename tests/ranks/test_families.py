@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.ranks import cases
 from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle, run
@@ -153,3 +155,26 @@ def test_sinks_are_of_documents_without_branches_too(run_ranks, folders):
     """Layers without a window then have no mask of their own: one that forgets the sink's key, or lets it see ahead, is wrong."""
     options = {"share_prompts": False}
     check(run(run_ranks, folders, "gpt_oss", 1, {}, **options), oracle(folders["gpt_oss"], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("layout", [TENSOR, {"expert": 2}, {"zero_stage": 3}], ids=str)
+def test_tensors_of_all_experts_come_back_from_every_layout(run_ranks, folders, tmp_path, layout):
+    """Each rank holds some columns of some experts as rows of its own; the checkpoint has one tensor of three dimensions."""
+    arguments = {
+        "model_dir": str(folders["gpt_oss"]),
+        "layout": layout,
+        "samples": SAMPLES,
+        "folder": str(tmp_path / "out"),
+    }
+    run_ranks(2, cases.trained_export, steps=0, **arguments)
+    written, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders["gpt_oss"]))
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_tensor_ranks_share_out_is_marked_as_a_share(run_ranks, folders, name):
+    """Megatron's gradient norm counts a marked parameter on every tensor rank and others on the first: clipping depends on it."""
+    for shares in run_ranks(2, cases.marks, model_dir=str(folders[name]), layout=TENSOR):
+        wrong = [parameter for parameter, is_share, is_marked in shares if is_share != is_marked]
+        assert not wrong

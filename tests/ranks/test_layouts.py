@@ -103,7 +103,6 @@ def models(tmp_path_factory):
         "qwen3": save_tiny(folder, "qwen3"),
         "llama-tied": save_tiny(folder, "llama", tied=True),
         "qwen2-1kv": save_tiny(folder, "qwen2", kv_heads=1),
-        "gpt-oss": save_tiny(folder, "gpt_oss"),
     }
 
 
@@ -216,11 +215,11 @@ def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):
     check(ranks, oracle(models["qwen2"], samples, LOSS))
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
 def test_export_is_what_was_trained(run_ranks, models, tmp_path, layout):
     """An export that misplaces rows or keeps padding loads without an error and answers nonsense."""
     world_size = 4 if layout else 1
-    for name in ("qwen2", "llama-tied", "gpt-oss"):
+    for name in ("qwen2", "llama-tied"):
         arguments = {"model_dir": str(models[name]), "samples": SAMPLES, "steps": 2}
         run_ranks(1, cases.trained_export, layout={}, folder=str(tmp_path / name / "one"), **arguments)
         run_ranks(world_size, cases.trained_export, layout=layout, folder=str(tmp_path / name / "many"), **arguments)
