@@ -520,7 +520,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers
 
     from mgrpo.models import table
-    from mgrpo.parallel import context
+    from mgrpo.parallel.packed import context
     from mgrpo.policy import model
     from mgrpo.policy.optimizer import PolicyOptimizer
 

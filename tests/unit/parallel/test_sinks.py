@@ -42,7 +42,7 @@ def stand_in() -> None:
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the test runs; on the CPU with a stand-in for the kernel that only CUDA has."""
-    from mgrpo.parallel import attention_sinks
+    from mgrpo.parallel.packed import attention_sinks
 
     monkeypatch.setattr(backend, "device", lambda: torch.device(request.param))
     if request.param == "cpu":
@@ -90,7 +90,7 @@ def varlen_backward(dout, query, key, value, out, lse, random, lengths, scale, l
 
 
 def attention(*, window: int | None = None, scale: float | None = None) -> Any:
-    from mgrpo.parallel.attention import PackedAttention
+    from mgrpo.parallel.packed.attention import PackedAttention
 
     config = SimpleNamespace(kv_channels=HEAD_DIM, params_dtype=torch.float32)
     return PackedAttention(config, sinks=HEADS, window=window, scale=scale)
@@ -199,7 +199,7 @@ def test_flex_attention_has_sinks(device: str, documents: list[list[int]], model
 
 def test_the_kernels_of_variable_length_attention_take_these_arguments() -> None:
     """They are not public; torch checks types and number, and what comes back must fit."""
-    from mgrpo.parallel.attention_sinks import flash_with_sinks
+    from mgrpo.parallel.packed.attention_sinks import flash_with_sinks
 
     with FakeTensorMode():
         shapes = ((9, HEADS, 64), (9, 2, 64), (9, 2, 64), (HEADS,))
