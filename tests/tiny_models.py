@@ -26,8 +26,8 @@ SIGMOID_EXPERTS = {
 HYBRID = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
@@ -137,8 +137,12 @@ def save_tiny(
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
-            if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
+            # Norms of Gemma and of hybrids multiply by 1 + weight, except those of delta nets.
+            is_zero_centred = family.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+            if "norm" in parameter_name and not is_zero_centred:
                 parameter.add_(1.0)
+            if "conv1d" in parameter_name:  # values that are almost 0 would be normalised with their rounding errors
+                parameter.mul_(5.0)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

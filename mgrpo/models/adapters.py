@@ -22,7 +22,11 @@ from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _DELTA = tuple(f"in_proj_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
-LINEAR_LAYERS = tuple(dict.fromkeys((*_QKV, "o_proj", *_DELTA, "out_proj", *(name for names in EXPERT_MATRICES.values() for name in names))))
+LINEAR_LAYERS = tuple(
+    dict.fromkeys(
+        (*_QKV, "o_proj", *_DELTA, "out_proj", *(name for names in EXPERT_MATRICES.values() for name in names))
+    )
+)
 """Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
 ENGINE_ADAPTER = 1
 """vLLM's number of the policy's adapter, in engines that have it beside the model."""

@@ -98,7 +98,10 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
     experts = replace(_qwen3_moe(hf)["experts"], shared_ffn=hf["shared_expert_intermediate_size"], shared_gate=True)
-    return {**_hybrid(hf, "by_head"), "experts": experts if len(experts.dense_layers) < hf["num_hidden_layers"] else None}
+    return {
+        **_hybrid(hf, "by_head"),
+        "experts": experts if len(experts.dense_layers) < hf["num_hidden_layers"] else None,
+    }
 
 
 def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:

@@ -80,7 +80,10 @@ def test_packed_documents_equal_each_alone(oracle, dtype, limit):
 def test_packed_convolution_equals_each_document_alone():
     """The first tokens of a document would see the last ones of the document before."""
     torch.manual_seed(0)
-    x, weight = torch.randn(sum(LENGTHS), CHANNELS, requires_grad=True), torch.randn(CHANNELS, WIDTH, requires_grad=True)
+    x, weight = (
+        torch.randn(sum(LENGTHS), CHANNELS, requires_grad=True),
+        torch.randn(CHANNELS, WIDTH, requires_grad=True),
+    )
 
     def convolved(part: torch.Tensor) -> torch.Tensor:
         padded = F.pad(part.T, (WIDTH - 1, 0))
