@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ HYBRID = {
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
+# vLLM's latent attention on a CPU has this rank and this rotated part alone.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 20, "qk_rope_head_dim": 64, "v_head_dim": 28}
+DEEPSEEK = {
+    **LATENT,
+    **SIGMOID_EXPERTS,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Class and settings that exercise the family's features: windows and original positions are shorter than samples.
     "llama": ("Llama", {}),
@@ -54,6 +64,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **SIGMOID_EXPERTS,
         },
     ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, "rms_norm_eps": 1e-5}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "qwen3_next": (
         "Qwen3Next",
         {
@@ -80,6 +93,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": YARN,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 0.9, "beta_slow": 0.1},
         },
     ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.0}),
@@ -124,7 +147,7 @@ def save_tiny(
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if "kv_lora_rank" in special else kv_heads,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
         "bos_token_id": 1,
@@ -138,17 +161,24 @@ def save_tiny(
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
             # Norms of Gemma and of hybrids multiply by 1 + weight, except those of delta nets.
-            is_zero_centred = family.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+            is_zero_centred = (
+                family.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+            )
             if "norm" in parameter_name and not is_zero_centred:
                 parameter.add_(1.0)
             if "conv1d" in parameter_name:  # values that are almost 0 would be normalised with their rounding errors
                 parameter.mul_(5.0)
+            if parameter_name.endswith("experts.gate_up_proj"):  # so that some are clamped
+                parameter.mul_(8.0)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     mark = f"-{zlib.crc32(repr(sorted(settings.items())).encode()):08x}" if settings else ""
     target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}{mark}"
     model.save_pretrained(target)
+    config = target / "config.json"
+    # Transformers has DeepSeek's class for Kimi.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
     return target
 
 
@@ -156,7 +186,10 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
     """The oracle: transformers' own model."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    settings = json.loads((folder / "config.json").read_text())
+    model = getattr(transformers, settings["architectures"][0])
+    config = model.config_class.from_dict(settings | {"model_type": model.config_class.model_type})
+    return model.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
 
 
 def saved_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import is_on_hub, read_hf_config
 from mgrpo.models.hf_files.checksums import sum_problems
 from mgrpo.models.hf_files.hub import Part, fetch
-from mgrpo.models.hf_files.weight_files import MEGATRON, torch_dist_folder
+from mgrpo.models.hf_files.weight_files import MEGATRON, some, torch_dist_folder
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.shape import ModelShape
@@ -79,6 +79,8 @@ def hf_to_megatron(
         if changed := list(sum_problems(hf)):
             raise ValueError("; ".join(changed))
         sizes = stored_bytes(shape, layout, source.dtypes) if layout else checkpoint_bytes(shape, source.dtypes)
+        if source.left_out:
+            print(f"left out: {some(source.left_out)} of {hf}, which only guess further tokens and are not trained")
         with _Report(out, sizes) as report:
             carry(hf, folder)
             write = partial(write_megatron, layout=layout) if layout else write_checkpoint

@@ -24,7 +24,7 @@ from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, some
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import hf_tensors, is_left_out
 from mgrpo.policy.weights import Read
 
 HEAD = "lm_head.weight"
@@ -51,7 +51,10 @@ class HfFolder:
         self._places |= listed
         self.shapes = hf_tensors(shape)
         self.dtypes = {name: self._files.header(self._places[name], name)[0] for name in self.shapes}
-        extra = sorted(self._places.keys() - self.shapes.keys())
+        surplus = self._places.keys() - self.shapes.keys()
+        self.left_out = sorted(name for name in surplus if is_left_out(name, shape))
+        """Tensors of layers that are not built, which only guess further tokens."""
+        extra = sorted(surplus.difference(self.left_out))
         if extra and not (extra == [HEAD] and shape.tied and self._head_is_embedding()):
             raise ValueError(
                 f"{path} holds {some(extra)}, which a {shape.family} model with this config.json does not have and a "

@@ -42,7 +42,12 @@ def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:
-    """Numbers of heads by their names in config.json; a key head of a delta net comes with its value heads."""
+    """Numbers of heads by their names in config.json.
+
+    With latent attention each has its own key and value; a key head of a delta net comes with its value heads.
+    """
+    if size_of(hf, "kv_lora_rank"):
+        return _sizes(hf, "num_attention_heads")
     sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads", "linear_num_key_heads")
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
@@ -80,7 +85,10 @@ def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
         # Tensor ranks split a shared expert also where they hold whole experts.
         yield own
     has_dense_layers = (
-        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1 or size_of(hf, "first_k_dense_replace")
+        hf.get("mlp_only_layers")
+        or hf.get("decoder_sparse_step", 1) != 1
+        or size_of(hf, "first_k_dense_replace")
+        or "dense" in (hf.get("mlp_layer_types") or ())
     )
     if has_dense_layers and own != "intermediate_size":
         yield "intermediate_size"

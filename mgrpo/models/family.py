@@ -10,14 +10,14 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import read_rope, rope_parameters, rope_problems
-from mgrpo.models.shape import DeltaNet, Experts, ModelShape
+from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
+from mgrpo.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -36,6 +36,8 @@ class Family:
     """RoPE of layers with a window, where config.json has one record for all layers; None: the same."""
     activation: tuple[str, str] = ("hidden_act", "silu")
     """Key and value in config.json; the engines support no other value."""
+    default_rope: HfConfig | None = None
+    """Transformers' RoPE where config.json has no record; None: unscaled."""
     rotates_part: bool = False
     """Whether transformers reads `partial_rotary_factor` in this family."""
     biased_attention: Literal["refused", "qkv", "all"] = "refused"
@@ -130,7 +132,35 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "qkv_bias": bool(hf["attention_bias"]),
         "qk_norm": "head" if hf["use_qk_norm"] else None,
         "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
+        "draft_layers": hf["num_nextn_predict_layers"],
     }
+
+
+def _latent(hf: HfConfig) -> dict[str, Any]:
+    heads, nope_dim, rope_dim = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    return {
+        "kv_heads": heads,
+        "head_dim": nope_dim + rope_dim,
+        "attention_scale": (nope_dim + rope_dim) ** -0.5 * score_factor(rope_parameters(hf)),
+        "latent": LatentAttention(
+            q_rank=hf["q_lora_rank"],
+            kv_rank=hf["kv_lora_rank"],
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            v_dim=hf["v_head_dim"],
+        ),
+    }
+
+
+def _deepseek(hf: HfConfig) -> dict[str, Any]:
+    dense = hf["first_k_dense_replace"]
+    has_experts = dense < hf["num_hidden_layers"]
+    return _latent(hf) | {"experts": _sigmoid_experts(hf, dense=dense) if has_experts else None}
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    kinds = hf.get("mlp_layer_types") or ["dense"]
+    return _deepseek({**hf, "first_k_dense_replace": kinds.count("dense")})
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
@@ -142,6 +172,19 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
         names="block_sparse_moe",
     )
     return {"experts": experts}
+
+
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    experts = Experts(
+        count=hf.get("num_experts") or hf["num_local_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["intermediate_size"],
+        normalised=True,
+        names="gpt_oss",
+        biases=True,
+        clamp=float(hf["swiglu_limit"]),
+    )
+    return {"qkv_bias": True, "out_bias": True, "sinks": True, "experts": experts}
 
 
 def _olmo(hf: HfConfig) -> dict[str, Any]:
@@ -199,9 +242,58 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+DEEPSEEK = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM_LITE = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {
     "num_key_value_heads": 4,
@@ -250,6 +342,9 @@ FAMILIES = {
         rotates_part=True,
         biased_attention="qkv",
     ),
+    "glm4_moe_lite": Family(_glm4_moe_lite, defaults=GLM_LITE),
+    "deepseek_v3": Family(_deepseek, defaults=DEEPSEEK),
+    "kimi_k2": Family(_deepseek, defaults=DEEPSEEK),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
         _olmo,
@@ -268,6 +363,7 @@ FAMILIES = {
         },
         activation=GELU,
     ),
+    "gpt_oss": Family(_gpt_oss, partial(_every, 2), GPT_OSS, biased_attention="all", default_rope=GPT_OSS_ROPE),
     "gemma3_text": Family(
         _gemma3,
         lambda hf: _every(hf.get("sliding_window_pattern", 6), hf),
@@ -276,6 +372,11 @@ FAMILIES = {
         activation=GELU,
     ),
 }
+MXFP4_COPY = (
+    "MXFP4 weights are not trained; write a bfloat16 copy with transformers, AutoModelForCausalLM.from_pretrained(NAME, "
+    "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and give that folder"
+)
+VLLM_CLAMP = (7.0, 1.702)
 NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
 
 
@@ -331,6 +432,8 @@ def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str,
     is_listed = layer_type in (hf.get("rope_parameters") or {})
     if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
         return dict(family.windowed_rope(hf))
+    if family.default_rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        return rope_parameters({**hf, "rope_parameters": family.default_rope})
     return rope_parameters(hf, layer_type)
 
 
@@ -348,15 +451,27 @@ def _problems(
         yield "mlp_bias=true"
     if hf.get("attention_bias") and family.biased_attention == "refused":
         yield "attention_bias=true (its output projection has a bias)"
+    if family.biased_attention == "all" and not hf.get("attention_bias"):
+        yield "attention_bias=false (vLLM's attention always has biases in this family)"
     if hf.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention=true"
     if hf.get("attn_logit_softcapping") and "attention_softcap" not in fields:
         yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
-    if hf.get("quantization_config"):
-        yield "quantization_config (export the weights unquantised)"
-    experts, delta = fields.get("experts"), fields.get("delta")
+    if quantization := hf.get("quantization_config"):
+        is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+        yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
+    if latent := fields.get("latent"):
+        yield from _latent_problems(hf, latent, ropes.values())
+    experts = fields.get("experts")
     if experts:
         yield from _router_problems(experts)
+    if experts and experts.clamp and (experts.clamp, hf["swiglu_alpha"]) != VLLM_CLAMP:
+        limit, alpha = VLLM_CLAMP
+        yield (
+            f"swiglu_limit={experts.clamp:g}, swiglu_alpha={hf['swiglu_alpha']} (vLLM computes with {limit:g} and {alpha} whatever "
+            "config.json says)"
+        )
+    delta = fields.get("delta")
     if delta and delta.value_heads % delta.key_heads:
         yield f"linear_num_value_heads={delta.value_heads} is no multiple of linear_num_key_heads={delta.key_heads}"
     if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
@@ -373,6 +488,31 @@ def _problems(
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+
+
+def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What transformers or vLLM computes otherwise, or does not read at all."""
+    heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
+    for key, expected in (
+        ("num_key_value_heads", heads),
+        ("rope_interleave", True),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        if hf.get(key, expected) != expected:
+            yield f"{key}={hf[key]!r} (expected {expected!r})"
+    if latent.rope_dim % 2:
+        yield f"qk_rope_head_dim={latent.rope_dim} (expected an even number)"
+    if latent.v_dim > latent.nope_dim + latent.rope_dim:
+        yield f"v_head_dim={latent.v_dim} above qk_nope_head_dim + qk_rope_head_dim={latent.nope_dim + latent.rope_dim}"
+    dense = kinds.count("dense")
+    if "dense" in kinds[dense:]:
+        yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
+    if kinds and hf.get("first_k_dense_replace", dense) != dense:
+        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
+    for parameters in ropes:
+        yield from latent_rope_problems(parameters)
 
 
 def _router_problems(experts: Experts) -> Iterator[str]:

@@ -27,6 +27,14 @@ OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 _NAMES: dict[str, tuple[str, ...]] = {
     **{own: (fused, own) for fused, own in FUSED_NORMS.items()},
+    "self_attention.q_layernorm.weight": (
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    "self_attention.kv_layernorm.weight": (
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
     "self_attn_bda.norm.weight": ("self_attn_bda.norm.weight", "self_attention.linear_proj.post_layernorm.weight"),
     "mlp_bda.norm.weight": ("mlp_bda.norm.weight", "mlp.linear_fc2.post_layernorm.weight"),
     "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),

@@ -15,6 +15,7 @@ from typing import Literal
 
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
+from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors, local_parameters, trained_tensors
 
@@ -54,14 +55,20 @@ class Elements:
 
     dense: int
     experts: int
+    frozen: int = 0
+    """Those that stay as they were loaded, in float32."""
 
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.dense + other.dense, self.experts + other.experts)
+        return Elements(self.dense + other.dense, self.experts + other.experts, self.frozen + other.frozen)
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.dense + self.experts
+        """All of them."""
+        return self.dense + self.experts + self.frozen
+
+    def nbytes(self, dtype_bytes: int) -> int:
+        """Bytes of all of them."""
+        return (self.dense + self.experts) * dtype_bytes + self.frozen * FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +98,10 @@ def holdings(shape: ModelShape, *, tensor: int, expert: int) -> Holdings:
         size = math.prod(parameter.shape)
         if name.startswith("decoder.layers."):
             layer = int(name.split(".")[2])
-            layers[layer] += Elements(0, size) if ".experts." in name else Elements(size, 0)
+            if any(is_frozen(piece.box.name) for piece in parameter.pieces):
+                layers[layer] += Elements(0, 0, size)
+            else:
+                layers[layer] += Elements(0, size) if ".experts." in name else Elements(size, 0)
         else:
             rest[name.partition(".")[0]] += size
     return Holdings(layers=tuple(layers), embedding=rest["embedding"], head=rest["output_layer"], norm=rest["decoder"])
@@ -132,7 +142,7 @@ def adapter_holdings(shape: ModelShape, lora: LoraShape, *, tensor: int, expert:
     layers, adapted = ([Elements(0, 0)] * shape.num_layers for _ in range(2))
     largest = [0] * shape.num_layers
     for name, parameter in local_parameters(shape, one_stage, 0).items():
-        places = adapter_places(parameter, lora)
+        places = adapter_places(name, parameter, lora)
         if places is None:
             continue
         layer, is_expert = int(name.split(".")[2]), ".experts." in name
@@ -195,12 +205,12 @@ def state_bytes(
         averages: one of the teachers is an average of the policy.
     """
     held = stage_elements(shape, layout, stage=stage)
-    taught = sum(stage_elements(teacher, layout, stage=stage).total for teacher in teachers) * dtype_bytes
-    taught += held.total * (dtype_bytes + FP32_BYTES) if averages else 0
+    taught = sum(stage_elements(teacher, layout, stage=stage).nbytes(dtype_bytes) for teacher in teachers)
+    taught += held.nbytes(dtype_bytes) + held.total * FP32_BYTES if averages else 0
     if lora is not None:
         own = adapter_elements(shape, layout, lora, stage=stage)
         return StateBytes(
-            parameters=held.total * dtype_bytes + own.total * FP32_BYTES,
+            parameters=held.nbytes(dtype_bytes) + own.total * FP32_BYTES,
             gradients=own.total * FP32_BYTES,
             optimizer=_share(own, layout, is_shared=layout.sharding >= 1) * moment_bytes,
             reference=0,
@@ -215,10 +225,10 @@ def state_bytes(
     has_master = dtype_bytes != FP32_BYTES or layout.sharding >= 2
     on_host = int(stepped * offload_fraction)
     return StateBytes(
-        parameters=share(layout.sharding == 3) * dtype_bytes,
+        parameters=share(layout.sharding == 3) * dtype_bytes + held.frozen * FP32_BYTES,
         gradients=share(layout.sharding >= 2) * FP32_BYTES,
         optimizer=stepped * FP32_BYTES * has_master + (stepped - on_host) * moment_bytes,
-        reference=held.total * (dtype_bytes + FP32_BYTES * reference_moves) if has_reference else 0,
+        reference=held.nbytes(dtype_bytes) + held.total * FP32_BYTES * reference_moves if has_reference else 0,
         teachers=taught,
         unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
         host=on_host * 4 * FP32_BYTES,
@@ -226,9 +236,9 @@ def state_bytes(
 
 
 def _share(held: Elements, layout: Layout, *, is_shared: bool) -> int:
-    """A rank's part of what it holds, where its data-parallel ranks share that."""
+    """A rank's part of the weights that it trains, where its data-parallel ranks share them."""
     if not is_shared:
-        return held.total
+        return held.dense + held.experts
     return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
 
 

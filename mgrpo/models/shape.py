@@ -49,7 +49,7 @@ class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): queries, keys and values are made of short latent vectors.
 
     A head's queries and keys have `nope_dim` dimensions that are not rotated and then `rope_dim` that are: `head_dim` together.
-    The rotated part of the key is the same for all heads.
+    Of the latter 2i and 2i + 1 turn together. The rotated part of the key is the same for all heads.
     """
 
     q_rank: int | None
@@ -59,8 +59,8 @@ class LatentAttention:
     rope_dim: int
     v_dim: int
     """Dimensions of a head's values."""
-    interleaved: bool = True
-    """Dimensions 2i and 2i + 1 turn together, not i and i + rope_dim / 2."""
+    norm_eps: float = 1e-6
+    """Of the norms of both latent vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,8 @@ class ModelShape:
     """Each head has a learned logit to which nothing belongs: what it takes of the softmax is attention to nothing."""
     out_bias: bool = False
     """The output projection of attention has a bias."""
+    draft_layers: int = 0
+    """Layers behind the last that guess further tokens (arXiv:2412.19437, section 2.2): not built, and left out of what is written."""
     prefix: str = "model."
     """Before the names of all tensors of the checkpoint but the LM head's."""
 
@@ -140,6 +142,11 @@ class ModelShape:
     def v_dim(self) -> int:
         """Dimensions of a head's values."""
         return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head of which `Rope.share` are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer has attention, not a gated delta net."""

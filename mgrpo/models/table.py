@@ -14,7 +14,7 @@ from mgrpo.models.placement.attention_rows import attention_rules, attention_ten
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
 from mgrpo.models.placement.delta_rows import query_key_value
 from mgrpo.models.placement.layout_rules import Replicated, Rule, Split
-from mgrpo.models.placement.mlp_rows import expert_rules, is_frozen, mlp_rules, mlp_tensors
+from mgrpo.models.placement.mlp_rows import FUSED_EXPERTS, expert_rules, is_frozen, mlp_rules, mlp_tensors
 from mgrpo.models.shape import ModelShape
 
 NORMS = {
@@ -53,6 +53,12 @@ def hf_tensors(model: ModelShape) -> dict[str, Shape]:
 def trained_tensors(model: ModelShape) -> dict[str, Shape]:
     """Those of them that training changes."""
     return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
+
+
+def is_left_out(name: str, model: ModelShape) -> bool:
+    """Whether a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
+    behind = (f"{model.prefix}layers.{model.num_layers + number}." for number in range(model.draft_layers))
+    return name.startswith((*behind, "mtp.")) if model.draft_layers else False
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
@@ -115,7 +121,7 @@ ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies up to a multiple of this."""
 ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
-WHOLE = frozenset(("gate", "shared_expert_gate"))
+WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
 
 
@@ -135,8 +141,13 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
 def _engine_parameter(
     name: str, tensors: dict[str, Shape], model: ModelShape, worker: int, workers: int
 ) -> LocalParameter:
-    kind = name.split(".")[-2]
-    if "norm" in kind or kind in WHOLE:
+    *_, kind, last = name.split(".")
+    if kind == "experts":
+        if (dim := FUSED_EXPERTS[last]) is not None:
+            return Split(name, dim).place(tensors, worker, workers)
+        # The other workers have zeros there.
+        return Replicated(name).place(tensors, worker, workers) if worker == 0 else LocalParameter(tensors[name], ())
+    if "norm" in kind or kind in WHOLE or (kind in ROW_PARALLEL and last == "bias"):
         return Replicated(name).place(tensors, worker, workers)
     if kind in ("embed_tokens", "lm_head"):
         return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from mgrpo.parallel import backend
 from mgrpo.parallel.packs import PackedDocuments, Queries
+from mgrpo.parallel.sinks import flash_with_sinks, kept_share, with_sink_key
 
 
 def shared_prompts_pay() -> bool:
@@ -76,11 +78,18 @@ class PackedAttention(MegatronModule):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: int = 0,
         **kwargs: Any,
     ) -> None:
+        """`sinks` are the heads of this rank, where they have sinks."""
         super().__init__(config=config)
         self.scale = scale or 1 / math.sqrt(config.kv_channels)
         self.window, self.cap = window, None if softcap is None else cap_scores(softcap)
+        self.sinks: torch.nn.Parameter | None = None
+        if sinks:
+            assert softcap is None
+            self.sinks = torch.nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self,
@@ -92,13 +101,13 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedDocuments,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query `[local, heads/tp, dim]`, key and value `[local, kv_heads/tp, dim]` -> `[local, heads/tp * dim]`.
+        """query `[local, heads/tp, dim]`, key `[local, kv_heads/tp, dim]`, value `[local, kv_heads/tp, v_dim]` -> `[local, heads/tp * v_dim]`.
 
         All context-parallel ranks must call, each with its local tokens.
         """
         pack = packed_seq_params
         if pack.gathered_rows is None:
-            return self.attend(query, key, value, pack, pack.all_queries).flatten(1)
+            return self.attend(query, key, value, pack, pack.all_queries, self.sinks).flatten(1)
         return self.attend_over_context(query, key, value, pack, pack.gathered_rows).flatten(1)
 
     def attend_over_context(
@@ -109,21 +118,33 @@ class PackedAttention(MegatronModule):
         pack: PackedDocuments,
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, dim]`. See `context`."""
+        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, v_dim]`. See `context`."""
         raise NotImplementedError
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackedDocuments,
+        queries: Queries,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `forward`, for those `queries` over all keys; -> `[queries, heads, dim]`."""
+        """As `forward`, for those `queries` over all keys and the heads' `sinks [heads]`; -> `[queries, heads, v_dim]`."""
         if not backend.flash_attention(query.dtype, query.shape[-1]):
-            return self._padded(query, key, value, pack, queries)
+            return self._padded(query, key, value, pack, queries, sinks)
         if queries.has_branches or self.cap is not None:
-            return self._flex(query, key, value, queries)
-        return self._flash(query, key, value, pack, queries)
+            return self._flex(query, key, value, queries, sinks)
+        return self._flash(query, key, value, pack, queries, sinks)
 
     def _padded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackedDocuments,
+        queries: Queries,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_documents = len(pack.cu_seqlens_q) - 1
 
@@ -136,29 +157,44 @@ class PackedAttention(MegatronModule):
             padded(key, pack.all_queries.rows, pack.max_seqlen_kv),
             padded(value, pack.all_queries.rows, pack.max_seqlen_kv),
             queries.mask(self.window),
+            sinks,
         )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, queries.rows)
 
     def _attend_padded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`[documents, heads, longest, dim]`; without a mask plain causal attention."""
-        copies = query.shape[1] // key.shape[1]
+        copies, dim = query.shape[1] // key.shape[1], value.shape[-1]
         if query.is_cuda or self.cap is not None:
             # In float32 CUDA's kernel that does not keep all scores takes as many key heads as heads.
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
             copies = 1
+        if sinks is not None:
+            query, key, value, mask = with_sink_key(query, key, value, mask, sinks, self.scale)
         if self.cap is None:
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=copies > 1
             )
+            return out[..., :dim]
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         scores = self.cap(query @ key.transpose(2, 3) * self.scale).masked_fill(~mask, -math.inf)
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
     def _flash(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackedDocuments,
+        queries: Queries,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -167,6 +203,11 @@ class PackedAttention(MegatronModule):
             assert pack.stretches is not None
             rows, *lengths = pack.stretches
             key, value = key.index_select(0, rows), value.index_select(0, rows)
+        if sinks is not None:
+            return flash_with_sinks(query, key, value, sinks, lengths, scale=self.scale, window=self.window)
+        v_dim = value.shape[-1]
+        if v_dim != key.shape[-1]:  # Its kernels take one size for all.
+            value = F.pad(value, (0, key.shape[-1] - v_dim))
         out = varlen_attn(
             query,
             key,
@@ -177,12 +218,19 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, torch.Tensor)  # A tuple only where auxiliary outputs are asked for.
-        return out
+        return out[..., :v_dim]
 
-    def _flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: Queries) -> torch.Tensor:
+    def _flex(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        queries: Queries,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         # Uncompiled it computes the same with all scores in memory, which is what a test on the CPU does.
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = backend.compiled(flex_attention)(
+        result = backend.compiled(flex_attention)(
             query,
             key,
             value,
@@ -190,5 +238,9 @@ class PackedAttention(MegatronModule):
             score_mod=self.cap,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
-        return out[0].transpose(0, 1)
+        if sinks is None:
+            return result[0].transpose(0, 1)
+        out, lse = result[0], result[1].lse
+        return (out * kept_share(lse, sinks)[..., None]).to(out.dtype)[0].transpose(0, 1)

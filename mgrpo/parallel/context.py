@@ -31,9 +31,9 @@ class GatheredAttention(PackedAttention):
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
-        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
-        key, value = gathered.index_select(0, gathered_rows).unbind(1)
-        return self.attend(query, key, value, pack, pack.local_queries)
+        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        key, value = gathered.index_select(0, gathered_rows).split((key.shape[-1], value.shape[-1]), dim=-1)
+        return self.attend(query, key, value, pack, pack.local_queries, self.sinks)
 
 
 class UlyssesAttention(PackedAttention):
@@ -52,7 +52,8 @@ class UlyssesAttention(PackedAttention):
         def all_tokens(x: torch.Tensor) -> torch.Tensor:
             return tokens_for_heads(x.unflatten(1, (size, -1)).transpose(0, 1), gathered_rows)
 
-        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries)
+        sinks = None if self.sinks is None else self.sinks.view(size, -1)[parallel_state.get_context_parallel_rank()]
+        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries, sinks)
         return heads_for_tokens(out, gathered_rows).transpose(0, 1).flatten(1, 2)
 
 

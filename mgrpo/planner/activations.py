@@ -8,12 +8,21 @@ k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
     residual stream   2h   (inputs of the two norms)
     norms' outputs    2h   (inputs of the qkv projection and of the first MLP projection)
     attention         3q + 3k   (output of the qkv projection, rotated q and k, output)
+    its output gate   2q   (beside the queries' projection, and the gated output), and its sigmoid in fp32
     without flash     4q        (padded queries, keys, values and output, where CUDA has no flash attention)
+    latent attention  2 q_rank + 2 kv_rank + rope_dim   (both latent vectors before and after their norms)
+                      2q + heads x (nope_dim + 2 v_dim) / tp   (queries and keys, both projections of the latent vector, output);
+                      with v_dim other than head_dim 4q + heads x v_dim / tp: flash attention takes and gives padded values
+    gated delta net   with k = key_heads x key_dim / tp, v = value_heads x value_dim / tp, n = value_heads / tp:
+                      2k + 4v + 2n   (the input projection, the rule's output, the output of its gated norm)
+                      2k + v + 2n x key_dim + 64n   (convolution; a key and a query for each value head; the rule's chunks)
     MLP               3f   (gate and up together 2f, their product f)
 
-and once per pack and kind of RoPE, head_dim per token: cosines and sines.
+and once per pack and kind of RoPE, as many per token as are rotated: cosines and sines. The delta rule is that of
+flash-linear-attention's kernels; in plain torch it keeps several times as much.
 
-Sequence parallelism splits both `2h` over tensor ranks; context parallelism splits all tokens over context ranks.
+Sequence parallelism splits both `2h` and latent vectors over tensor ranks; context parallelism splits all tokens over context
+ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +33,8 @@ from functools import cache
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.memory import FP32_BYTES, LOGITS_CHUNK, padded_vocab, stage_layers
-from mgrpo.models.shape import ModelShape
+from mgrpo.models.shape import DeltaNet, LatentAttention, ModelShape
+from mgrpo.planner.work import DELTA_CHUNK
 
 INDEX_BYTES = 8
 """int64."""
@@ -39,9 +49,10 @@ class LayerActivations:
     norms: int
     """Outputs of the two norms."""
     attention: int
-    """Attention and its projections, whatever is recomputed."""
+    """Attention, or a gated delta net, and its projections, whatever is recomputed."""
     scores: int
-    """Logarithms of attention's denominators, and its padded operands without flash attention; module core_attn."""
+    """Logarithms of attention's denominators, and its padded operands without flash attention; of a gated delta net all between
+    its projections. Module core_attn."""
     mlp: int
     """Between the MLP's projections; module mlp, or moe for experts."""
     layer_input: int
@@ -86,6 +97,7 @@ def layer_activations(
     layout: Layout,
     *,
     has_experts: bool,
+    has_attention: bool = True,
     pack_length: int,
     dtype_bytes: int,
     settings: Parallel,
@@ -94,6 +106,7 @@ def layer_activations(
     """One layer, one pack, one rank.
 
     Args:
+        has_attention: and not a gated delta net.
         fused: norms and SwiGLU keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm keeps its input
             and its normalised input in fp32, and SwiGLU each of its factors, except that of experts.
     """
@@ -102,16 +115,28 @@ def layer_activations(
     padded = not (fused and _takes_flash(shape, dtype_bytes))
     stream = split_tokens * shape.hidden * dtype_bytes
     num_norms = 4 if shape.norms == "around" else 2
+    if shape.delta and not has_attention:
+        attention, scores = _delta_net(shape.delta, layout, tokens, dtype_bytes)
+    else:
+        attention = _attention(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded)
+        scores = _scores(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded)
+    if shape.latent:
+        attention += _latent_vectors(shape.latent, split_tokens, dtype_bytes, fused)
     return LayerActivations(
         stream=num_norms * _norm(split_tokens, shape.hidden, dtype_bytes, fused),
         norms=2 * stream,
-        attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded),
-        scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded),
-        mlp=_experts(shape, layout, split_tokens, dtype_bytes)
+        attention=attention,
+        scores=scores,
+        mlp=_experts(shape, layout, tokens, split_tokens, dtype_bytes, fused)
         if has_experts
-        else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
+        else _gated_mlp(tokens, shape.ffn // layout.tensor, dtype_bytes, fused),
         layer_input=stream,
     )
+
+
+def _gated_mlp(tokens: int, ffn: int, dtype_bytes: int, fused: bool) -> int:
+    """Between its projections."""
+    return tokens * ffn * dtype_bytes * (3 if fused else 5)
 
 
 def _norm(rows: int, width: int, dtype_bytes: int, fused: bool) -> int:
@@ -134,7 +159,8 @@ def _scores(
     # Copies of queries, keys, values and output, padded to documents of equal length; CUDA's kernel takes as many heads of
     # keys as of queries.
     keys_of = layout.context if settings.cp_comm_type == "all_gather" else 1
-    return kept + tokens * 2 * (heads + (heads if fused else kv_heads) * keys_of) * shape.head_dim * dtype_bytes
+    copies = heads + (heads if fused else kv_heads) * keys_of
+    return kept + tokens * copies * (shape.head_dim + shape.v_dim) * dtype_bytes
 
 
 def _local_heads(shape: ModelShape, layout: Layout) -> tuple[int, int]:
@@ -146,21 +172,36 @@ def _attention(
 ) -> int:
     heads, kv_heads = _local_heads(shape, layout)
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
+    # Flash attention takes values as wide as keys and gives an output of that width, of which a part is copied.
+    pads = shape.v_dim != shape.head_dim and not padded
+    out = heads * shape.v_dim
+    attended = query if pads else out
+    value = key if pads else kv_heads * shape.v_dim
     if layout.context == 1:
-        # The values are a view of the qkv projection's output, which keeps all of that output alive.
-        elements = 3 * query + 3 * key
+        if pads:
+            elements = 2 * query + value + attended + out
+        elif shape.latent:
+            # The values are a view of what is made of the latent vector, which keeps keys without their rotated part alive.
+            elements = 2 * query + heads * shape.latent.nope_dim + value + out
+        else:
+            # The same of the qkv projection's output.
+            elements = 3 * query + 3 * key
     elif settings.cp_comm_type == "all_gather":
         # Keys and values of the whole pack: for flash attention once for the early and once for the late stretch of each
         # document, as far as these see them.
         seen = layout.context + 0.5 * (not padded)
-        elements = 2 * query + int(2 * key * seen)
+        elements = query + attended + out * pads + int((key + value) * seen)
     else:
         # All tokens and a share of the heads; also the output after the exchange back.
-        elements = 3 * query + 2 * key
+        elements = query + attended + out + key + value
     if shape.qk_norm and layout.context > 1 and fused:
         # The keys' norm has a view of the qkv projection's output as its input.
         elements += query + 2 * key
     kept = tokens * elements * dtype_bytes
+    if shape.gated_attention:
+        # Part of the qkv projection's output where that is kept; its sigmoid, and the gated output.
+        is_kept = layout.context == 1 or (shape.qk_norm is not None and fused)
+        kept += tokens * query * (dtype_bytes * (1 + is_kept) + FP32_BYTES)
     if shape.qk_norm:
         norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
         # Fused, the keys' input is part of the qkv projection's output, which is kept already.
@@ -169,7 +210,28 @@ def _attention(
     return kept
 
 
-def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int) -> int:
+def _latent_vectors(latent: LatentAttention, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+    """Both before and after their norms, and the rotated part of the key beside one of them."""
+    widths = (latent.kv_rank, latent.q_rank or 0)
+    normed = sum(_norm(split_tokens, width, dtype_bytes, fused) for width in widths if width)
+    return normed + split_tokens * (sum(widths) + latent.rope_dim) * dtype_bytes
+
+
+def _delta_net(delta: DeltaNet, layout: Layout, tokens: int, dtype_bytes: int) -> tuple[int, int]:
+    """Of a gated delta net: what it keeps in any case, and what recomputation of core_attn drops."""
+    heads = delta.value_heads // layout.tensor
+    keys, values = delta.key_heads * delta.key_dim // layout.tensor, heads * delta.value_dim
+    mixed = 2 * keys + values
+    # The gate keeps all of the input projection's output alive, also beside the exchanged part.
+    elements = mixed + values + 2 * heads + (mixed + 2 * heads) * (layout.context > 1)
+    kept = tokens * ((elements + 2 * values) * dtype_bytes + heads * FP32_BYTES)
+    # The values are a view of the convolution's output. Each value head has a query, a key and its rate; in fp32 the norms of query
+    # and key, its decay, and the sum of that over a chunk.
+    elements = mixed + heads * (2 * delta.key_dim + DELTA_CHUNK + 1)
+    return kept, tokens * (elements * dtype_bytes + 4 * heads * FP32_BYTES)
+
+
+def _experts(shape: ModelShape, layout: Layout, tokens: int, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
@@ -177,7 +239,13 @@ def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: 
     rows, ffn = _routed(shape, layout, split_tokens), experts.ffn // layout.expert_tensor
     # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
-    return router + rows * ((shape.hidden + 3 * ffn) * dtype_bytes + FP32_BYTES)
+    # With biases the router's weights multiply the output, which is kept for that.
+    own = shape.hidden * (2 if experts.biases else 1) + 3 * ffn
+    kept = router + rows * (own * dtype_bytes + FP32_BYTES)
+    if experts.shared_ffn:
+        kept += _gated_mlp(tokens, experts.shared_ffn // layout.tensor, dtype_bytes, fused)
+        kept += split_tokens * shape.hidden * dtype_bytes * experts.shared_gate  # its output, for the gate
+    return kept
 
 
 def _routed(shape: ModelShape, layout: Layout, split_tokens: int) -> int:
@@ -224,23 +292,29 @@ def stage_activations(
     fused: bool = True,
 ) -> StageActivations:
     """Peak of one rank over a training step in which every token is a response, which none can exceed."""
+    # By what a layer is made of: experts, attention.
+    held = [
+        (shape.has_experts(layer), shape.has_attention(layer))
+        for layer in stage_layers(layout, shape.num_layers, stage)
+    ]
     layers = {
-        kind: layer_activations(
+        (has_experts, has_attention): layer_activations(
             shape,
             layout,
-            has_experts=kind,
+            has_experts=has_experts,
+            has_attention=has_attention,
             pack_length=pack_length,
             dtype_bytes=dtype_bytes,
             settings=settings,
             fused=fused,
         )
-        for kind in {shape.has_experts(layer) for layer in range(shape.num_layers)}
+        for has_experts, has_attention in set(held)
     }
-    held = [shape.has_experts(layer) for layer in stage_layers(layout, shape.num_layers, stage)]
-    kept = sum(kept_bytes(layers[kind], has_experts=kind, settings=settings) for kind in held)
+    kept = sum(kept_bytes(layers[kind], has_experts=kind[0], settings=settings) for kind in held)
     in_flight = chunks_in_flight(layout, stage=stage, num_micro_batches=num_micro_batches) / layout.virtual_pipeline
     rows = -(-pack_length // layout.context)
-    rotary = rows * shape.head_dim * len(shape.rope_kinds) * dtype_bytes
+    turned = shape.latent.rope_dim if shape.latent else shape.head_dim
+    rotary = rows * sum(int(turned * rope.share) for rope in shape.rope_kinds) * dtype_bytes
     total = int((kept + rotary * layout.virtual_pipeline) * in_flight)
     stream = next(iter(layers.values())).layer_input
     gathered = stream * (layout.tensor if layout.sequence_parallel else 1)
@@ -267,14 +341,14 @@ def stage_activations(
         else 0,
         layer=2 * stream
         + max(
-            dropped_bytes(layers[kind], has_experts=kind, settings=settings)
+            dropped_bytes(layer, has_experts=has_experts, settings=settings)
             + (
                 # Tokens by expert before and after the exchange, and the experts' outputs one by one and together.
                 4 * _routed(shape, layout, split_rows) * shape.hidden * dtype_bytes
-                if kind
+                if has_experts
                 else _mlp_backward(shape, layout, rows, gathered, dtype_bytes)
             )
-            for kind in set(held)
+            for (has_experts, _), layer in layers.items()
         ),
         in_flight=in_flight,
     )

@@ -1,8 +1,8 @@
 """Inference engines: their weights, their KV cache, the time of generation; those of teachers, and the time in which these read.
 
-A decoding step reads the weights once and the keys and values of every running sequence, so memory bandwidth limits
-generation (Pope et al., arXiv:2211.05102). The cache gets what the weights leave of vLLM's share of the GPU. Rows are assumed
-to be shared equally among teachers.
+A decoding step reads the weights once and what is cached of every running sequence, so memory bandwidth limits generation
+(Pope et al., arXiv:2211.05102). The cache gets what the weights leave of vLLM's share of the GPU. Rows are assumed to be shared
+equally among teachers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,35 @@ from functools import cache
 from mgrpo.config.distillation import SELF
 from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout
-from mgrpo.models.memory import holdings, padded_vocab
+from mgrpo.models.memory import FP32_BYTES, holdings, padded_vocab
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.work import Workload, generation_flops
+from mgrpo.planner.work import Workload, generation_flops, seen_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCache:
+    """What a worker of an engine keeps of a running sequence, in bytes."""
+
+    by_window: tuple[tuple[int | None, int], ...]
+    """Of each token, for all layers that attend to so many tokens together; they keep no more of them."""
+    state: int
+    """Whatever the length: of gated delta nets."""
+
+    @property
+    def per_token(self) -> int:
+        """Of a token while all windows reach it."""
+        return sum(size for _, size in self.by_window)
+
+    def of(self, length: float) -> float:
+        """Of a sequence of this length."""
+        return self.state + sum(size * min(length, window or length) for window, size in self.by_window)
+
+    def read(self, start: float, end: float) -> float:
+        """Bytes that decoding the tokens from `start` to `end` reads; a state is read and written for each of them."""
+        pairs = (size * (seen_pairs(end, window) - seen_pairs(start, window)) for window, size in self.by_window)
+        return sum(pairs) + 2 * self.state * (end - start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +52,20 @@ class EngineMemory:
     weights: int
     workspace: int
     cache: int
-    """For keys and values: what vllm_gpu_memory_utilization leaves, or with vllm_mode=colocate vllm_kv_cache_mb; if negative, the
-    engine cannot start."""
-    cache_bytes_per_token: int
+    """For keys, values and states: what vllm_gpu_memory_utilization leaves, or with vllm_mode=colocate vllm_kv_cache_mb; if
+    negative, the engine cannot start."""
+    sequence: SequenceCache
     longest: int
     """Maximum tokens of a sequence."""
 
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens whose keys and values fit."""
-        return max(self.cache, 0) // self.cache_bytes_per_token
+    def sequences_of(self, length: float) -> int:
+        """Sequences of this length that fit at a time."""
+        return int(max(self.cache, 0) / self.sequence.of(length))
 
     @property
     def longest_sequences(self) -> int:
         """Sequences of maximum length that fit at a time."""
-        return self.cached_tokens // self.longest
+        return self.sequences_of(self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +76,7 @@ class GenerationTime:
     weights: float
     """Reading weights in decoding steps, or computing with them where that is slower."""
     cache: float
-    """Reading keys and values."""
+    """Reading keys, values and states."""
     exchange: float
     """All-reduces between an engine's workers."""
     overhead: float
@@ -75,10 +98,38 @@ def worker_weights(shape: ModelShape, workers: int) -> int:
     return max(sum(box.size for box in boxes) for boxes in engine_boxes(shape, InferLayout(tensor=workers)))
 
 
+def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int) -> SequenceCache:
+    """What each of an engine's workers keeps of a sequence.
+
+    Attention keeps keys and values of its own heads; with fewer key-value heads than workers, neighbours hold copies of one.
+    Latent attention keeps the latent vector and the rotated part of the key, from which every head makes its own
+    (arXiv:2405.04434, section 2.1.3), so that every worker has them whole. A gated delta net keeps the state of its own heads,
+    `key_dim x value_dim` each, which is assumed to be in float32, and the last inputs of its convolution.
+
+    Args:
+        dtype_bytes: of the model's weights.
+        element_bytes: of what is cached of a token.
+    """
+    if shape.latent:
+        layer = shape.latent.kv_rank + shape.latent.rope_dim
+    else:
+        layer = 2 * max(shape.kv_heads // workers, 1) * shape.head_dim
+    by_window: dict[int | None, int] = {}
+    for number, window in enumerate(shape.windows):
+        if shape.has_attention(number):
+            by_window[window] = by_window.get(window, 0) + layer * element_bytes
+    state = 0
+    if delta := shape.delta:
+        conv = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1)
+        matrices = delta.value_heads * delta.key_dim * delta.value_dim
+        state = len(delta.layers) * (matrices * FP32_BYTES + conv * dtype_bytes) // workers
+    return SequenceCache(by_window=tuple(by_window.items()), state=state)
+
+
 def engine_memory(
     shape: ModelShape, settings: Engine, hardware: Hardware, *, longest: int, dtype_bytes: int, adapters: int = 0
 ) -> EngineMemory:
-    """Memory of one GPU of an engine; keys and values of windowed layers are counted in full.
+    """Memory of one GPU of an engine.
 
     Args:
         adapters: elements that it holds of them beside the model's weights.
@@ -87,14 +138,12 @@ def engine_memory(
     weights = (worker_weights(shape, workers) + adapters) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
-    # With fewer key-value heads than workers, neighbours hold copies of one head.
-    kv_heads = max(shape.kv_heads // workers, 1)
     left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
     return EngineMemory(
         weights=weights,
         workspace=workspace,
         cache=settings.vllm_kv_cache_mb << 20 if settings.shares_gpus else left,
-        cache_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * element_bytes,
+        sequence=sequence_cache(shape, workers=workers, dtype_bytes=dtype_bytes, element_bytes=element_bytes),
         longest=longest,
     )
 
@@ -111,7 +160,7 @@ def generation_time(
     if memory.longest_sequences < 1:
         return None
     sequences = -(-work.sequences // settings.vllm_num_engines)
-    slots = min(sequences, settings.vllm_max_num_seqs, max(int(memory.cached_tokens / work.length), 1))
+    slots = min(sequences, settings.vllm_max_num_seqs, max(memory.sequences_of(work.length), 1))
     tail = work.longest_response - work.response_tokens
     num_steps = sequences * work.response_tokens / slots + tail
     running = sequences * work.response_tokens / num_steps
@@ -122,15 +171,14 @@ def generation_time(
     prefill = hardware.compute_seconds(token * (prompts * work.prompt_tokens), gpus=workers)
     reading = _weights_read(shape, running) / workers * dtype_bytes / hardware.hbm_bytes_s
     computing = hardware.compute_seconds(token * running, gpus=workers)
-    # Token i of a completion reads the prompt's keys and values and those of i tokens before it.
-    read = sequences * work.response_tokens * (work.prompt_tokens + work.response_tokens / 2)
+    read = sequences * memory.sequence.read(work.prompt_tokens, work.length)
     exchanges = 2 * shape.num_layers * (workers > 1)
     moved = 2 * (workers - 1) / workers * running * shape.hidden * dtype_bytes
     exchange = exchanges * (assumed.allreduce_us * 1e-6 + moved / hardware.link_bytes_s(workers))
     return GenerationTime(
         prefill=prefill,
         weights=num_steps * max(reading, computing),
-        cache=read * memory.cache_bytes_per_token / hardware.hbm_bytes_s,
+        cache=read / hardware.hbm_bytes_s,
         exchange=num_steps * exchange,
         overhead=num_steps * assumed.decode_step_ms * 1e-3,
         num_steps=int(num_steps),

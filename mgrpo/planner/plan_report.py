@@ -263,7 +263,9 @@ def _engine(plan: RunPlan) -> Table:
     for column in ("weights", "workspace (assumed)", "KV cache", "per token", "sequences of maximum length"):
         table.add_column(column, justify="right")
     running = f"{engine.longest_sequences:,} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
-    per_token = f"{engine.cache_bytes_per_token / 1024:.0f} KiB"
+    per_token = f"{engine.sequence.per_token / 1024:.0f} KiB"
+    if engine.sequence.state:
+        per_token += f", and {engine.sequence.state / 2**20:.0f} MiB per sequence"
     table.add_row(_gib(engine.weights), _gib(engine.workspace), _gib(max(engine.cache, 0)), per_token, running)
     return table
 

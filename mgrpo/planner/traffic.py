@@ -1,13 +1,15 @@
 """Bytes that one learner rank sends in a training step, by axis, and the span of ranks that each axis connects.
 
 Rings: an all-gather or reduce-scatter over n ranks sends (n - 1) / n of the whole from each rank, an all-reduce twice
-that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden, k = kv heads x head_dim):
+that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden):
 
     tensor     per layer 4 x tokens x h in a forward pass, 6 in a backward one (4 without sequence parallelism;
-               2205.05198); on the first stage the embedding's sum and its gradient, on the last the LM head's input
-               and the sum of that input's gradient, in fp32 where the head runs in chunks
+               2205.05198), of which latent attention has both latent vectors and the rotated part of the key in place of its
+               input, and experts nothing but their shared one's half; on the first stage the embedding's sum and its
+               gradient, on the last the LM head's input and the sum of that input's gradient, in fp32 where the head runs in
+               chunks
     context    per layer keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the
-               output
+               output. Gated delta nets always exchange: what their convolution takes, rates and decays, and the output
     expert     per layer 2 x tokens x top_k x h in each direction
     pipeline   tokens x h for each chunk: to the next stage except from the last chunk of all, and back except from the
                first; a tied embedding's gradient
@@ -89,11 +91,9 @@ def backward_traffic(
     shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int, logits_chunk: int
 ) -> Traffic:
     """Traffic of a backward pass and of what is recomputed in it."""
-    modules = _modules(shape, layout, settings, passed, stage=stage)
-    layers = sum(modules.values(), Traffic())
-    # Sequence parallelism gathers saved inputs again for the weights' gradients.
-    layers = replace(layers, tensor=layers.tensor * (1.5 if layout.sequence_parallel else 1))
-    layers += sum((traffic for module, traffic in modules.items() if settings.recomputes(module)), Traffic())
+    repeated = _modules(shape, layout, settings, passed, stage=stage)
+    layers = sum(_modules(shape, layout, settings, passed, stage=stage, is_backward=True).values(), Traffic())
+    layers += sum((traffic for module, traffic in repeated.items() if settings.recomputes(module)), Traffic())
     tensor = 0.0
     if stage == 0 and layout.sequence_parallel:
         tensor += _stream(shape, layout, passed)
@@ -122,37 +122,60 @@ def _messages(shape: ModelShape, layout: Layout, passed: Passed, sends: int) -> 
 
 
 def _modules(
-    shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int
+    shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int, is_backward: bool = False
 ) -> dict[str, Traffic]:
-    """A forward pass through the layers of a stage, by the modules that selective recomputation can name."""
+    """A pass through the layers of a stage, by the modules that selective recomputation can name."""
     layers = stage_layers(layout, shape.num_layers, stage)
     num_expert_layers = sum(shape.has_experts(layer) for layer in layers)
     own_tokens = passed.tokens / layout.context
-    ring = _ring(layout.tensor) * _stream(shape, layout, passed)
-    expert = 0.0
+    mlp = _collectives(layout, shape.hidden, shape.hidden, is_backward=is_backward)
+    attention = mlp
+    if latent := shape.latent:
+        projected = latent.kv_rank + (latent.q_rank or shape.hidden)
+        attention = _collectives(layout, projected, shape.hidden, once=latent.rope_dim, is_backward=is_backward)
+    of_tokens = _ring(layout.tensor) * own_tokens * passed.dtype_bytes
+    expert, shared = 0.0, 0.0
     if shape.experts:
         split_tokens = own_tokens / layout.tensor if layout.sequence_parallel else own_tokens
         copies = split_tokens * shape.experts.top_k * shape.hidden * passed.dtype_bytes
         expert = 2 * num_expert_layers * (_ring(layout.expert) + layout.expert_tensor - 1) * copies
-    context = len(layers) * _context_elements(shape, layout, settings, own_tokens) * passed.dtype_bytes
+        shared = mlp if shape.experts.shared_ffn else 0.0
+    context = sum(_context_elements(shape, layout, settings, layer) for layer in layers) * own_tokens
     return {
-        "projections": Traffic(tensor=2 * len(layers) * ring),
-        "core_attn": Traffic(context=context),
-        "mlp": Traffic(tensor=2 * (len(layers) - num_expert_layers) * ring),
+        "projections": Traffic(tensor=len(layers) * attention * of_tokens),
+        "core_attn": Traffic(context=context * passed.dtype_bytes),
+        "mlp": Traffic(tensor=(len(layers) - num_expert_layers) * mlp * of_tokens),
         # In place of the MLP's collectives.
-        "moe": Traffic(expert=expert),
+        "moe": Traffic(expert=expert, tensor=num_expert_layers * shared * of_tokens),
     }
 
 
-def _context_elements(shape: ModelShape, layout: Layout, settings: Parallel, own_tokens: float) -> float:
-    """Elements per layer."""
-    if layout.context == 1:
-        return 0.0
-    key = max(shape.kv_heads // layout.tensor, 1) * shape.head_dim
+def _collectives(layout: Layout, inputs: int, outputs: int, *, once: int = 0, is_backward: bool) -> int:
+    """Elements per token of a pair of projections between which tensor ranks have parts of the width.
+
+    With sequence parallelism their inputs are gathered, and again for the weights' gradients, and the inputs' gradients are
+    scattered; outputs the other way round. Otherwise outputs are summed in a forward pass and the inputs' gradients in a backward
+    one, and a sum counts twice.
+
+    Args:
+        once: of inputs that no weight multiplies.
+    """
+    if layout.sequence_parallel:
+        return outputs + (2 * inputs if is_backward else inputs) + once
+    return 2 * (inputs + once) if is_backward else 2 * outputs
+
+
+def _context_elements(shape: ModelShape, layout: Layout, settings: Parallel, layer: int) -> float:
+    """Elements per token of a rank."""
+    ring = _ring(layout.context)
+    if shape.delta and not shape.has_attention(layer):
+        delta = shape.delta
+        mixed = 2 * delta.key_heads * delta.key_dim + delta.value_heads * (delta.value_dim + 2)
+        return ring * (mixed + delta.value_heads * delta.value_dim) / layout.tensor
+    key_value = max(shape.kv_heads // layout.tensor, 1) * (shape.head_dim + shape.v_dim)
     if settings.cp_comm_type == "all_gather":
-        return (layout.context - 1) * own_tokens * 2 * key
-    query = shape.heads // layout.tensor * shape.head_dim
-    return _ring(layout.context) * own_tokens * (2 * query + 2 * key)
+        return (layout.context - 1) * key_value
+    return ring * (shape.heads // layout.tensor * (shape.head_dim + shape.v_dim) + key_value)
 
 
 def data_traffic(

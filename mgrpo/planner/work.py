@@ -1,8 +1,9 @@
 """Tokens and floating-point operations of a training step, by the usual count of two per weight and token.
 
-A forward pass has `2 x active weights` operations per token and, in attention, `4 x heads x head_dim` per pair of a
-query and a visible key; a backward pass twice that (Narayanan et al., arXiv:2104.04473, appendix; attention counted
-causally). The LM head runs on response tokens only. Sampling, norms, softmaxes and the loss are not counted.
+A forward pass has `2 x active weights` operations per token and, in attention, `2 x heads x (head_dim + v_dim)` per pair
+of a query and a visible key; a backward pass twice that (Narayanan et al., arXiv:2104.04473, appendix; attention counted
+causally). A gated delta net has `delta_flops` per token instead. The LM head runs on response tokens only. Sampling, norms,
+softmaxes and the loss are not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.memory import holdings, padded_vocab, stage_layers
-from mgrpo.models.shape import ModelShape
+from mgrpo.models.shape import DeltaNet, ModelShape
 from mgrpo.planner.hardware import Assumptions, Flops
 
 
@@ -101,7 +102,7 @@ def has_reference(config: Config) -> bool:
 
 @cache
 def active_weights(shape: ModelShape) -> tuple[int, ...]:
-    """Per layer, the weights that process a token: of the experts only those it is routed to."""
+    """Per layer, the weights that process a token: of the experts the shared one and those it is routed to."""
     share = shape.experts.top_k / shape.experts.count if shape.experts else 0
     return tuple(layer.dense + int(layer.experts * share) for layer in holdings(shape, tensor=1, expert=1).layers)
 
@@ -112,13 +113,30 @@ def seen_pairs(length: float, window: int | None) -> float:
     return length * reach - reach * reach / 2
 
 
+DELTA_CHUNK = 64
+"""Tokens that the delta rule computes at a time."""
+
+
+def delta_flops(delta: DeltaNet) -> int:
+    """Operations of the gated delta rule per token, in chunks of C tokens (arXiv:2412.06464, section 3.3).
+
+    In each value head six products of chunk x chunk: keys x keys, queries x keys, what makes of them pseudo-keys and
+    pseudo-values, and scores x pseudo-values, of which three have key_dim columns and two value_dim; the inverse of a triangle,
+    C^2 / 3 a token; and three products with the state: what it holds of a key, of a query, and its update.
+    """
+    key, value, chunk = delta.key_dim, delta.value_dim, DELTA_CHUNK
+    within = 2 * chunk * (3 * key + 2 * value) + 2 * chunk**2 // 3
+    return delta.value_heads * (within + 3 * 2 * key * value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFlops:
     """One layer's forward pass over the batch, by the parts that recomputation can repeat."""
 
     core: Flops
-    """Queries x keys and scores x values."""
+    """Queries x keys and scores x values, or the delta rule."""
     mlp: Flops
+    """Of experts with the shared one."""
     rest: Flops
 
     @property
@@ -142,14 +160,18 @@ def _layer_flops(shape: ModelShape, tokens: float, pairs: Mapping[int | None, fl
     """Per layer; `pairs` of a query and a visible key by the layer's window."""
     flops = []
     for layer, weights in enumerate(active_weights(shape)):
-        experts = shape.experts if shape.has_experts(layer) else None
-        mlp = 3 * shape.hidden * (experts.ffn * experts.top_k if experts else shape.ffn)
-        mlp_flops = 2 * mlp * tokens
+        experts = shape.experts_of(layer)
+        whole = 3 * shape.hidden * (experts.shared_ffn if experts else shape.ffn)
+        chosen = 3 * shape.hidden * experts.ffn * experts.top_k if experts else 0
+        if shape.delta and not shape.has_attention(layer):
+            core = delta_flops(shape.delta) * tokens
+        else:
+            core = 2 * shape.heads * (shape.head_dim + shape.v_dim) * pairs[shape.windows[layer]]
         flops.append(
             LayerFlops(
-                core=Flops(4 * shape.heads * shape.head_dim * pairs[shape.windows[layer]]),
-                mlp=Flops(experts=mlp_flops) if experts else Flops(mlp_flops),
-                rest=Flops(2 * (weights - mlp) * tokens),
+                core=Flops(core),
+                mlp=Flops(2 * whole * tokens, experts=2 * chosen * tokens),
+                rest=Flops(2 * (weights - whole - chosen) * tokens),
             )
         )
     return tuple(flops)

@@ -22,12 +22,14 @@ from mgrpo.layout import Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
+from mgrpo.parallel.clamped_experts import ClampedExperts
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
 from mgrpo.parallel.routers import BiasedRouter
 from mgrpo.policy import transformer_engine
 from mgrpo.policy.delta_net import GatedDeltaNet
+from mgrpo.policy.latent_attention import LatentSelfAttention
 from mgrpo.policy.rotary import RotaryAttention
 
 
@@ -36,7 +38,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
     uses_te = uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda())
-    return TransformerConfig(
+    config = TransformerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
         **_recompute_settings(settings or Parallel()),
@@ -54,6 +56,10 @@ def transformer_config(
         enable_autocast=False,
         perform_initialization=False,
     )
+    # Of all linear layers and routers. The constructor excludes it beside expert tensor ranks, where Megatron's experts add
+    # their bias on each; ours do not.
+    config.add_bias_linear = shape.out_bias
+    return config
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
@@ -170,26 +176,36 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     if shape.delta and not shape.has_attention(layer):
         modules.self_attention = ModuleSpec(GatedDeltaNet, params={"delta": shape.delta})
     else:
-        _attention(modules.self_attention, shape, layer, core)
+        modules.self_attention = _attention(modules.self_attention, config, shape, layer, core)
     if experts:
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
         mlp.experts = GroupedExperts
+        if experts.clamp is not None:
+            mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
     return spec
 
 
-def _attention(spec: ModuleSpec, shape: ModelShape, layer: int, core: type[PackedAttention]) -> None:
-    """Make Megatron's description of self-attention one of this layer's."""
-    spec.module = RotaryAttention
-    spec.params.update(rope=shape.rope_kinds.index(shape.ropes[layer]), has_whole_norms=shape.qk_norm == "whole")
-    attention = spec.submodules
-    attention.core_attention = partial(
+def _attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]
+) -> ModuleSpec:
+    """The attention of one layer; `spec` is Megatron's description of its own."""
+    core_attention = partial(
         core,
         scale=shape.attention_scale,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,
+        sinks=shape.heads // config.tensor_model_parallel_size if shape.sinks else 0,
     )
+    rope = shape.rope_kinds.index(shape.ropes[layer])
+    if shape.latent:
+        params = {"rope": rope, "latent": shape.latent, "core_attention": core_attention}
+        return ModuleSpec(LatentSelfAttention, params=params)
+    spec.module = RotaryAttention
+    spec.params.update(rope=rope, has_whole_norms=shape.qk_norm == "whole")
+    spec.submodules.core_attention = core_attention
     if shape.qk_norm == "head":
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        spec.submodules.q_layernorm = spec.submodules.k_layernorm = RMSNorm
+    return spec

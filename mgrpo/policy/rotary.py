@@ -115,6 +115,20 @@ def turned(
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         first, second, rest = x.split((rotated // 2, rotated // 2, x.shape[-1] - rotated), dim=-1)
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
+        return torch.cat((*_turned_pairs(first, second, cosines, sines), rest), dim=-1)
 
     return turn(query), turn(key)
+
+
+def turned_neighbours(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """x `[..., 2n]`, of which each pair `2i` and `2i + 1` is turned by its token's angle; cosines and sines `[..., n]`.
+
+    The result has them at `i` and `i + n`: the product of a query and a key does not depend on the order.
+    """
+    return torch.cat(_turned_pairs(x[..., 0::2], x[..., 1::2], cosines, sines), dim=-1)
+
+
+def _turned_pairs(
+    first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return first * cosines - second * sines, second * cosines + first * sines

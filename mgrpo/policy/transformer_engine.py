@@ -23,7 +23,7 @@ def use(modules: TransformerLayerSubmodules, shape: ModelShape, layer: int) -> N
     )
 
     first = TEColumnParallelLinear if shape.norms == "after" else TELayerNormColumnParallelLinear
-    if shape.has_attention(layer):
+    if shape.latent is None and shape.has_attention(layer):  # Latent attention has two products after one norm.
         attention = modules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = first, TERowParallelLinear
         modules.input_layernorm = IdentityOp

@@ -27,6 +27,8 @@ CHANGES = [
     ("qwen3-moe", "ep2", "dp1"),
     ("qwen3-moe", "dp1", "ep2"),
     ("qwen3-moe", "ep2xtp2+sp", "dp2"),
+    ("glm-4.5", "ep2", "dp2+zero3"),
+    ("glm-4.5", "dp2+zero2", "tp2+sp"),
 ]
 
 
@@ -84,6 +86,7 @@ def test_a_run_goes_on_in_any_layout(train, saved, model, before, after):
         ("qwen2", "dp2+zero3", "float32"),
         ("llama, tied", "pp2xvpp2", "float32"),
         ("qwen3-moe", "ep2", "float32"),
+        ("glm-4.5", "dp2+zero2", "bfloat16"),
         ("qwen2", "tp2+sp", "bfloat16"),
         ("qwen2", "dp2+zero2", "bfloat16"),
         ("qwen2", "dp2+zero0", "bfloat16"),

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from mgrpo.models.placement.boxes import Shape
 from mgrpo.models.placement.delta_rows import delta_rules, delta_tensors
 from mgrpo.models.placement.layout_rules import Replicated, Rows, Rule, Sections, Split
-from mgrpo.models.shape import ModelShape
+from mgrpo.models.shape import LatentAttention, ModelShape
+
+_OF_LATENT: dict[str, tuple[str, Callable[[str], Rule]]] = {
+    "q_proj": ("linear_q_proj", Split),
+    "q_a_proj": ("linear_q_down_proj", Replicated),
+    "q_a_layernorm": ("q_layernorm", Replicated),
+    "q_b_proj": ("linear_q_up_proj", Split),
+    "kv_a_proj_with_mqa": ("linear_kv_down_proj", Replicated),
+    "kv_a_layernorm": ("kv_layernorm", Replicated),
+    "kv_b_proj": ("linear_kv_up_proj", Split),
+    "o_proj": ("linear_proj", partial(Split, dim=1)),
+}
+"""Of latent attention: Megatron's name and the rule of each weight. Rows of what is split are head after head."""
 
 
 def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:
     """Name and shape of the HF tensors; `at` is the layer's prefix, like "model.layers.3."."""
+    if model.latent:
+        return {f"{at}self_attn.{name}.weight": shape for name, shape in _latent_shapes(model, model.latent).items()}
     if model.delta and not model.has_attention(layer):
         return delta_tensors(model.delta, model.hidden, at + "linear_attn.")
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -22,11 +39,20 @@ def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape
         if model.qk_norm and name != "v":
             tensors[at + f"self_attn.{name}_norm.weight"] = (count if model.qk_norm == "whole" else model.head_dim,)
     tensors[at + "self_attn.o_proj.weight"] = (model.hidden, query)
+    if model.out_bias:
+        tensors[at + "self_attn.o_proj.bias"] = (model.hidden,)
+    if model.sinks:
+        tensors[at + "self_attn.sinks"] = (model.heads,)
     return tensors
 
 
 def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
     """Megatron's parameters and their rules."""
+    if model.latent:
+        return {
+            f"self_attention.{_OF_LATENT[name][0]}.weight": _OF_LATENT[name][1](f"{at}self_attn.{name}.weight")
+            for name in _latent_shapes(model, model.latent)
+        }
     if model.delta and not model.has_attention(layer):
         return delta_rules(model.delta, at + "linear_attn.")
 
@@ -39,11 +65,33 @@ def attention_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
     }
     if model.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = qkv("bias")
+    if model.out_bias:
+        rules["self_attention.linear_proj.bias"] = Replicated(at + "self_attn.o_proj.bias")
+    if model.sinks:
+        rules["self_attention.core_attention.sinks"] = Split(at + "self_attn.sinks")
     if model.qk_norm:
         rule = Split if model.qk_norm == "whole" else Replicated
         rules["self_attention.q_layernorm.weight"] = rule(at + "self_attn.q_norm.weight")
         rules["self_attention.k_layernorm.weight"] = rule(at + "self_attn.k_norm.weight")
     return rules
+
+
+def _latent_shapes(model: ModelShape, latent: LatentAttention) -> dict[str, Shape]:
+    """Each weight of latent attention. A head's rows of kv_b_proj are its key, without the rotated part, and its value."""
+    queries = model.heads * model.head_dim
+    query: dict[str, Shape] = {"q_proj": (queries, model.hidden)}
+    if latent.q_rank is not None:
+        query = {
+            "q_a_proj": (latent.q_rank, model.hidden),
+            "q_a_layernorm": (latent.q_rank,),
+            "q_b_proj": (queries, latent.q_rank),
+        }
+    return query | {
+        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_dim, model.hidden),
+        "kv_a_layernorm": (latent.kv_rank,),
+        "kv_b_proj": (model.heads * (latent.nope_dim + latent.v_dim), latent.kv_rank),
+        "o_proj": (model.hidden, model.heads * latent.v_dim),
+    }
 
 
 def _query_key_value(model: ModelShape, query: str, key: str, value: str) -> Sections:

@@ -84,7 +84,33 @@ class Sections:
         return LocalParameter((top, *columns[-1:]), tuple(pieces))
 
 
-Rule = Replicated | Split | Stacked | Sections
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Those with the numbers `own` of a tensor's first dimension: vectors, or matrices one above the other."""
+
+    name: str
+    own: range
+    dim: int | None = None
+    """Of the tensor, along which each slice is cut; None: it is whole on every rank."""
+
+    def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
+        start, shape = (0,) * len(tensors[self.name]), tensors[self.name]
+        if self.dim is not None:
+            share = shape[self.dim] // size
+            start, shape = _replace(start, self.dim, rank * share), _replace(shape, self.dim, share)
+        count, *slice_shape = len(self.own), *shape[1:]
+        if len(slice_shape) == 1:
+            box = Box(self.name, _replace(start, 0, self.own.start), _replace(shape, 0, count))
+            return LocalParameter(box.shape, (Piece(box, (0, 0)),))
+        rows, columns = slice_shape
+        pieces = (
+            Piece(Box(self.name, _replace(start, 0, one), _replace(shape, 0, 1)), (number * rows, 0), dims=(1, 2))
+            for number, one in enumerate(self.own)
+        )
+        return LocalParameter((count * rows, columns), tuple(pieces))
+
+
+Rule = Replicated | Split | Stacked | Sections | Slices
 
 
 def _replace(shape: Shape, dim: int, value: int) -> Shape:

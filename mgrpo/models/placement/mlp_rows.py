@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgrpo.models.placement.boxes import Shape
-from mgrpo.models.placement.layout_rules import Replicated, Rule, Stacked
+from mgrpo.models.placement.layout_rules import Replicated, Rule, Slices, Stacked
 from mgrpo.models.shape import Experts, ModelShape
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = {"mlp": GATE_UP_DOWN, "block_sparse_moe": ("w1", "w3", "w2")}
 """Gate, up and down projection of an expert by `Experts.names`."""
+FUSED_EXPERTS = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None}
+"""gpt-oss' tensors of all experts of a layer, and the dimension that tensor ranks share out; None: the sum's bias, which is added once."""
 CHOICE_BIAS = "e_score_correction_bias"
 
 
@@ -19,6 +21,8 @@ def mlp_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:
     experts = model.experts_of(layer)
     if experts is None:
         return _gated_tensors(at + "mlp.", GATE_UP_DOWN, model.hidden, model.ffn)
+    if experts.names == "gpt_oss":
+        return _gpt_oss_tensors(experts, model.hidden, at + "mlp.")
     moe = f"{at}{experts.names}."
     tensors: dict[str, Shape] = {moe + "gate.weight": (experts.count, model.hidden)}
     if experts.choice_bias:
@@ -38,6 +42,8 @@ def mlp_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
     experts = model.experts_of(layer)
     if experts is None:
         return _gated_rules("mlp.", [at + "mlp."])
+    if experts.names == "gpt_oss":
+        return {f"mlp.router.{kind}": Replicated(f"{at}mlp.router.{kind}") for kind in ("weight", "bias")}
     moe = f"{at}{experts.names}."
     rules: dict[str, Rule] = {"mlp.router.weight": Replicated(moe + "gate.weight")}
     if experts.choice_bias:
@@ -51,6 +57,8 @@ def mlp_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
 
 def expert_rules(experts: Experts, own: range, at: str) -> dict[str, Rule]:
     """Megatron's parameters of the layer's experts with the numbers `own`, and their rules."""
+    if experts.names == "gpt_oss":
+        return _gpt_oss_expert_rules(own, at + "mlp.experts.")
     hf_at = [f"{at}{experts.names}.experts.{expert}." for expert in own]
     return _gated_rules("mlp.experts.", hf_at, EXPERT_MATRICES[experts.names])
 
@@ -63,6 +71,26 @@ def is_frozen(name: str) -> bool:
 def _shared(experts: Experts) -> str:
     """The name of the shared MLP: with a gate that of Qwen's checkpoints, else that of DeepSeek's."""
     return "shared_expert." if experts.shared_gate else "shared_experts."
+
+
+def _gpt_oss_tensors(experts: Experts, hidden: int, at: str) -> dict[str, Shape]:
+    """Matrices of experts are `[inputs, outputs]`; gate and up columns alternate."""
+    return {
+        at + "router.weight": (experts.count, hidden),
+        at + "router.bias": (experts.count,),
+        at + "experts.gate_up_proj": (experts.count, hidden, 2 * experts.ffn),
+        at + "experts.gate_up_proj_bias": (experts.count, 2 * experts.ffn),
+        at + "experts.down_proj": (experts.count, experts.ffn, hidden),
+        at + "experts.down_proj_bias": (experts.count, hidden),
+    }
+
+
+def _gpt_oss_expert_rules(own: range, hf_at: str) -> dict[str, Rule]:
+    names = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+    return {
+        f"mlp.experts.{name}": Slices(hf_at + tensor, own, dim)
+        for name, (tensor, dim) in zip(names, FUSED_EXPERTS.items(), strict=True)
+    }
 
 
 def _gated_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:

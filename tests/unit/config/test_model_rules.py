@@ -19,6 +19,7 @@ DENSE = {
     "num_hidden_layers": 24,
 }
 QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 88, "intermediate_size": 100}
+DEEPSEEK = DENSE | {"num_key_value_heads": 16, "kv_lora_rank": 64, "first_k_dense_replace": 24}
 MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 88}
 
 
@@ -66,6 +67,11 @@ def found(hf_config, **values):
             {"context_parallel_size": 8, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
             "context_parallel_size=8 does not divide the 2 of num_key_value_heads=4 that each tensor rank holds, as "
             "cp_comm_type=a2a needs; choose from {1, 2}, or use all_gather",
+        ),
+        (
+            DEEPSEEK,
+            {"tensor_model_parallel_size": 32},
+            "tensor_model_parallel_size=32 does not divide num_attention_heads=16; choose from {1, 2, 4, 8, 16}",
         ),
         (
             DENSE,

@@ -29,6 +29,11 @@ MODELS = {
     "mixtral": HF | {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": HF
     | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    "glm4_moe": HF | {"model_type": "glm4_moe", "n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 16},
+    "deepseek_v3": HF
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 8, "n_routed_experts": 16, "first_k_dense_replace": 1},
+    "moonlight": HF
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": None, "first_k_dense_replace": 4},
 }
 LAYOUTS = [
     Layout(world_size=1),
@@ -50,9 +55,11 @@ def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
 
 
 def is_whole(model, tensor: str) -> bool:
-    """Whether every tensor rank holds all of it: norms and routers, but not a norm of whole projections."""
+    """Whether every tensor rank holds all of it: norms, routers and latents, but not a norm of whole projections."""
     is_split_norm = model.qk_norm == "whole" and ("q_norm" in tensor or "k_norm" in tensor)
-    return ("norm" in tensor and not is_split_norm) or tensor.endswith(("mlp.gate.weight", "moe.gate.weight"))
+    return ("norm" in tensor and not is_split_norm) or any(
+        part in tensor for part in (".gate.", ".q_a_proj.", ".kv_a_proj_with_mqa.")
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

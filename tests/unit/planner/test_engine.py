@@ -8,7 +8,7 @@ import pytest
 
 from mgrpo.config.schema import Engine
 from mgrpo.models.family import shape_of
-from mgrpo.planner.engine_costs import engine_memory, generation_time
+from mgrpo.planner.engine_costs import SequenceCache, engine_memory, generation_time, sequence_cache
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.work import Workload
@@ -36,20 +36,54 @@ def test_cache_is_what_weights_and_workspace_leave() -> None:
     memory = memory_of(4)
     norms = 3 / 4 * (2 * 64 + 1) * 5120 * 2
     assert memory.weights == pytest.approx(32_763_876_352 * 2 / 4 + norms, rel=1e-6)
-    assert memory.cache_bytes_per_token == 64 << 10
+    assert memory.sequence.per_token == 64 << 10 and memory.sequence.state == 0
     assert memory.cache == int(0.9 * 80 * GIB) - memory.weights - 4 * GIB
     assert memory.longest_sequences == memory.cache // (64 << 10) // 10_240 == 84
 
 
 def test_heads_are_copied_where_workers_are_more() -> None:
     """16 workers share 8 key-value heads: each holds one, as 8 workers do."""
-    assert memory_of(16).cache_bytes_per_token == memory_of(8).cache_bytes_per_token == 32 << 10
+    assert memory_of(16).sequence == memory_of(8).sequence
+    assert memory_of(8).sequence.per_token == 32 << 10
 
 
 def test_an_8_bit_cache_holds_twice_the_tokens() -> None:
     """One byte a value, without what few scales take."""
-    assert memory_of(4, vllm_kv_cache_dtype="fp8").cache_bytes_per_token == 32 << 10
+    assert memory_of(4, vllm_kv_cache_dtype="fp8").sequence.per_token == 32 << 10
     assert memory_of(4, vllm_kv_cache_dtype="fp8").cache == memory_of(4).cache
+
+
+def cache_of(name: str, workers: int) -> SequenceCache:
+    return sequence_cache(shape_of(shipped_config(name)), workers=workers, dtype_bytes=2, element_bytes=2)
+
+
+@pytest.mark.parametrize("workers", [1, 16])
+def test_a_latent_vector_is_cached_whole_on_every_worker(workers: int) -> None:
+    """DeepSeek-V3: 61 layers x (512 + 64) x 2 bytes, 70 KB a token as its paper says (arXiv:2412.19437, table 1 of 2505.09343).
+
+    Its 128 key-value heads of 192 and 128 would be 57 times as much, and an engine would be planned for a handful of sequences.
+    """
+    assert cache_of("deepseek-v3", workers).per_token == 61 * (512 + 64) * 2 == pytest.approx(70.272e3)
+
+
+def test_a_delta_net_has_a_state_and_no_cache() -> None:
+    """Qwen3-Next: 12 of 48 layers cache 2 x 2 heads x 256; 36 keep 32 states of 128 x 128 in fp32 and 3 tokens of 8192 channels."""
+    one, eight = cache_of("qwen3-next-80b-a3b", 1), cache_of("qwen3-next-80b-a3b", 8)
+    assert one.per_token == 12 * 2 * 2 * 256 * 2
+    assert one.state == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) == 8 * eight.state
+    assert one.of(1000) - one.of(0) == 1000 * one.per_token
+    # Each token that is decoded reads all keys and values before it, and reads and writes the states.
+    assert one.read(0, 10) == 50 * one.per_token + 10 * 2 * one.state
+
+
+def test_a_window_caches_and_reads_no_more_than_it_sees() -> None:
+    """gpt-oss: every other layer sees 128 tokens. At 10,000 tokens they are 1 % of the others' cache, not half of all."""
+    cache = cache_of("gpt-oss-120b", 8)
+    layer = 2 * 64 * 2
+    assert dict(cache.by_window) == {None: 18 * layer, 128: 18 * layer}
+    assert cache.of(100) == 100 * 36 * layer
+    assert cache.of(10_000) == 18 * layer * (10_000 + 128)
+    assert cache.read(5000, 5010) == pytest.approx(18 * layer * 10 * (5005 + 128))
 
 
 def test_an_engine_without_room_for_a_sequence_has_no_time() -> None:

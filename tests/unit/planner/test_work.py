@@ -15,12 +15,14 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.memory import num_parameters
 from mgrpo.models.shape import ModelShape
 from mgrpo.moving import from_values
+from mgrpo.planner.hardware import Flops
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import (
     Workload,
     active_weights,
     forward_flops,
+    layer_flops,
     packed_flops,
     passes_of,
     seen_pairs,
@@ -53,6 +55,35 @@ def test_a_token_meets_its_own_experts_only() -> None:
     assert num_parameters(MOE, Layout(world_size=1), stage=0) == 30_532_122_624
     assert sum(active_weights(MOE)) + ends == pytest.approx(3.35e9, rel=0.01)
     assert forward_flops(MOE, BATCH).experts == 64 * 2048 * 2 * 48 * 8 * 3 * 2048 * 768
+
+
+def test_a_shared_expert_meets_every_token() -> None:
+    """GLM-4.5-Air: 8 of 128 experts and the shared one, which is an ordinary matrix product, in all layers but the first."""
+    glm = shape_of(shipped_config("glm-4.5-air"))
+    tokens, expert = 64 * 2048, 2 * 3 * 4096 * 1408
+    layers = layer_flops(glm, BATCH)
+    assert layers[0].mlp == Flops(tokens * 2 * 3 * 4096 * 10944)
+    assert layers[1].mlp == Flops(tokens * expert, tokens * 8 * expert)
+    shared = dataclasses.replace(glm, experts=dataclasses.replace(glm.experts, shared_ffn=0))
+    assert layers[1].rest == layer_flops(shared, BATCH)[1].rest
+
+
+def test_values_of_another_width_than_keys_cost_theirs() -> None:
+    """DeepSeek-V3: queries and keys have 192 dimensions, values 128."""
+    core = layer_flops(shape_of(shipped_config("deepseek-v3")), BATCH)[0].core
+    assert core.total == 2 * 128 * (192 + 128) * 64 * 2048**2 / 2
+
+
+def test_a_delta_net_costs_the_same_for_every_token() -> None:
+    """Qwen3-Next, by hand for one value head and chunk of 64 tokens, per token: products of 64 x 64 with 3 x 128 and 2 x 128
+    columns, the inverse of a triangle, and three products with a state of 128 x 128."""
+    qwen = shape_of(shipped_config("qwen3-next-80b-a3b"))
+    head = 2 * 64 * (3 * 128 + 2 * 128) + 2 * 64 * 64 // 3 + 3 * 2 * 128 * 128
+    long = dataclasses.replace(BATCH, sequences=1, prompts=1, response_tokens=64 * 2048.0)
+    for work in (BATCH, long):
+        layers = layer_flops(qwen, work)
+        assert layers[0].core.total == 64 * 2048 * 32 * head
+        assert layers[3].core.total == 4 * 16 * 256 * work.sequences * work.length**2 / 2
 
 
 def test_windows_and_shared_prompts_are_not_computed_twice() -> None:

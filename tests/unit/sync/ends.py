@@ -13,6 +13,7 @@ from mgrpo.config.derived import layout_of
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.placement.boxes import Box
+from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters, training_boxes
 from mgrpo.moving import load_file
@@ -54,7 +55,15 @@ def sharded_holdings(model: ModelShape, layout: Layout) -> list[list[Box]]:
 def whole(model: ModelShape, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Every HF tensor with random values."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in hf_tensors(model).items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(own_dtype(name, dtype))
+        for name, shape in hf_tensors(model).items()
+    }
+
+
+def own_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a tensor of a model in `dtype`."""
+    return torch.float32 if is_frozen(name) else dtype
 
 
 def view(tensors: dict[str, torch.Tensor], box: Box) -> torch.Tensor:
@@ -86,7 +95,10 @@ def make_receiver(
 ) -> tuple[Any, Receiver]:
     """A worker, counted through all engines, with weights of its own; returns these as well."""
     engine, number = divmod(worker, infer.tensor)
-    live = [(box, torch.full(box.shape, 9.0, dtype=dtype, device=device)) for box in engine_boxes(model, infer)[number]]
+    live = [
+        (box, torch.full(box.shape, 9.0, dtype=own_dtype(box.name, dtype), device=device))
+        for box in engine_boxes(model, infer)[number]
+    ]
     return live, Receiver(live, worker=number, invitation=sender.invitation(engine))
 
 

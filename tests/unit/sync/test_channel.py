@@ -52,6 +52,8 @@ CASES = {
     "stages": ("gemma2-tied", Layout(world_size=2, pipeline=2), InferLayout(engines=2), torch.float32),
     "an idle learner": ("llama-1kv", Layout(world_size=3), InferLayout(), torch.float32),
     "half precision": ("qwen3", Layout(world_size=2, tensor=2), InferLayout(), torch.float16),
+    "float32 beside bfloat16": ("glm4_moe", Layout(world_size=2, expert=2), InferLayout(tensor=2), torch.bfloat16),
+    "float32 beside masters": ("glm4_moe", Layout(world_size=2, zero_stage=3), InferLayout(), torch.bfloat16),
     "masters": ("qwen3", Layout(world_size=2, zero_stage=3), InferLayout(tensor=2), torch.bfloat16),
 }
 
@@ -120,7 +122,7 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
         sent, digests = zip(*(learner.result(60) for learner in learners), strict=True)
         for worker in workers:
             for box, values in worker.result(60):
-                assert torch.equal(values, view(tensors, box).to(dtype)), box
+                assert torch.equal(values, view(tensors, box).to(values.dtype)), box
     has_second = max(map(len, senders[0].plan.received_by)) > 1  # a training rank that is not a worker's first
     assert set.union(*found) == (TRANSPORTS[transport] if has_second or transport != "both" else {ProcessGroup})
     assert sum(sent) == senders[0].plan.lower_bound

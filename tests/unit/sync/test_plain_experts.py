@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgrpo.sync.vllm_plugin import check_experts, plain_experts
+from mgrpo.sync.vllm_plugin.live_weights import check_experts
+from mgrpo.sync.vllm_plugin.rebound import plain_experts
 
 Kernel = enum.Enum("Kernel", ["TRITON", "FLASHINFER_TRTLLM"])
 """Of vLLM's `UnquantizedMoeBackend`."""

@@ -1,0 +1,140 @@
+"""Attention sinks: a learned logit of each head that takes a share of the softmax and adds no value (gpt-oss).
+
+With `lse` the logarithm of a query's sum of exponentials over its keys, attention with a sink is attention without one times
+`sigmoid(lse - sink)`. So kernels that know nothing of sinks serve, if they return `lse`, or take one more key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_MORE = 8
+"""More dimensions of a head: of one that is needed, CUDA's kernels make a multiple of 8."""
+
+
+def kept_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What sinks leave of attention: lse `[..., heads, queries]` and sinks `[heads]` -> `[..., heads, queries]` float32."""
+    return torch.sigmoid(lse - sinks.float()[:, None])
+
+
+def with_sink_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with a key at the end that scores the sink and has value 0; attention to it ends in `[..., :dim]`.
+
+    Args:
+        query: `[documents, heads, queries, dim]`.
+        key, value: `[documents, heads, keys, dim]`.
+        mask: `[documents, 1, queries, keys]` bool; None: causal, with as many queries as keys.
+        sinks: `[heads]`.
+    Returns:
+        Query, key and value with `dim + 8`, and a mask of `keys + 1`.
+    """
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    # In a dimension of its own every query has sink / scale, the sink's key has 1, and all others have 0.
+    logits = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    query = torch.cat((query, F.pad(logits, (0, _MORE - 1))), dim=-1)
+    own = key.new_zeros(*key.shape[:2], 1, key.shape[3] + _MORE)
+    own[..., key.shape[3]] = 1
+    key = torch.cat((F.pad(key, (0, _MORE)), own), dim=2)
+    return query, key, F.pad(value, (0, _MORE, 0, 1)), F.pad(mask, (0, 1), value=True)
+
+
+def flash_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    lengths: Sequence[Any],
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Variable-length flash attention with sinks, by kernels without them.
+
+    Args:
+        query: `[queries, heads, dim]` bfloat16 or float16.
+        key, value: `[keys, kv_heads, dim]`.
+        sinks: `[heads]`.
+        lengths: `cu_seqlens_q`, `cu_seqlens_kv` (int32), the longest sequence of queries and of keys.
+        window: keys that a query sees, its own included; None: all up to its own.
+    Returns:
+        `[queries, heads, dim]`.
+    """
+    return _FlashWithSinks.apply(query, key, value, sinks, tuple(lengths), scale, -1 if window is None else window - 1)
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """With s = sigmoid(lse - sink), out' = s out. The gradients of attention to keys that are no sink depend on the softmax
+    over keys and sink together, whose sum of exponentials is lse' = log(exp(lse) + exp(sink)), and on the sum of dout out':
+    so the kernel's own backward makes them of out' and lse'. The sink's share is 1 - s and its value 0:
+        dsink = -sum over queries of (1 - s) (dout . out')
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        lengths: tuple[Any, ...],
+        scale: float,
+        left: int,
+    ) -> torch.Tensor:
+        out, lse, random = varlen_forward(query, key, value, lengths, scale, left)
+        share = kept_share(lse, sinks)
+        out = (out * share.T[:, :, None]).to(out.dtype)
+        with_sink = torch.logaddexp(lse, sinks.float()[:, None].expand_as(lse))
+        ctx.save_for_backward(query, key, value, sinks, out, with_sink, share, random)
+        ctx.call = lengths, scale, left
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, out, lse, share, random = ctx.saved_tensors
+        dout = gradients[0].contiguous()
+        dq, dk, dv = varlen_backward(dout, query, key, value, out, lse, random, *ctx.call)
+        products = torch.linalg.vecdot(dout.float(), out.float())
+        dsinks = -((1 - share) * products.T).sum(1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def varlen_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[Any, ...], scale: float, left: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Causal attention of torch's `varlen_attn`: the output, lse `[heads, queries]` float32, and the state of a dropout of 0."""
+    from torch.nn.attention import varlen
+
+    has_groups = query.shape[1] != key.shape[1]
+    return varlen._varlen_attn(query, key, value, *lengths, left < 0, scale, [left, 0], has_groups)
+
+
+def varlen_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    random: torch.Tensor,
+    lengths: tuple[Any, ...],
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value by the kernel of `varlen_forward`, for this output and lse."""
+    from torch.nn.attention import varlen
+
+    return varlen._varlen_attn_backward(
+        dout, query, key, value, out, lse.contiguous(), *lengths, left < 0, random, scale, [left, 0]
+    )
