@@ -43,10 +43,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
     "glm-4.5": {"family": "glm4_moe"},
+    "qwen3-next": {"family": "qwen3_next"},
+    "qwen3.5": {"family": "qwen3_5_text"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5"), ("olmo-3", "gemma-3")
+_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5", "qwen3-next")
+_OTHERS = ("qwen3.5", "olmo-3", "gemma-3")
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE),
@@ -59,7 +62,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+sp": (*_DENSE, *_MOE, *_OTHERS),
     "pp2": (*_DENSE, *_MOE, *_OTHERS),
     "cp2": (*_DENSE, *_MOE, *_OTHERS),
-    "cp2+a2a": ("qwen2",),
+    "cp2+a2a": ("qwen2", "qwen3.5"),
     "dp2": (*_DENSE, *_MOE),
     "dp2+zero0": _DENSE,
     "dp2+zero2": _DENSE,
