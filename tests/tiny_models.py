@@ -31,6 +31,8 @@ HYBRID = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    # Where query and key of a head are almost at right angles, its output is normalised with its rounding errors.
+    "rms_norm_eps": 1e-4,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
