@@ -16,12 +16,13 @@ import torch.distributed as dist
 from mgrpo import algo, packing
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Optimizer, Parallel
-from mgrpo.layout import Layout
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import local_parameters
 from mgrpo.types import KeptTokens, TrainSample
 
 
@@ -215,6 +216,16 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
     export_hf(policy, model_dir, folder, group=host_group())
 
 
+def marks(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, bool, bool]]:
+    """For each parameter whether this rank holds a part of it, and whether it is marked as a part."""
+    policy = make_policy(model_dir, layout)
+    whole = local_parameters(policy.shape, Layout(world_size=1), 0)
+    return [
+        (name, place.shape != whole[name].shape, getattr(policy.parameters.live[name], "tensor_model_parallel", False))
+        for name, place in policy.parameters.places.items()
+    ]
+
+
 def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
     """A policy that holds what it holds in training: ZeRO shards exist only with an optimizer."""
     policy = make_policy(model_dir, layout)
@@ -228,10 +239,14 @@ def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
 
 
 def send_weights(
-    model_dir: str, layout: dict[str, Any], port: int, version: int, bucket_bytes: int = 1 << 14
+    model_dir: str,
+    layout: dict[str, Any],
+    port: int,
+    version: int,
+    bucket_bytes: int = 1 << 14,
+    engine: InferLayout | None = None,
 ) -> dict[str, Any]:
     """Join engine 0's transfer group and send it the model's weights once; what was sent."""
-    from mgrpo.layout import InferLayout
     from mgrpo.sync.channel import Sender
     from mgrpo.sync.group import connect_store
     from tests.unit.sync.ends import sent_bytes
@@ -242,7 +257,7 @@ def send_weights(
         holdings=policy.holdings(host_group()),
         model=policy.shape,
         train_layout=policy.layout,
-        infer_layout=InferLayout(engines=1, tensor=1),
+        infer_layout=engine or InferLayout(),
         rank=policy.rank,
         dtype=torch.float32,
         store=connect_store("127.0.0.1", port, 30),
@@ -505,7 +520,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers
 
     from mgrpo.models import table
-    from mgrpo.parallel import context
+    from mgrpo.parallel.packed import context
     from mgrpo.policy import model
     from mgrpo.policy.optimizer import PolicyOptimizer
 

@@ -27,6 +27,7 @@ MODELS = {
     "olmo3": HF | {"model_type": "olmo3", "num_key_value_heads": 8},
     "gemma2-tied": HF | {"model_type": "gemma2"},
     "mixtral": HF | {"model_type": "mixtral", "num_local_experts": 4},
+    "gpt_oss": HF | {"model_type": "gpt_oss", "num_local_experts": 4},
     "qwen3_moe": HF
     | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     "glm4_moe": HF | {"model_type": "glm4_moe", "n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 16},
@@ -57,9 +58,8 @@ def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
 def is_whole(model, tensor: str) -> bool:
     """Whether every tensor rank holds all of it: norms, routers and latents, but not a norm of whole projections."""
     is_split_norm = model.qk_norm == "whole" and ("q_norm" in tensor or "k_norm" in tensor)
-    return ("norm" in tensor and not is_split_norm) or any(
-        part in tensor for part in (".gate.", ".q_a_proj.", ".kv_a_proj_with_mqa.")
-    )
+    parts = (".gate.", ".router.", "o_proj.bias", ".q_a_proj.", ".kv_a_proj_with_mqa.")
+    return ("norm" in tensor and not is_split_norm) or any(part in tensor for part in parts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -71,7 +71,8 @@ def test_training_ranks_hold_everything_once_a_replica(name, layout):
     for tensor, number in held.items():
         expected = layout.data * layout.context
         if ".experts." in tensor:
-            expected = layout.expert_data
+            # A bias that is added to a sum over tensor ranks is whole on each.
+            expected = layout.expert_data * (layout.expert_tensor if tensor.endswith("down_proj_bias") else 1)
         elif is_whole(model, tensor):
             expected *= layout.tensor
         if tensor == "model.embed_tokens.weight" and model.tied and layout.pipeline > 1:
@@ -79,12 +80,13 @@ def test_training_ranks_hold_everything_once_a_replica(name, layout):
         assert (number == expected).all(), tensor
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_engine_workers_hold_everything(name, workers):
-    """Key-value heads are copied when there are fewer than workers; all else is cut."""
-    model = shape_of(MODELS[name])
-    held = counts(model, [box for boxes in engine_boxes(model, InferLayout(tensor=workers)) for box in boxes])
+def test_engine_workers_hold_everything(name, workers, expert_parallel):
+    """Key-value heads are copied when there are fewer than workers; all else is cut, or experts are shared out."""
+    model, layout = shape_of(MODELS[name]), InferLayout(tensor=workers, expert_parallel=expert_parallel)
+    held = counts(model, [box for boxes in engine_boxes(model, layout) for box in boxes])
     for tensor, number in held.items():
         copies = 1
         if is_whole(model, tensor) or "norm" in tensor:
@@ -92,6 +94,20 @@ def test_engine_workers_hold_everything(name, workers):
         elif "k_proj" in tensor or "v_proj" in tensor:
             copies = max(workers // model.kv_heads, 1)
         assert (number == copies).all(), tensor
+
+
+def test_workers_that_share_out_experts_hold_them_whole():
+    """Worked by hand: of 8 experts among 3 workers the first two have 3. Routers, attention and dense layers are cut as ever."""
+    model = shape_of(MODELS["qwen3_moe"] | {"num_attention_heads": 12, "num_key_value_heads": 3})
+    cut, shared_out = (engine_boxes(model, InferLayout(tensor=3, expert_parallel=each)) for each in (False, True))
+    tensors = hf_tensors(model)
+    for own, boxes, others in zip((range(3), range(3, 6), range(6, 8)), shared_out, cut, strict=True):
+        experts = [box for box in boxes if ".experts." in box.name]
+        assert all(box.shape == tensors[box.name] for box in experts)
+        names = {(layer, expert) for layer in (0, 2, 3) for expert in own}
+        assert {(int(box.name.split(".")[2]), int(box.name.split(".")[5])) for box in experts} == names
+        assert len(experts) == 3 * len(names)
+        assert [box for box in boxes if box not in experts] == [box for box in others if ".experts." not in box.name]
 
 
 def test_pieces_of_a_parameter_do_not_overlap():
