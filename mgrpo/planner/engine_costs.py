@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.distillation import SELF
 from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout
@@ -93,9 +94,9 @@ class GenerationTime:
 
 
 @cache
-def worker_weights(shape: ModelShape, workers: int) -> int:
+def worker_weights(shape: ModelShape, layout: InferLayout) -> int:
     """Number of weights on the fullest of an engine's workers, by the rule table."""
-    return max(sum(box.size for box in boxes) for boxes in engine_boxes(shape, InferLayout(tensor=workers)))
+    return max(sum(box.size for box in boxes) for boxes in engine_boxes(shape, layout))
 
 
 def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int) -> SequenceCache:
@@ -135,7 +136,7 @@ def engine_memory(
         adapters: elements that it holds of them beside the model's weights.
     """
     workers = settings.vllm_tensor_parallel_size
-    weights = (worker_weights(shape, workers) + adapters) * dtype_bytes
+    weights = (worker_weights(shape, infer_layout_of(settings)) + adapters) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
     left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
