@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,25 @@ SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
+HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
+# vLLM's latent attention on a CPU has this rank and this rotated part alone.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 20, "qk_rope_head_dim": 64, "v_head_dim": 28}
+DEEPSEEK = {
+    **LATENT,
+    **SIGMOID_EXPERTS,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Class and settings that exercise the family's features: windows and original positions are shorter than samples.
     "llama": ("Llama", {}),
@@ -45,6 +63,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
             **SIGMOID_EXPERTS,
         },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, "rms_norm_eps": 1e-5}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "kimi_k2": ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **MOE,
+            **HYBRID,
+            "num_experts": 4,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe_text": (
+        "Qwen3_5Moe",
+        {**MOE, **HYBRID, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48},
     ),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
@@ -110,7 +147,7 @@ def save_tiny(
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": heads if "kv_lora_rank" in special else kv_heads,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
         "bos_token_id": 1,
@@ -118,7 +155,7 @@ def save_tiny(
         "pad_token_id": 0,
     }
     torch.manual_seed(len(family) + layers)
-    config_name = f"{name}TextConfig" if family == "gemma3_text" else f"{name}Config"
+    config_name = f"{name}TextConfig" if family.endswith("_text") else f"{name}Config"
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config_name)(**shape | special))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -133,6 +170,9 @@ def save_tiny(
     mark = f"-{zlib.crc32(repr(sorted(settings.items())).encode()):08x}" if settings else ""
     target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}{mark}"
     model.save_pretrained(target)
+    config = target / "config.json"
+    # Transformers has DeepSeek's class for Kimi.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
     return target
 
 
@@ -140,7 +180,10 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
     """The oracle: transformers' own model."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    settings = json.loads((folder / "config.json").read_text())
+    model = getattr(transformers, settings["architectures"][0])
+    config = model.config_class.from_dict(settings | {"model_type": model.config_class.model_type})
+    return model.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
 
 
 def saved_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

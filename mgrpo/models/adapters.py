@@ -21,7 +21,20 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-LINEAR_LAYERS = tuple(dict.fromkeys((*_QKV, "o_proj", *(name for names in EXPERT_MATRICES.values() for name in names))))
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_DELTA = tuple(f"in_proj_{name}" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
+LINEAR_LAYERS = tuple(
+    dict.fromkeys(
+        (
+            *_QKV,
+            *_LATENT,
+            "o_proj",
+            *_DELTA,
+            "out_proj",
+            *(name for names in EXPERT_MATRICES.values() for name in names),
+        )
+    )
+)
 """Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
 ENGINE_ADAPTER = 1
 """vLLM's number of the policy's adapter, in engines that have it beside the model."""
@@ -102,17 +115,17 @@ def training_adapter_boxes(model: ModelShape, layout: Layout, lora: LoraShape) -
     """For each training rank, the boxes of adapters that it holds."""
     ranks = []
     for rank in range(layout.world_size):
-        places = (adapter_places(place, lora) for place in local_parameters(model, layout, rank).values())
+        places = (adapter_places(*held, lora) for held in local_parameters(model, layout, rank).items())
         ranks.append([piece.box for pair in places if pair for place in pair for piece in place.pieces])
     return ranks
 
 
-def adapter_places(place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
-    """The places of a and b of the layer whose weight lies at `place`; None where none of its matrices has an adapter.
+def adapter_places(weight: str, place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
+    """The places of a and b of the layer whose `weight` lies at `place`; None where none of its matrices has an adapter.
 
     Rows of b that no piece covers belong to matrices without an adapter.
     """
-    matrices = [name for name in _matrices(place) if lora.adapts(name)]
+    matrices = [name for name in _matrices(weight, place) if lora.adapts(name)]
     if not matrices:
         return None
     first_column, columns, rank = place.pieces[0].box.start[1], place.shape[1], lora.rank
@@ -131,11 +144,13 @@ def adapter_places(place: LocalParameter, lora: LoraShape) -> tuple[LocalParamet
     return LocalParameter((len(matrices) * rank, columns), a), LocalParameter((place.shape[0], rank), b)
 
 
-def _matrices(place: LocalParameter) -> Sequence[str]:
+def _matrices(weight: str, place: LocalParameter) -> Sequence[str]:
     """All matrices that the layer is fused of, in its order.
 
     A rank may hold no row of some: query, key and value of few key-value heads on many ranks. It holds their A all the same.
     """
     names = list(dict.fromkeys(piece.box.name for piece in place.pieces))
-    stem, _, layer = names[0].removesuffix(".weight").rpartition(".") if names else ("", "", "")
-    return [f"{stem}.{name}.weight" for name in _QKV] if layer in _QKV else names
+    if not weight.endswith("linear_qkv.weight"):
+        return names
+    stem = names[0].removesuffix(".weight").rpartition(".")[0]
+    return [f"{stem}.{name}.weight" for name in _QKV]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mgrpo.layout import VOCAB_MULTIPLE, Layout, choose_from, divisors
+from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout, choose_from, divisors
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import HfConfig
 
@@ -36,14 +36,36 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
         )
 
 
-def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
-    """Why the model cannot be split over the `tensor` workers of an engine."""
-    yield from _split_problems("vllm_tensor_parallel_size", tensor, head_sizes(hf) | _sizes(hf, *_widths(hf)))
+def engine_problems(hf: HfConfig, layout: InferLayout) -> Iterator[str]:
+    """Why the model cannot be split over the workers of an engine."""
+    workers, experts = layout.tensor, num_experts(hf)
+    widths = _widths(hf, experts_are_whole=layout.expert_parallel)
+    yield from _split_problems("vllm_tensor_parallel_size", workers, head_sizes(hf) | _sizes(hf, *widths))
+    if not layout.expert_parallel:
+        return
+    if not experts:
+        yield "vllm_enable_expert_parallel=true needs a mixture-of-experts model, this one has no experts; leave it out"
+    elif not 1 < workers <= experts:
+        yield (
+            f"vllm_enable_expert_parallel=true shares out the model's {experts} experts among the workers of an engine, but "
+            f"vllm_tensor_parallel_size={workers}; "
+            + ("leave it out, or use at least 2 workers" if workers == 1 else f"use at most {experts} workers")
+        )
+    elif experts % workers and hf.get("model_type") == "gpt_oss":
+        yield (
+            f"vllm_enable_expert_parallel=true with vllm_tensor_parallel_size={workers}: vLLM's gpt-oss needs equal shares of the "
+            f"{experts} experts; {choose_from(divisors(experts)[1:])}"
+        )
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:
-    """Numbers of heads by their names in config.json."""
-    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads")
+    """Numbers of heads by their names in config.json.
+
+    With latent attention each has its own key and value; a key head of a delta net comes with its value heads.
+    """
+    if size_of(hf, "kv_lora_rank"):
+        return _sizes(hf, "num_attention_heads")
+    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads", "linear_num_key_heads")
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return sizes
@@ -80,7 +102,10 @@ def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
         # Tensor ranks split a shared expert also where they hold whole experts.
         yield own
     has_dense_layers = (
-        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1 or size_of(hf, "first_k_dense_replace")
+        hf.get("mlp_only_layers")
+        or hf.get("decoder_sparse_step", 1) != 1
+        or size_of(hf, "first_k_dense_replace")
+        or "dense" in (hf.get("mlp_layer_types") or ())
     )
     if has_dense_layers and own != "intermediate_size":
         yield "intermediate_size"

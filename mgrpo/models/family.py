@@ -10,16 +10,16 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import read_rope, rope_parameters, rope_problems
-from mgrpo.models.shape import Experts, ModelShape
+from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
+from mgrpo.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Family:
     fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelShape`."""
     layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
-    """Whether each layer attends to everything or to a window."""
+    """Whether each layer attends to everything or to a window, or has a delta net."""
     defaults: HfConfig = field(default_factory=dict)
     """Transformers' defaults for keys that config.json lacks."""
     windowed_rope: Callable[[HfConfig], HfConfig] | None = None
@@ -66,6 +66,26 @@ def _every(period: int, hf: HfConfig) -> Sequence[str]:
     return hf.get("layer_types") or [SLIDING if (layer + 1) % period else FULL for layer in layers]
 
 
+def _hybrid_layer_types(hf: HfConfig) -> Sequence[str]:
+    """As listed in config.json; else one layer in four attends and the others have delta nets."""
+    period, layers = hf.get("full_attention_interval", 4), range(hf["num_hidden_layers"])
+    return hf.get("layer_types") or [LINEAR if (layer + 1) % period else FULL for layer in layers]
+
+
+def _hybrid(hf: HfConfig, names: Literal["by_head", "apart"]) -> dict[str, Any]:
+    """Qwen's models of gated delta nets and gated attention."""
+    delta = DeltaNet(
+        layers=tuple(layer for layer, kind in enumerate(_hybrid_layer_types(hf)) if kind == LINEAR),
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        conv=hf["linear_conv_kernel_dim"],
+        names=names,
+    )
+    return {"delta": delta, "gated_attention": True, "qk_norm": "head", "zero_centred_norms": True}
+
+
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or ()
     experts = Experts(
@@ -76,6 +96,18 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
         dense_layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if layer in dense or (layer + 1) % step),
     )
     return {"qk_norm": "head", "experts": experts}
+
+
+def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
+    experts = replace(_qwen3_moe(hf)["experts"], shared_ffn=hf["shared_expert_intermediate_size"], shared_gate=True)
+    return {
+        **_hybrid(hf, "by_head"),
+        "experts": experts if len(experts.dense_layers) < hf["num_hidden_layers"] else None,
+    }
+
+
+def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
+    return {**_qwen3_next(hf), **_hybrid(hf, "apart")}
 
 
 def _sigmoid_experts(hf: HfConfig, *, dense: int) -> Experts:
@@ -102,6 +134,33 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "experts": _sigmoid_experts(hf, dense=hf["first_k_dense_replace"]),
         "draft_layers": hf["num_nextn_predict_layers"],
     }
+
+
+def _latent(hf: HfConfig) -> dict[str, Any]:
+    heads, nope_dim, rope_dim = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    return {
+        "kv_heads": heads,
+        "head_dim": nope_dim + rope_dim,
+        "attention_scale": (nope_dim + rope_dim) ** -0.5 * score_factor(rope_parameters(hf)),
+        "latent": LatentAttention(
+            q_rank=hf["q_lora_rank"],
+            kv_rank=hf["kv_lora_rank"],
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            v_dim=hf["v_head_dim"],
+        ),
+    }
+
+
+def _deepseek(hf: HfConfig) -> dict[str, Any]:
+    dense = hf["first_k_dense_replace"]
+    has_experts = dense < hf["num_hidden_layers"]
+    return _latent(hf) | {"experts": _sigmoid_experts(hf, dense=dense) if has_experts else None}
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    kinds = hf.get("mlp_layer_types") or ["dense"]
+    return _deepseek({**hf, "first_k_dense_replace": kinds.count("dense")})
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
@@ -152,6 +211,24 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 
 
 QWEN = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
+HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32_768,
+}
+HYBRID_MOE = {
+    **HYBRID,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 GLM = {
     "num_key_value_heads": 8,
@@ -168,6 +245,40 @@ GLM = {
     "num_nextn_predict_layers": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
+}
+DEEPSEEK = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+GLM_LITE = {
+    "max_position_embeddings": 202_752,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
 }
 GPT_OSS = {
     "num_key_value_heads": 8,
@@ -209,12 +320,31 @@ FAMILIES = {
         _qwen_moe_layer_types,
         {**QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "norm_topk_prob": False, "num_experts_per_tok": 8},
     ),
+    "qwen3_next": Family(
+        _qwen3_next,
+        _hybrid_layer_types,
+        {**HYBRID_MOE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+        rotates_part=True,
+    ),
+    "qwen3_5_text": Family(
+        lambda hf: _hybrid(hf, "apart"), _hybrid_layer_types, {**HYBRID, "num_key_value_heads": 4}, rotates_part=True
+    ),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe,
+        _hybrid_layer_types,
+        # No layer has a plain MLP.
+        {**HYBRID_MOE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+        rotates_part=True,
+    ),
     "glm4_moe": Family(
         _glm4_moe,
         defaults=GLM,
         rotates_part=True,
         biased_attention="qkv",
     ),
+    "glm4_moe_lite": Family(_glm4_moe_lite, defaults=GLM_LITE),
+    "deepseek_v3": Family(_deepseek, defaults=DEEPSEEK),
+    "kimi_k2": Family(_deepseek, defaults=DEEPSEEK),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
         _olmo,
@@ -330,6 +460,8 @@ def _problems(
     if quantization := hf.get("quantization_config"):
         is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
         yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
+    if latent := fields.get("latent"):
+        yield from _latent_problems(hf, latent, ropes.values())
     experts = fields.get("experts")
     if experts:
         yield from _router_problems(experts)
@@ -339,11 +471,15 @@ def _problems(
             f"swiglu_limit={experts.clamp:g}, swiglu_alpha={hf['swiglu_alpha']} (vLLM computes with {limit:g} and {alpha} whatever "
             "config.json says)"
         )
+    delta = fields.get("delta")
+    if delta and delta.value_heads % delta.key_heads:
+        yield f"linear_num_value_heads={delta.value_heads} is no multiple of linear_num_key_heads={delta.key_heads}"
     if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
         yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
-    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})
+    known = {FULL, LINEAR if delta else SLIDING}
+    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - known)
     if unknown:
-        yield f"layer_types {', '.join(unknown)} (expected {FULL} or {SLIDING})"
+        yield f"layer_types {', '.join(unknown)} (expected {' or '.join(sorted(known))})"
     elif len(layer_types) != hf["num_hidden_layers"]:
         yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
     elif _windows(hf, hf.get("layer_types") or layer_types) != _windows(hf, layer_types):
@@ -352,6 +488,31 @@ def _problems(
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+
+
+def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What transformers or vLLM computes otherwise, or does not read at all."""
+    heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
+    for key, expected in (
+        ("num_key_value_heads", heads),
+        ("rope_interleave", True),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
+        if hf.get(key, expected) != expected:
+            yield f"{key}={hf[key]!r} (expected {expected!r})"
+    if latent.rope_dim % 2:
+        yield f"qk_rope_head_dim={latent.rope_dim} (expected an even number)"
+    if latent.v_dim > latent.nope_dim + latent.rope_dim:
+        yield f"v_head_dim={latent.v_dim} above qk_nope_head_dim + qk_rope_head_dim={latent.nope_dim + latent.rope_dim}"
+    dense = kinds.count("dense")
+    if "dense" in kinds[dense:]:
+        yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
+    if kinds and hf.get("first_k_dense_replace", dense) != dense:
+        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
+    for parameters in ropes:
+        yield from latent_rope_problems(parameters)
 
 
 def _router_problems(experts: Experts) -> Iterator[str]:

@@ -27,6 +27,14 @@ OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 _NAMES: dict[str, tuple[str, ...]] = {
     **{own: (fused, own) for fused, own in FUSED_NORMS.items()},
+    "self_attention.q_layernorm.weight": (
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    "self_attention.kv_layernorm.weight": (
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
     "self_attn_bda.norm.weight": ("self_attn_bda.norm.weight", "self_attention.linear_proj.post_layernorm.weight"),
     "mlp_bda.norm.weight": ("mlp_bda.norm.weight", "mlp.linear_fc2.post_layernorm.weight"),
     "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
@@ -90,7 +98,7 @@ def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab
 
 def is_homogeneous(model: ModelShape) -> bool:
     """Whether checkpoints are written by model; Megatron-core names a mixture of experts by layer unless told otherwise."""
-    return model.experts is None
+    return model.experts is None and model.delta is None
 
 
 def _by_model(model: ModelShape, layer: int, name: str, shape: Shape) -> list[Slab]:

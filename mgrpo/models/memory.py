@@ -155,7 +155,7 @@ def adapter_holdings(shape: ModelShape, lora: LoraShape, *, tensor: int, expert:
     layers, adapted = ([Elements(0, 0)] * shape.num_layers for _ in range(2))
     largest = [0] * shape.num_layers
     for name, parameter in local_parameters(shape, one_stage, 0).items():
-        places = adapter_places(parameter, lora)
+        places = adapter_places(name, parameter, lora)
         if places is None:
             continue
         layer, is_expert = int(name.split(".")[2]), ".experts." in name

@@ -89,6 +89,26 @@ def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
     )
 
 
+def score_factor(parameters: Mapping[str, Any]) -> float:
+    """By which latent attention multiplies its scores: yarn's temperature for the whole of a head, of which only a part is rotated."""
+    if _scaling(parameters) != "yarn" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _temperature(float(parameters.get("factor") or 1.0), parameters["mscale_all_dim"]) ** 2
+
+
+def latent_rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Why transformers and vLLM would rotate otherwise in latent attention, where vLLM takes every scaling for its own yarn."""
+    scaling = _scaling(parameters)
+    if scaling not in ("default", "yarn"):
+        yield f"RoPE scaling {scaling!r} (expected default or yarn with latent attention)"
+        return
+    if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):
+        yield "one of mscale and mscale_all_dim without the other (transformers ignores it, vLLM does not)"
+    for key, default in (("attention_factor", None), ("truncate", True)):
+        if parameters.get(key, default) != default:
+            yield f"{key}={parameters[key]!r} (vLLM ignores it with latent attention)"
+
+
 def _scaling(parameters: Mapping[str, Any]) -> str:
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
@@ -96,11 +116,12 @@ def _scaling(parameters: Mapping[str, Any]) -> str:
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
     """yarn's temperature, as given or as its paper recommends (arXiv:2309.00071, section 3.4)."""
 
-    def recommended(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return recommended(parameters["mscale"]) / recommended(parameters["mscale_all_dim"])
-    return recommended(1.0)
+        return _temperature(factor, parameters["mscale"]) / _temperature(factor, parameters["mscale_all_dim"])
+    return _temperature(factor)
+
+
+def _temperature(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -50,7 +50,7 @@ class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): queries, keys and values are made of short latent vectors.
 
     A head's queries and keys have `nope_dim` dimensions that are not rotated and then `rope_dim` that are: `head_dim` together.
-    The rotated part of the key is the same for all heads.
+    Of the latter 2i and 2i + 1 turn together. The rotated part of the key is the same for all heads.
     """
 
     q_rank: int | None
@@ -60,8 +60,8 @@ class LatentAttention:
     rope_dim: int
     v_dim: int
     """Dimensions of a head's values."""
-    interleaved: bool = True
-    """Dimensions 2i and 2i + 1 turn together, not i and i + rope_dim / 2."""
+    norm_eps: float = 1e-6
+    """Of the norms of both latent vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,11 @@ class ModelShape:
     def v_dim(self) -> int:
         """Dimensions of a head's values."""
         return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head of which `Rope.share` are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     def has_attention(self, layer: int) -> bool:
         """Whether this layer has attention, not a gated delta net."""

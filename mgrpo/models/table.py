@@ -12,6 +12,7 @@ from dataclasses import replace
 from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
 from mgrpo.models.placement.attention_rows import attention_rules, attention_tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.placement.delta_rows import query_key_value
 from mgrpo.models.placement.layout_rules import Replicated, Rule, Split
 from mgrpo.models.placement.mlp_rows import FUSED_EXPERTS, expert_rules, is_frozen, mlp_rules, mlp_tensors
 from mgrpo.models.shape import ModelShape
@@ -118,23 +119,36 @@ def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads vocabularies up to a multiple of this."""
-ROW_PARALLEL = frozenset(("o_proj", "down_proj", "w2"))
+ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
-WHOLE = frozenset(("gate", "router", "shared_expert_gate"))
+WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
+EXPERTS = ".experts."
+"""In the names of all tensors of experts, and in no other."""
 
 
 def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
-    return [
-        [
-            piece.box
-            for name in tensors
-            for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces
-        ]
-        for worker in range(layout.tensor)
-    ]
+    boxes: list[list[Box]] = []
+    for worker in range(layout.tensor):
+        own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None
+        held: list[Box] = []
+        for name, shape in tensors.items():
+            if own is not None and EXPERTS in name:
+                held += _whole_experts(name, shape, own)
+            else:
+                held += (piece.box for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces)
+        boxes.append(held)
+    return boxes
+
+
+def _whole_experts(name: str, shape: Shape, own: range) -> list[Box]:
+    """What the experts with the numbers `own` have of a tensor, which belongs to one expert, or to all of them along its first dimension."""
+    number, rest = name.partition(EXPERTS)[2].split(".")[0], (0,) * (len(shape) - 1)
+    if number.isdecimal():
+        return [Box(name, (0, *rest), shape)] if int(number) in own else []
+    return [Box(name, (own.start, *rest), (len(own), *shape[1:]))]
 
 
 def _engine_parameter(
@@ -153,4 +167,6 @@ def _engine_parameter(
     if kind in ("k_proj", "v_proj") and model.kv_heads < workers:
         # With fewer key-value heads than workers, neighbours hold copies of one head.
         return Split(name).place(tensors, worker * model.kv_heads // workers, model.kv_heads)
+    if kind in ("in_proj_qkv", "conv1d") and model.delta:
+        return query_key_value(model.delta, name).place(tensors, worker, workers)
     return Split(name, dim=1 if kind in ROW_PARALLEL else 0).place(tensors, worker, workers)

@@ -101,7 +101,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedDocuments,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query `[local, heads/tp, dim]`, key and value `[local, kv_heads/tp, dim]` -> `[local, heads/tp * dim]`.
+        """query `[local, heads/tp, dim]`, key `[local, kv_heads/tp, dim]`, value `[local, kv_heads/tp, v_dim]` -> `[local, heads/tp * v_dim]`.
 
         All context-parallel ranks must call, each with its local tokens.
         """
@@ -118,7 +118,7 @@ class PackedAttention(MegatronModule):
         pack: PackedDocuments,
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, dim]`. See `context`."""
+        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, v_dim]`. See `context`."""
         raise NotImplementedError
 
     def attend(
@@ -130,7 +130,7 @@ class PackedAttention(MegatronModule):
         queries: Queries,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `forward`, for those `queries` over all keys and the heads' `sinks [heads]`; -> `[queries, heads, dim]`."""
+        """As `forward`, for those `queries` over all keys and the heads' `sinks [heads]`; -> `[queries, heads, v_dim]`."""
         if not backend.flash_attention(query.dtype, query.shape[-1]):
             return self._padded(query, key, value, pack, queries, sinks)
         if queries.has_branches or self.cap is not None:
@@ -205,6 +205,9 @@ class PackedAttention(MegatronModule):
             key, value = key.index_select(0, rows), value.index_select(0, rows)
         if sinks is not None:
             return flash_with_sinks(query, key, value, sinks, lengths, scale=self.scale, window=self.window)
+        v_dim = value.shape[-1]
+        if v_dim != key.shape[-1]:  # Its kernels take one size for all.
+            value = F.pad(value, (0, key.shape[-1] - v_dim))
         out = varlen_attn(
             query,
             key,
@@ -215,7 +218,7 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, torch.Tensor)  # A tuple only where auxiliary outputs are asked for.
-        return out
+        return out[..., :v_dim]
 
     def _flex(
         self,

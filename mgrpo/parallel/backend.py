@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -176,6 +177,15 @@ def flash_attention(dtype: torch.dtype, head_dim: int) -> Literal["FA2", "FA3"] 
         else:
             return "FA3"
     return "FA2"
+
+
+@functools.cache
+def delta_rule_kernel(dtype: torch.dtype) -> Callable[..., Any] | None:
+    """flash-linear-attention's gated delta rule for operands of this type; None where there is none."""
+    if not has_cuda() or dtype not in (torch.bfloat16, torch.float16) or find_spec("fla") is None:
+        return None
+    kernel: Callable[..., Any] = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return kernel
 
 
 @functools.cache

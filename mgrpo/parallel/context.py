@@ -31,8 +31,8 @@ class GatheredAttention(PackedAttention):
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
-        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
-        key, value = gathered.index_select(0, gathered_rows).unbind(1)
+        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        key, value = gathered.index_select(0, gathered_rows).split((key.shape[-1], value.shape[-1]), dim=-1)
         return self.attend(query, key, value, pack, pack.local_queries, self.sinks)
 
 
@@ -47,18 +47,30 @@ class UlyssesAttention(PackedAttention):
         pack: PackedDocuments,
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
-        group = parallel_state.get_context_parallel_group()
-        size = group.size()
+        size = parallel_state.get_context_parallel_world_size()
 
         def all_tokens(x: torch.Tensor) -> torch.Tensor:
-            heads_by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-            return all_to_all(group, heads_by_rank).index_select(0, gathered_rows)
+            return tokens_for_heads(x.unflatten(1, (size, -1)).transpose(0, 1), gathered_rows)
 
-        sinks = None if self.sinks is None else self.sinks.view(size, -1)[group.rank()]
+        sinks = None if self.sinks is None else self.sinks.view(size, -1)[parallel_state.get_context_parallel_rank()]
         out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries, sinks)
-        tokens_by_rank = out.index_select(0, gathered_rows.argsort())
-        heads_by_rank = all_to_all(group, tokens_by_rank.contiguous()).unflatten(0, (size, -1))
-        return heads_by_rank.transpose(0, 1).flatten(1, 2)
+        return heads_for_tokens(out, gathered_rows).transpose(0, 1).flatten(1, 2)
+
+
+def tokens_for_heads(x: torch.Tensor, gathered_rows: torch.Tensor) -> torch.Tensor:
+    """The local tokens of all ranks' heads `[ranks, local, ...]` -> all tokens of this rank's heads `[tokens, ...]`.
+
+    All context-parallel ranks must call.
+    """
+    group = parallel_state.get_context_parallel_group()
+    return all_to_all(group, x.flatten(0, 1).contiguous()).index_select(0, gathered_rows)
+
+
+def heads_for_tokens(x: torch.Tensor, gathered_rows: torch.Tensor) -> torch.Tensor:
+    """The inverse of `tokens_for_heads`."""
+    group = parallel_state.get_context_parallel_group()
+    tokens_by_rank = x.index_select(0, gathered_rows.argsort())
+    return all_to_all(group, tokens_by_rank.contiguous()).unflatten(0, (group.size(), -1))
 
 
 def core_attention(cp_comm_type: str) -> type[PackedAttention]:

@@ -128,7 +128,7 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`[rows, inputs]` -> `[rows, outputs]`; expert i has the rows before `ends[i]`, `ends [experts]` int32."""
-        return self._forward_impl(rows, ends)
+        return self._forward_impl(rows, ends=ends)
 
     def _forward_impl(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         matrices = self.weight.view(self.experts, -1, rows.shape[1])

@@ -50,8 +50,8 @@ class LoraAdapter(torch.nn.Module):
         weight, is_grouped = layer.weight, isinstance(layer, GroupedLinear)
         self.is_grouped, self.experts = is_grouped, layer.experts if is_grouped else 1
         self.rank, self.scale, self.is_merged = rank, scale, is_merged
-        self.group: dist.ProcessGroup = layer.group if is_grouped else layer.tp_group
-        """Ranks that hold shares of the same matrices."""
+        self.group: dist.ProcessGroup | None = layer.group if is_grouped else layer.tp_group
+        """Ranks that hold shares of the same matrices; None: each tensor rank holds them whole."""
         self.splits_inputs = layer.split_dim == 1 if is_grouped else isinstance(layer, RowParallelLinear)
         self.is_enabled = True
         options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
@@ -60,17 +60,20 @@ class LoraAdapter(torch.nn.Module):
         of_part = part_of_row.to(weight.device)[:, None] == torch.arange(parts, device=weight.device)
         self.register_buffer("of_part", of_part.to(torch.float32)[:, :, None], persistent=False)
         # Megatron's gradient norm counts what is marked as split on all tensor ranks, and other weights on the first.
-        holds_whole_experts = is_grouped and self.group.size() == 1
+        holds_whole_experts = is_grouped and layer.group.size() == 1
         if self.splits_inputs or holds_whole_experts:
             set_tensor_model_parallel_attributes(self.a, True, 1, 1)
-        if not self.splits_inputs or holds_whole_experts:
+        if self.group and (not self.splits_inputs or holds_whole_experts):
             set_tensor_model_parallel_attributes(self.b, True, 0, 1)
         for own in (self.a, self.b):
             marked: Any = own
             marked.allreduce = weight.allreduce
         # From this rank's own tokens alone: Megatron adds it up over tensor ranks.
+        own_tokens = not self.splits_inputs and not is_grouped and layer.sequence_parallel
         marked = self.a
-        marked.sequence_parallel = not self.splits_inputs and not is_grouped and layer.sequence_parallel
+        marked.sequence_parallel = own_tokens
+        marked = self.b
+        marked.sequence_parallel = own_tokens and self.group is None
 
     def matrices_a(self) -> torch.Tensor:
         """`[experts, parts * rank, inputs]`."""
@@ -121,7 +124,7 @@ class LoraAdapter(torch.nn.Module):
     def adapt(self, layer: Any) -> None:
         """Become a part of the layer, which from now on computes with A and B as long as this is enabled."""
         layer.adapter = self
-        layer._forward_impl = _grouped(layer) if isinstance(layer, GroupedLinear) else _parallel(layer)
+        layer._forward_impl = _own(layer) if self.is_grouped or self.group is None else _parallel(layer)
 
 
 def _parallel(layer: Any) -> Callable[..., torch.Tensor]:
@@ -141,11 +144,11 @@ def _parallel(layer: Any) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def _grouped(layer: Any) -> Callable[..., torch.Tensor]:
+def _own(layer: Any) -> Callable[..., torch.Tensor]:
     plain = layer._forward_impl
 
-    def forward(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return layer.adapter(rows, layer.weight, ends=ends) if layer.adapter.is_enabled else plain(rows, ends)
+    def forward(rows: torch.Tensor, **ends: torch.Tensor) -> torch.Tensor:
+        return layer.adapter(rows, layer.weight, **ends) if layer.adapter.is_enabled else plain(rows, **ends)
 
     return forward
 
@@ -181,7 +184,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, *_, ends = ctx.saved_tensors
         adapter: LoraAdapter = ctx.adapter
-        group, is_shared = adapter.group, adapter.group.size() > 1
+        group = adapter.group
+        is_shared = group is not None and group.size() > 1
         rows, dy = x.flatten(0, -2), gradients[0].flatten(0, -2)
         a, b = adapter.factors(x.dtype)
         dx, u = _times(dy, _matrices(adapter, weight), ends), _times(dy, b, ends)

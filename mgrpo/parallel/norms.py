@@ -63,6 +63,24 @@ class HeadsNorm(torch.nn.Module):
         return (wide * torch.rsqrt(squares / self.num_elements + self.eps) * weight).to(x.dtype)
 
 
+class GatedNorm(torch.nn.Module):
+    """Over each head of a delta net, whose tensor ranks have their own heads and one weight in common; then times SiLU of a gate.
+
+    Multiplies by the weight also in models whose other norms multiply by 1 + weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x and gate `[tokens, heads/tp, dim]` -> same. In the backward pass tensor ranks sum the weight's gradient."""
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
 class NormThenAdd(torch.nn.Module):
     """Replaces Megatron's sum of a layer's output and its residual: the output is normalised before it is added."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention.flex_attention import BlockMask
 
 from mgrpo.parallel import backend
+from mgrpo.parallel.delta_rule import Chunks
 
 
 class Queries:
@@ -173,10 +175,17 @@ class PackedDocuments(PackedSeqParams):
     """This rank's tokens as queries; the same object as `all_queries` without context parallelism."""
     positions: torch.Tensor
     """`[local tokens]` int64, for RoPE."""
+    branches: np.ndarray
+    """`[tokens]` of all ranks, on the host; see `describe`."""
     gathered_rows: torch.Tensor | None = None
     """`[tokens]` int64: row of each token when all ranks' tokens lie end to end; None without context parallelism."""
     stretches: Stretches | None = None
     """The local tokens for variable-length attention; None without context parallelism."""
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """All tokens for delta nets."""
+        return Chunks.of(self.all_queries.cu_seqlens, self.branches)
 
 
 def local_tokens(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
@@ -222,6 +231,7 @@ def describe(
         all_queries=all_queries,
         local_queries=local_queries,
         positions=backend.to_device(positions[local_queries.tokens], np.int64),
+        branches=branches,
         gathered_rows=gathered_rows,
         stretches=stretches,
     )

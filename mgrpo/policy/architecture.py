@@ -28,6 +28,8 @@ from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
 from mgrpo.parallel.routers import BiasedRouter
 from mgrpo.policy import transformer_engine
+from mgrpo.policy.delta_net import GatedDeltaNet
+from mgrpo.policy.latent_attention import LatentSelfAttention
 from mgrpo.policy.rotary import RotaryAttention
 
 
@@ -75,6 +77,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
+        "attention_output_gate": shape.gated_attention,
         # Makes Megatron sum the gradients of these norms over tensor ranks, also without sequence parallelism; the
         # weights of a norm over whole projections are split instead.
         "qk_layernorm": shape.qk_norm == "head",
@@ -165,14 +168,15 @@ def block(
 def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:
     experts = shape.experts if shape.has_experts(layer) else None
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.count if experts else None)
-    modules, rope = spec.submodules, shape.ropes[layer]
+    modules = spec.submodules
     norms_input, norms_output = shape.norms != "after", shape.norms != "before"
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm if norms_input else IdentityOp
     if norms_output:
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
-    modules.self_attention.module = RotaryAttention
-    own = {"rope": shape.rope_kinds.index(rope), "has_whole_norms": shape.qk_norm == "whole"}
-    modules.self_attention.params.update(own)
+    if shape.delta and not shape.has_attention(layer):
+        modules.self_attention = ModuleSpec(GatedDeltaNet, params={"delta": shape.delta})
+    else:
+        modules.self_attention = _attention(modules.self_attention, config, shape, layer, core)
     if experts:
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
@@ -181,14 +185,27 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
             mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
-    attention = modules.self_attention.submodules
-    attention.core_attention = partial(
+    return spec
+
+
+def _attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]
+) -> ModuleSpec:
+    """The attention of one layer; `spec` is Megatron's description of its own."""
+    core_attention = partial(
         core,
         scale=shape.attention_scale,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,
         sinks=shape.heads // config.tensor_model_parallel_size if shape.sinks else 0,
     )
+    rope = shape.rope_kinds.index(shape.ropes[layer])
+    if shape.latent:
+        params = {"rope": rope, "latent": shape.latent, "core_attention": core_attention}
+        return ModuleSpec(LatentSelfAttention, params=params)
+    spec.module = RotaryAttention
+    spec.params.update(rope=rope, has_whole_norms=shape.qk_norm == "whole")
+    spec.submodules.core_attention = core_attention
     if shape.qk_norm == "head":
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        spec.submodules.q_layernorm = spec.submodules.k_layernorm = RMSNorm
     return spec

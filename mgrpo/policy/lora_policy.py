@@ -21,7 +21,19 @@ from mgrpo.parallel.lora import LoraAdapter
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.weights import Read
 
-_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LAYERS = (
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+    "in_proj",
+    "out_proj",
+    "linear_fc1",
+    "linear_fc2",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +86,7 @@ class Adapters:
 
     def _adapt(self, name: str, layer: torch.nn.Module) -> bool:
         """Give a layer an adapter; whether one of its matrices should have one."""
-        places = adapter_places(self.parameters.places[name], self.lora)
+        places = adapter_places(name, self.parameters.places[name], self.lora)
         if places is None:
             return False
         experts, part_of_row = getattr(layer, "experts", 1), _part_of_row(*places)

@@ -296,7 +296,7 @@ def _build_chunk(
         shape=shape,
         **head,
     )
-    turns = torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds])
+    turns = torch.stack([frequencies(rope, shape.rope_dim) for rope in shape.rope_kinds])
     factors = [rope.attention_factor for rope in shape.rope_kinds]
     model.rotary_pos_emb = PackedRotary(turns.to(backend.device()), factors, config.params_dtype)
     _mark_tensor_parallel(model)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 
 from mgrpo.models.rope import Rope
@@ -96,10 +97,14 @@ class RotaryAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Query `[tokens, 1, heads/tp, head_dim]` and key `[tokens, 1, kv_heads/tp, head_dim]`, turned, and value."""
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        """Query `[tokens, 1, heads/tp, head_dim]` and key `[tokens, 1, kv_heads/tp, head_dim]`, turned, value, and a gate if any."""
+        query, key, value, *gate = super().get_query_key_value_tensors(*args, **kwargs)
+        if gate and gate[0].shape[2] > query.shape[2]:
+            # Where several ranks have a copy of a key-value head, Megatron leaves them the gates of all its heads.
+            shares = gate[0].split(query.shape[2], dim=2)
+            gate = [shares[parallel_state.get_tensor_model_parallel_rank() % len(shares)]]
         query, key = backend.compiled(turned)(query, key, *self._turns)
-        return query, key, value
+        return query, key, value, *gate
 
 
 def turned(
@@ -110,6 +115,20 @@ def turned(
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         first, second, rest = x.split((rotated // 2, rotated // 2, x.shape[-1] - rotated), dim=-1)
-        return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), dim=-1)
+        return torch.cat((*_turned_pairs(first, second, cosines, sines), rest), dim=-1)
 
     return turn(query), turn(key)
+
+
+def turned_neighbours(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """x `[..., 2n]`, of which each pair `2i` and `2i + 1` is turned by its token's angle; cosines and sines `[..., n]`.
+
+    The result has them at `i` and `i + n`: the product of a query and a key does not depend on the order.
+    """
+    return torch.cat(_turned_pairs(x[..., 0::2], x[..., 1::2], cosines, sines), dim=-1)
+
+
+def _turned_pairs(
+    first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return first * cosines - second * sines, second * cosines + first * sines

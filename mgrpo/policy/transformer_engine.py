@@ -23,9 +23,10 @@ def use(modules: TransformerLayerSubmodules, shape: ModelShape, layer: int) -> N
     )
 
     first = TEColumnParallelLinear if shape.norms == "after" else TELayerNormColumnParallelLinear
-    attention = modules.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = first, TERowParallelLinear
-    modules.input_layernorm = IdentityOp
+    if shape.latent is None and shape.has_attention(layer):  # Latent attention has two products after one norm.
+        attention = modules.self_attention.submodules
+        attention.linear_qkv, attention.linear_proj = first, TERowParallelLinear
+        modules.input_layernorm = IdentityOp
     if not shape.has_experts(layer):
         mlp = modules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = first, TERowParallelLinear

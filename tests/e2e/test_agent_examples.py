@@ -35,6 +35,8 @@ def check(found: list[dict[str, Any]]) -> None:
         assert line["debug/vllm_vs_local_logprob_diff_max"] < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_coding_agent_learns_to_repair(tmp_path: Path) -> None:
     """Commands in walls of their own, judged by what they leave behind."""
     skip_without_namespaces()
@@ -46,6 +48,8 @@ def test_the_coding_agent_learns_to_repair(tmp_path: Path) -> None:
     assert agents and {(agent["ended"], agent["status"]) for agent in agents} == {("ended", 0)}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="needs openai-agents, see examples/agent")
 def test_an_agent_of_the_agents_sdk_learns(tmp_path: Path) -> None:
     """A framework that nobody has changed."""

@@ -70,7 +70,7 @@ def layers_of(config: Any) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mgrpo.sync.vllm_plugin import check_experts, live_boxes
+    from mgrpo.sync.vllm_plugin.live_weights import check_experts, live_boxes
 
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         model = initialize_model(vllm_config=config)

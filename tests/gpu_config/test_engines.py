@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.sync.vllm_plugin import PLAIN
+from mgrpo.sync.vllm_plugin.live_weights import PLAIN
 from tests.gpu_config.cases import Case, cases, kinds
 from tests.gpu_config.conftest import has_gpu_packages
 

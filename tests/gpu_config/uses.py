@@ -41,7 +41,7 @@ OWNERS: Mapping[str, Mapping[str, str]] = {
         "self.core.scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     },
     "environments/formats/vllm_door.py": {"parser_class": PARSER, "parser_class(tokenizer, parameters)": PARSER},
-    "sync/vllm_plugin.py": {
+    "sync/vllm_plugin/transfer_engine.py": {
         "self.device": "torch:device",
         "self.parallel_config": "vllm.config.parallel:ParallelConfig",
     },

@@ -85,6 +85,8 @@ def what_layers_use(model_dir: str, lora: dict[str, Any]) -> tuple[Held, dict[st
                 ends = torch.arange(1, adapter.experts + 1, dtype=torch.int32) * len(one)
                 rows = layer(one.repeat(adapter.experts, 1), ends).view(adapter.experts, len(one), -1)
                 used[name] = rows.mT.reshape(weight.shape).float().numpy()
+            elif layer.tp_group is None:
+                used[name] = layer(one).T.float().numpy()
             else:
                 # Megatron adds the bias of queries, keys and values itself.
                 product = layer._forward_impl(

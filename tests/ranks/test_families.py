@@ -49,6 +49,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral with windows": ("mixtral", {"sliding_window": 4}),
     "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "gemma2, tied": ("gemma2", {"tied": True}),
+    "moonlight": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **scaled(rope_type="default")},
+    ),
+    "latent attention of odd sizes": (
+        "deepseek_v3",
+        {
+            "first_k_dense_replace": 2,
+            "heads": 6,
+            "q_lora_rank": 7,
+            "kv_lora_rank": 9,
+            "qk_nope_head_dim": 5,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 3,
+            **scaled(rope_type="yarn", factor=4.0, beta_fast=0.9, beta_slow=0.1, original_max_position_embeddings=8),
+        },
+    ),
 }
 
 
@@ -85,6 +102,30 @@ def test_a_norm_of_whole_projections_needs_no_sequence_parallelism(run_ranks, fo
 def test_gradients_do_not_depend_on_where_experts_are(run_ranks, folders, name):
     """Experts of another rank are named, loaded and reduced apart from the rest of the model."""
     check(run(run_ranks, folders, name, 2, {"expert": 2}), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor": 2}, TENSOR, STAGES, {"context": 2}, {"context": 2, "cp_comm_type": "a2a"}, {}],
+    ids=["tp2", "tp2+sp", "pp2", "cp2", "cp2+a2a", "dp2"],
+)
+@pytest.mark.parametrize("name", ["moonlight", "latent attention of odd sizes"])
+def test_gradients_of_latent_attention_do_not_depend_on_the_layout(run_ranks, folders, name, layout):
+    """What heads of several ranks have in common, latents and the rotated key, gets a part of its gradient from each of them."""
+    if name == "moonlight" and layout == {"tensor": 2}:
+        pytest.skip("experts need sequence parallelism")
+    settings = {key: value for key, value in layout.items() if key == "cp_comm_type"}
+    axes = {key: value for key, value in layout.items() if key != "cp_comm_type"}
+    check(run(run_ranks, folders, name, 2, axes, settings=settings), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("world_size, layout", [(1, {}), (2, TENSOR)], ids=["one rank", "tp2+sp"])
+def test_recomputed_latent_attention_has_the_same_gradients(run_ranks, folders, world_size, layout, granularity):
+    """Queries, keys and values differ in their dimensions, and all three have gradients."""
+    options = {"settings": {"recompute_granularity": granularity}}
+    truth = oracle(folders["deepseek_v3"], SAMPLES, LOSS)
+    check(run(run_ranks, folders, "deepseek_v3", world_size, layout, **options), truth)
 
 
 def test_layers_know_their_place_in_interleaved_stages(run_ranks, folders):

@@ -145,4 +145,4 @@ def test_transformers_trees_are_its_turns(model: str) -> None:
     trees, turns = (oracle(model, samples, LOSS) for samples in (as_trees(), written_out()))
     assert trees["loss"] == pytest.approx(turns["loss"], abs=1e-6)
     for name, grad in turns["gradients"].items():
-        np.testing.assert_allclose(trees["gradients"][name], grad, atol=1e-6 * np.abs(grad).max(), err_msg=name)
+        np.testing.assert_allclose(trees["gradients"][name], grad, atol=1e-5 * np.abs(grad).max(), err_msg=name)

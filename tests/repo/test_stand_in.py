@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from mgrpo.parallel import backend, stand_in
 from mgrpo.rollout.vllm.cluster import UNUSED_SERVICES
-from mgrpo.sync import vllm_plugin
+from mgrpo.sync.vllm_plugin import rebound
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,10 +95,10 @@ def test_megatron_still_has_what_is_mended_or_overridden():
         assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"
 
 
-@pytest.mark.parametrize(("module", "name", "value", "why"), vllm_plugin.REBOUND)
+@pytest.mark.parametrize(("module", "name", "value", "why"), rebound.REBOUND)
 def test_vllm_still_has_what_the_plugin_replaces(module, name, value, why):
     """Without the name vLLM packs its weights again: writes in place are lost and digests prove nothing."""
-    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone; replaced because: {why}"
+    assert hasattr(resolve_name(module), name), f"{module}.{name} is gone; replaced because: {why}"
 
 
 def test_ray_still_starts_the_services_that_are_left_out():

@@ -51,28 +51,37 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    names: tuple[str, ...]
-    """Query, key, value."""
-    groups: int
+class Rows:
+    """Consecutive rows of an HF tensor."""
+
+    name: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """One section below the other. A section is made of rows from anywhere, and each rank takes an equal run of them."""
+
+    sections: tuple[tuple[Rows, ...], ...]
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
-        # The full parameter is group after group of (query rows, key rows, value rows). Each rank takes an equal run of
-        # rows, which cuts a group in two when there are fewer groups than ranks.
-        widths = [tensors[name][0] // self.groups for name in self.names]
-        columns = tensors[self.names[0]][1:]
+        columns = tensors[self.sections[0][0].name][1:]
+        # The parameter has two dimensions, also where the tensor has one of length 1 between rows and columns.
+        dims = (0, 2) if len(columns) == 2 else None
         rest = (0,) * len(columns)
-        share = sum(widths) * self.groups // size
-        first, last = rank * share, (rank + 1) * share
-        pieces, row = [], 0
-        for group in range(self.groups):
-            for name, width in zip(self.names, widths, strict=True):
-                start, stop = max(row, first), min(row + width, last)
+        pieces, top = [], 0
+        for section in self.sections:
+            share = sum(rows.count for rows in section) // size
+            first, last, row = rank * share, (rank + 1) * share, 0
+            for rows in section:
+                start, stop = max(row, first), min(row + rows.count, last)
                 if start < stop:
-                    box = Box(name, (group * width + start - row, *rest), (stop - start, *columns))
-                    pieces.append(Piece(box, (start - first, *rest)))
-                row += width
-        return LocalParameter((share, *columns), tuple(pieces))
+                    box = Box(rows.name, (rows.first + start - row, *rest), (stop - start, *columns))
+                    pieces.append(Piece(box, (top + start - first, *rest[:1]), dims))
+                row += rows.count
+            top += share
+        return LocalParameter((top, *columns[-1:]), tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,7 @@ class Slices:
         return LocalParameter((count * rows, columns), tuple(pieces))
 
 
-Rule = Replicated | Split | Stacked | Grouped | Slices
+Rule = Replicated | Split | Stacked | Sections | Slices
 
 
 def _replace(shape: Shape, dim: int, value: int) -> Shape:

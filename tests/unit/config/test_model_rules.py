@@ -19,6 +19,7 @@ DENSE = {
     "num_hidden_layers": 24,
 }
 QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 88, "intermediate_size": 100}
+DEEPSEEK = DENSE | {"num_key_value_heads": 16, "kv_lora_rank": 64, "first_k_dense_replace": 24}
 MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 88}
 
 
@@ -68,6 +69,11 @@ def found(hf_config, **values):
             "cp_comm_type=a2a needs; choose from {1, 2}, or use all_gather",
         ),
         (
+            DEEPSEEK,
+            {"tensor_model_parallel_size": 32},
+            "tensor_model_parallel_size=32 does not divide num_attention_heads=16; choose from {1, 2, 4, 8, 16}",
+        ),
+        (
             DENSE,
             {"expert_model_parallel_size": 2},
             "expert_model_parallel_size=2 needs a mixture-of-experts model, this one has no experts; use 1",
@@ -81,6 +87,23 @@ def found(hf_config, **values):
             QWEN_MOE,
             {"tensor_model_parallel_size": 2, "sequence_parallel": False},
             "sequence_parallel=false with tensor_model_parallel_size=2 cannot train a mixture of experts; use true or auto",
+        ),
+        (
+            DENSE,
+            {"vllm_enable_expert_parallel": True, "vllm_tensor_parallel_size": 2},
+            "vllm_enable_expert_parallel=true needs a mixture-of-experts model, this one has no experts; leave it out",
+        ),
+        (
+            QWEN_MOE,
+            {"vllm_enable_expert_parallel": True},
+            "vllm_enable_expert_parallel=true shares out the model's 8 experts among the workers of an engine, but "
+            "vllm_tensor_parallel_size=1; leave it out, or use at least 2 workers",
+        ),
+        (
+            QWEN_MOE,
+            {"vllm_enable_expert_parallel": True, "vllm_tensor_parallel_size": 16},
+            "vllm_enable_expert_parallel=true shares out the model's 8 experts among the workers of an engine, but "
+            "vllm_tensor_parallel_size=16; use at most 8 workers",
         ),
         (
             QWEN_MOE,

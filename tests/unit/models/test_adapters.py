@@ -26,9 +26,9 @@ def filled(place, tensors):
     return values
 
 
-def merged(place, lora, adapters):
+def merged(name, place, lora, adapters):
     """B A of the layer at `place`, from its own a and b alone."""
-    a, b = adapter_places(place, lora)
+    a, b = adapter_places(name, place, lora)
     delta = np.zeros(place.shape)
     rows_of_a = {piece.box.name.replace("lora_A", "lora_B"): piece.local[0] for piece in a.pieces}
     own_a, own_b = filled(a, adapters), filled(b, adapters)
@@ -57,11 +57,11 @@ def test_every_rank_can_merge_its_own_weights(name, layout, targets):
         deltas[matrix] = np.zeros(shape) if a is None else b @ a
     seen = {name: np.zeros(shape, dtype=bool) for name, shape in adapter_tensors(model, lora).items()}
     for rank in range(layout.world_size):
-        for place in local_parameters(model, layout, rank).values():
-            if (own := adapter_places(place, lora)) is None:
+        for parameter, place in local_parameters(model, layout, rank).items():
+            if (own := adapter_places(parameter, place, lora)) is None:
                 assert not any(lora.adapts(piece.box.name) for piece in place.pieces)
                 continue
-            np.testing.assert_allclose(merged(place, lora, adapters), filled(place, deltas), atol=1e-12)
+            np.testing.assert_allclose(merged(parameter, place, lora, adapters), filled(place, deltas), atol=1e-12)
             assert own[0].shape[1] == place.shape[1] and own[1].shape == (place.shape[0], lora.rank)
             for piece in own[0].pieces + own[1].pieces:
                 seen[piece.box.name][region(piece.box)] = True
@@ -71,12 +71,11 @@ def test_every_rank_can_merge_its_own_weights(name, layout, targets):
 def test_a_is_whole_on_ranks_without_a_row_of_its_matrix():
     """Two key-value ranks share one head: the gradient of key's A is summed over ranks that must all hold it."""
     model, layout = shape_of(MODELS["llama-1kv"]), Layout(world_size=4, tensor=4)
-    held = [
-        local_parameters(model, layout, rank)["decoder.layers.0.self_attention.linear_qkv.weight"] for rank in range(4)
-    ]
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    held = [local_parameters(model, layout, rank)[name] for rank in range(4)]
     assert {piece.box.name.split(".")[-2] for piece in held[0].pieces} == {"q_proj"}
     for place in held:
-        a, _ = adapter_places(place, LORA)
+        a, _ = adapter_places(name, place, LORA)
         assert [piece.box.name.split(".")[-3] for piece in a.pieces] == ["q_proj", "k_proj", "v_proj"]
 
 

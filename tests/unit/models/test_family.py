@@ -35,6 +35,27 @@ YARN = {
     "original_max_position_embeddings": 8192,
     "attention_factor": 1.2079441541679836,
 }
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
 HUB: dict[str, dict[str, Any]] = {
     # As published: sizes apart, all keys that say how the model computes, in the spelling of their day.
     "llama 3.2": {
@@ -174,40 +195,80 @@ HUB: dict[str, dict[str, Any]] = {
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     },
+    "deepseek v3": DEEPSEEK_V3,
+    "kimi k2": DEEPSEEK_V3
+    | {
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0},
+    },
+    "moonlight 16B-A3B": DEEPSEEK_V3
+    | {
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+    },
+    "glm 4.7 flash": {
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1e6,
+        "num_nextn_predict_layers": 1,
+    },
 }
+# Transformers has DeepSeek's class for Kimi.
+CLASSES = {"kimi_k2": "deepseek_v3"}
+
+
+def written(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that transformers writes for it."""
+    import transformers
+
+    family = config["model_type"]
+    known = transformers.AutoConfig.for_model(**config | {"model_type": CLASSES.get(family, family)})
+    return json.loads(json.dumps(known.to_dict())) | {"model_type": family}
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_config_means_what_transformers_reads(name):
     """Silent keys, old spellings and patterns of layers: transformers writes them all out, and the engines go by it."""
-    import transformers
-
-    config = HUB[name] | SMALL
-    written = transformers.AutoConfig.for_model(**config).to_dict()
-    assert shape_of(config) == shape_of(json.loads(json.dumps(written)))
+    config = SMALL | HUB[name]
+    assert shape_of(config) == shape_of(written(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family):
     """A key that config.json leaves out has the family's value, not a Llama's."""
-    import transformers
-
-    sigmoid = {"n_routed_experts": 4, "moe_intermediate_size": 24}
-    experts = {
-        "glm4_moe": sigmoid,
+    heads = {"num_key_value_heads": SMALL["num_attention_heads"]}
+    needed = {
+        "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 24},
         "mixtral": {"num_local_experts": 4},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
+        **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), heads),
     }
-    config = {"model_type": family} | SMALL | experts.get(family, {})
+    config = {"model_type": family} | SMALL
     del config["num_key_value_heads"]
-    written = transformers.AutoConfig.for_model(**config).to_dict()
-    assert shape_of(config) == shape_of(json.loads(json.dumps(written)))
+    config |= needed.get(family, {})
+    assert shape_of(config) == shape_of(written(config))
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_shape_survives_the_way_to_the_engines(name):
     """Engines compute the same plan from it: a list in the place of a tuple is another shape."""
-    shape = shape_of(HUB[name] | SMALL)
+    shape = shape_of(SMALL | HUB[name])
     assert ModelShape.from_dict(json.loads(json.dumps(asdict(shape)))) == shape
     assert hash(ModelShape.from_dict(asdict(shape))) == hash(shape)
 
@@ -243,7 +304,7 @@ def test_experts_are_where_the_config_says():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "deepseek_v3"}, "supported families: llama, mistral, mixtral, qwen2, qwen3, "),
+        ({"model_type": "deepseek_v2"}, "supported families: llama, mistral, mixtral, qwen2, qwen3, "),
         ({"model_type": "gemma3"}, "it has an image encoder; give the text model alone, model_type 'gemma3_text'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
@@ -263,6 +324,22 @@ def test_experts_are_where_the_config_says():
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
             "num_experts_per_tok=1 with weights that add up to 1",
         ),
+        (DEEPSEEK_V3 | {"num_key_value_heads": 2}, r"num_key_value_heads=2 \(expected 4\)"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, r"rope_interleave=False \(expected True\)"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, r"scoring_func='softmax' \(expected 'sigmoid'\)"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, r"moe_layer_freq=2 \(expected 1\)"),
+        (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias=true"),
+        (DEEPSEEK_V3 | {"topk_group": 2}, "num_experts_per_tok=8 of topk_group=2 groups"),
+        (DEEPSEEK_V3 | {"qk_rope_head_dim": 63}, r"qk_rope_head_dim=63 \(expected an even number\)"),
+        (DEEPSEEK_V3 | {"v_head_dim": 200}, "v_head_dim=200 above qk_nope_head_dim"),
+        (DEEPSEEK_V3 | {"rope_scaling": {"type": "linear", "factor": 4}}, "RoPE scaling 'linear'"),
+        (DEEPSEEK_V3 | {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7}}, "one of mscale and mscale_all_"),
+        (DEEPSEEK_V3 | {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}}, "truncate=False"),
+        (
+            HUB["glm 4.7 flash"] | {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 7},
+            "with 1 d",
+        ),
+        (HUB["glm 4.7 flash"] | {"mlp_layer_types": ["sparse"] * 7 + ["dense"]}, "with dense layers behind others"),
         ({"model_type": "qwen3_moe"}, "config.json of a qwen3_moe model lacks num_experts"),
         ({"hidden_size": "64", "vocab_size": 0}, "has hidden_size='64', vocab_size=0; expected whole numbers above 0"),
     ],

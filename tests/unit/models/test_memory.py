@@ -254,7 +254,7 @@ def test_every_stage_holds_the_adapters_that_the_rule_table_gives_it(changes: di
     """The count by layers is the table's on every rank; on one rank it is that of the tensors."""
     shape, layout = dataclasses.replace(QWEN_7B, **changes), Layout(**layout)
     for rank in range(layout.world_size):
-        places = [adapter_places(place, LORA) for place in local_parameters(shape, layout, rank).values()]
+        places = [adapter_places(*held, LORA) for held in local_parameters(shape, layout, rank).items()]
         table = sum(math.prod(place.shape) for pair in places if pair for place in pair)
         stage = rank // (layout.world_size // layout.pipeline)
         assert adapter_elements(shape, layout, LORA, stage=stage).total == table

@@ -51,7 +51,6 @@ UNREACHED = {
     "compiled.py ops_for": "kernels for CUDA are taken to be built",
     "products.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
-    "vllm_plugin.py": "runs in an engine, not in a learner",
     "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
     "backend.py release_memory": "the same",
     "backend.py synchronize": "the same",

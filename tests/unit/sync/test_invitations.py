@@ -12,7 +12,7 @@ import pytest
 
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
-from mgrpo.sync.vllm_plugin import check_free, check_model
+from mgrpo.sync.vllm_plugin.transfer_engine import check_free, check_model
 from tests.e2e.launching import ROOT
 
 MODEL = str(ROOT / "examples/quickstart/model")

