@@ -45,10 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm-4.5": {"family": "glm4_moe"},
     "deepseek-v3": {"family": "deepseek_v3"},
     "moonlight, dense": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 4},
+    "gpt-oss": {"family": "gpt_oss"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5", "deepseek-v3")
+_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5", "deepseek-v3", "gpt-oss")
 _OTHERS, _LATENT = ("olmo-3", "gemma-3"), ("moonlight, dense",)
 
 MATRIX: dict[str, tuple[str, ...]] = {
@@ -62,11 +63,11 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+sp": (*_DENSE, *_MOE, *_OTHERS, *_LATENT),
     "pp2": (*_DENSE, *_MOE, *_OTHERS),
     "cp2": (*_DENSE, *_MOE, *_OTHERS),
-    "cp2+a2a": ("qwen2", *_LATENT),
+    "cp2+a2a": ("qwen2", "gpt-oss", *_LATENT),
     "dp2": (*_DENSE, *_MOE),
     "dp2+zero0": _DENSE,
     "dp2+zero2": (*_DENSE, *_LATENT),
-    "dp2+zero3": (*_DENSE, *_OTHERS, *_LATENT),
+    "dp2+zero3": (*_DENSE, *_OTHERS, *_LATENT, "gpt-oss"),
     "ep2": _MOE,
     "pp2xvpp2": (*_DENSE, *_MOE, *_OTHERS),
     "pp2+first1": _DENSE,

@@ -155,6 +155,8 @@ def _matrices(
     unknown = [name for name in lora.targets if name not in names]
     for name in unknown:
         reason = "" if name in LINEAR_LAYERS else " (embeddings, head, norms and routers have no adapter)"
+        if shape.experts and shape.experts.names == "gpt_oss" and name in EXPERT_LAYERS:
+            reason = " (experts that share one tensor of the checkpoint have no adapter)"
         yield f"lora_target_modules: {name} must be of this model's {', '.join(names)}, or {ALL_LINEAR}{reason}"
     if unknown:
         return
@@ -191,6 +193,14 @@ def _attention_alone(use_peft: bool, lora_target_modules: tuple[str, ...]) -> It
         )
 
 
+def _experts_without(use_peft: bool, lora_target_modules: tuple[str, ...], hf_config: HfConfig | None) -> Iterator[str]:
+    if use_peft and ALL_LINEAR in lora_target_modules and (hf_config or {}).get("model_type") == "gpt_oss":
+        yield (
+            f"lora_target_modules={ALL_LINEAR} is attention alone in this model ({', '.join(ATTENTION)}): experts that share one "
+            "tensor of the checkpoint have no adapter"
+        )
+
+
 def _low_rate(use_peft: bool, learning_rate: float, preset_rate: float, hf_config: HfConfig | None) -> Iterator[str]:
     is_large = (size_of(hf_config, "hidden_size") or 0) >= LARGE
     usual = min(preset_rate, LARGE_RATE) if is_large else preset_rate
@@ -201,4 +211,4 @@ def _low_rate(use_peft: bool, learning_rate: float, preset_rate: float, hf_confi
         )
 
 
-WARNINGS: tuple[Rule, ...] = (_attention_alone, _low_rate)
+WARNINGS: tuple[Rule, ...] = (_attention_alone, _experts_without, _low_rate)

@@ -32,6 +32,7 @@ from mgrpo.models.megatron_names import (
     Slab,
     is_homogeneous,
     possible_names,
+    problem,
     stored_names,
 )
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
@@ -243,7 +244,9 @@ def checkpoint_dtypes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> d
 
 
 def _whole_parameters(shape: ModelShape) -> dict[str, LocalParameter]:
-    """Every Megatron parameter, not cut."""
+    """Every Megatron parameter, not cut; ValueError if Megatron-core's checkpoints have no place for some."""
+    if said := problem(shape):
+        raise ValueError(said)
     return local_parameters(shape, Layout(world_size=1), 0)
 
 

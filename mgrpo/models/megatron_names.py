@@ -97,6 +97,16 @@ def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab
     ]
 
 
+def problem(model: ModelShape) -> str | None:
+    """Why Megatron-core's checkpoints have no place for the model's parameters."""
+    if model.experts and model.experts.names == "gpt_oss":
+        return (
+            "Megatron's checkpoints keep the experts of gpt-oss transposed and with gate above up, which is not written or "
+            "read here; use our own format (--format safetensors) or the Hugging Face folder"
+        )
+    return None
+
+
 def is_homogeneous(model: ModelShape) -> bool:
     """Whether checkpoints are written by model; Megatron-core names a mixture of experts by layer unless told otherwise."""
     return model.experts is None and model.delta is None

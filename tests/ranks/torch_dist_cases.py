@@ -42,7 +42,7 @@ def with_megatrons_experts(policy: Any) -> list[Any]:
     """New chunks for the policy's groups and shape."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from mgrpo.policy import architecture
+    from mgrpo.policy.layers import architecture
     from mgrpo.policy.model import build
 
     assert policy.shape.experts is not None

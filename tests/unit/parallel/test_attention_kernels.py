@@ -81,14 +81,14 @@ def one_sequence_after_another(
 
 
 def attention(**model: Any) -> Any:
-    from mgrpo.parallel.attention import PackedAttention
+    from mgrpo.parallel.packed.attention import PackedAttention
 
     return PackedAttention(SimpleNamespace(kv_channels=HEAD_DIM), **model)
 
 
 def described(documents: list[list[int]], **context: int) -> Any:
     """Documents as lengths of a trunk and its branches."""
-    from mgrpo.parallel import packs
+    from mgrpo.parallel.packed import packs
 
     cu_seqlens = np.append(0, np.cumsum([sum(document) for document in documents])).astype(np.int32)
     positions = [np.arange(n) + (place and document[0]) for document in documents for place, n in enumerate(document)]
