@@ -92,8 +92,10 @@ class Parallel:
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe."""
-    moe_enable_routing_replay: Annotated[bool, MEGATRON, SEVERAL_UPDATES, OWN_LOGPROBS] = False
-    """Route every token to the experts that were chosen when the policy scored the batch before its first update."""
+    routing_replay: Literal["auto", "none", "learner", "rollout"] = "auto"
+    """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when
+    the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts
+    if engines say what they chose, else none."""
     pack_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 512
     """Maximum tokens of a pack, the unit of a micro-batch."""
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
@@ -101,6 +103,11 @@ class Parallel:
     shared_prompt_packing: bool | Literal["auto"] = "auto"
     """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether routers are told which experts to choose."""
+        return self.routing_replay in ("learner", "rollout")
 
     def recomputes(self, module: str) -> bool:
         """Whether the backward pass computes this part of a layer again.
@@ -134,21 +141,6 @@ def _recompute_modules(recompute_modules: tuple[str, ...], recompute_granularity
             yield f"recompute_modules={module} must be of {', '.join(RECOMPUTABLE)}; {advice}"
     if recompute_granularity == "selective" and not recompute_modules:
         yield f"recompute_granularity=selective recomputes nothing without recompute_modules; name some of {', '.join(RECOMPUTABLE)}"
-
-
-def _routing_replay(
-    moe_enable_routing_replay: bool,
-    pipeline_model_parallel_size: int,
-    recompute_granularity: str,
-    recompute_modules: tuple[str, ...],
-) -> Iterator[str]:
-    recomputes = _recomputes("moe", recompute_granularity, recompute_modules)
-    if moe_enable_routing_replay and pipeline_model_parallel_size != 1 and recomputes:
-        yield (
-            "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} and recomputed routers, which would replay the choices of another pack; "
-            "use recompute_granularity=selective with recompute_modules core_attn"
-        )
 
 
 def _optimizer_memory(
@@ -212,7 +204,7 @@ def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterato
         )
 
 
-RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _routing_replay, _optimizer_memory, _shared_prompts)
+RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _optimizer_memory, _shared_prompts)
 LAYOUT: tuple[Rule, ...] = (_layout,)
 LEARNERS: tuple[Rule, ...] = (_learners,)
 
