@@ -252,6 +252,14 @@ class InferLayout:
 
     engines: int = 1
     tensor: int = 1
+    expert_parallel: bool = False
+    """A worker holds some of the experts, and those whole; otherwise it holds a part of every expert."""
+
+    def experts(self, worker: int, count: int) -> range:
+        """The experts that a worker holds whole, of the `count` of a layer: neighbours; the first workers hold one more if need be."""
+        share, rest = divmod(count, self.tensor)
+        start = worker * share + min(worker, rest)
+        return range(start, start + share + (worker < rest))
 
 
 def divisors(number: int) -> list[int]:

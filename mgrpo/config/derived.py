@@ -12,8 +12,8 @@ from math import ceil
 
 from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
-from mgrpo.config.schema import Config
-from mgrpo.layout import Layout
+from mgrpo.config.schema import Config, Engine
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.cuts import size_of
 from mgrpo.models.hf_config import read_hf_config
 
@@ -66,6 +66,15 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sequence_parallel=parallel.tensor_model_parallel_size > 1 if sequence_parallel == "auto" else sequence_parallel,
         zero_stage=parallel.zero_stage,
         shard_size=parallel.fsdp_shard_degree,
+    )
+
+
+def infer_layout_of(engine: Engine) -> InferLayout:
+    """The inference layout that the engine section asks for."""
+    return InferLayout(
+        engines=engine.vllm_num_engines,
+        tensor=engine.vllm_tensor_parallel_size,
+        expert_parallel=engine.vllm_enable_expert_parallel,
     )
 
 

@@ -35,6 +35,8 @@ class Engine:
     """Number of vLLM engines."""
     vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
     """Workers of each engine."""
+    vllm_enable_expert_parallel: bool = False
+    """Workers of an engine share out the experts of a mixture, each whole; false: every worker has a part of every expert."""
     vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
     """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs,
     a worker on each; server: they are vLLM servers that run already."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgrpo.config.annotations import Rule
-from mgrpo.config.derived import layout_of
+from mgrpo.config.derived import infer_layout_of, layout_of
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 from mgrpo.layout import choose_from
@@ -17,8 +17,8 @@ from mgrpo.models.hf_config import HfConfig
 from mgrpo.models.memory import DTYPE_BYTES
 
 
-def _engine_splits(hf_config: HfConfig, vllm_tensor_parallel_size: int) -> Iterator[str]:
-    yield from engine_problems(hf_config, vllm_tensor_parallel_size)
+def _engine_splits(config: Config, hf_config: HfConfig) -> Iterator[str]:
+    yield from engine_problems(hf_config, infer_layout_of(config.engine))
 
 
 def _splits(config: Config, hf_config: HfConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mgrpo.layout import VOCAB_MULTIPLE, Layout, choose_from, divisors
+from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout, choose_from, divisors
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import HfConfig
 
@@ -36,9 +36,26 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
         )
 
 
-def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
-    """Why the model cannot be split over the `tensor` workers of an engine."""
-    yield from _split_problems("vllm_tensor_parallel_size", tensor, head_sizes(hf) | _sizes(hf, *_widths(hf)))
+def engine_problems(hf: HfConfig, layout: InferLayout) -> Iterator[str]:
+    """Why the model cannot be split over the workers of an engine."""
+    workers, experts = layout.tensor, num_experts(hf)
+    widths = _widths(hf, experts_are_whole=layout.expert_parallel)
+    yield from _split_problems("vllm_tensor_parallel_size", workers, head_sizes(hf) | _sizes(hf, *widths))
+    if not layout.expert_parallel:
+        return
+    if not experts:
+        yield "vllm_enable_expert_parallel=true needs a mixture-of-experts model, this one has no experts; leave it out"
+    elif not 1 < workers <= experts:
+        yield (
+            f"vllm_enable_expert_parallel=true shares out the model's {experts} experts among the workers of an engine, but "
+            f"vllm_tensor_parallel_size={workers}; "
+            + ("leave it out, or use at least 2 workers" if workers == 1 else f"use at most {experts} workers")
+        )
+    elif experts % workers and hf.get("model_type") == "gpt_oss":
+        yield (
+            f"vllm_enable_expert_parallel=true with vllm_tensor_parallel_size={workers}: vLLM's gpt-oss needs equal shares of the "
+            f"{experts} experts; {choose_from(divisors(experts)[1:])}"
+        )
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:

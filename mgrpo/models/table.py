@@ -123,19 +123,32 @@ ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
 WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
+EXPERTS = ".experts."
+"""In the names of all tensors of experts, and in no other."""
 
 
 def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
-    return [
-        [
-            piece.box
-            for name in tensors
-            for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces
-        ]
-        for worker in range(layout.tensor)
-    ]
+    boxes: list[list[Box]] = []
+    for worker in range(layout.tensor):
+        own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None
+        held: list[Box] = []
+        for name, shape in tensors.items():
+            if own is not None and EXPERTS in name:
+                held += _whole_experts(name, shape, own)
+            else:
+                held += (piece.box for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces)
+        boxes.append(held)
+    return boxes
+
+
+def _whole_experts(name: str, shape: Shape, own: range) -> list[Box]:
+    """What the experts with the numbers `own` have of a tensor, which belongs to one expert, or to all of them along its first dimension."""
+    number, rest = name.partition(EXPERTS)[2].split(".")[0], (0,) * (len(shape) - 1)
+    if number.isdecimal():
+        return [Box(name, (0, *rest), shape)] if int(number) in own else []
+    return [Box(name, (own.start, *rest), (len(own), *shape[1:]))]
 
 
 def _engine_parameter(

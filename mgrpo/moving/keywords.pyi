@@ -507,6 +507,8 @@ class Keywords(TypedDict, total=False):
     """Number of vLLM engines. (default: 1)"""
     vllm_tensor_parallel_size: int
     """Workers of each engine. (default: 1)"""
+    vllm_enable_expert_parallel: bool
+    """Workers of an engine share out the experts of a mixture, each whole; false: every worker has a part of every expert. (default: false)"""
     vllm_mode: Literal["ray", "server", "colocate"]
     """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs, a worker on each; server: they are vLLM servers that run already. (default: ray)"""
     vllm_enable_sleep_mode: bool

@@ -231,9 +231,7 @@ def _delta_net(delta: DeltaNet, layout: Layout, tokens: int, dtype_bytes: int) -
     return kept, tokens * (elements * dtype_bytes + 4 * heads * FP32_BYTES)
 
 
-def _experts(
-    shape: ModelShape, layout: Layout, tokens: int, split_tokens: int, dtype_bytes: int, fused: bool
-) -> int:
+def _experts(shape: ModelShape, layout: Layout, tokens: int, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
@@ -296,7 +294,8 @@ def stage_activations(
     """Peak of one rank over a training step in which every token is a response, which none can exceed."""
     # By what a layer is made of: experts, attention.
     held = [
-        (shape.has_experts(layer), shape.has_attention(layer)) for layer in stage_layers(layout, shape.num_layers, stage)
+        (shape.has_experts(layer), shape.has_attention(layer))
+        for layer in stage_layers(layout, shape.num_layers, stage)
     ]
     layers = {
         (has_experts, has_attention): layer_activations(

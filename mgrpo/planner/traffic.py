@@ -23,7 +23,7 @@ token and matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config
-from mgrpo.layout import InferLayout, Layout
+from mgrpo.config.derived import infer_layout_of
+from mgrpo.layout import Layout
 from mgrpo.models.adapters import are_apart, training_adapter_boxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
@@ -117,7 +118,7 @@ def send_weights(
             model=shape,
             lora=policy.lora,
             train_layout=layout,
-            infer_layout=InferLayout(engines=engines.vllm_num_engines, tensor=engines.vllm_tensor_parallel_size),
+            infer_layout=infer_layout_of(engines),
             rank=policy.rank,
             dtype=policy.dtype,
             store=_Store(),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mgrpo import algo, packing
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Optimizer, Parallel
-from mgrpo.layout import Layout
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
@@ -228,10 +228,14 @@ def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
 
 
 def send_weights(
-    model_dir: str, layout: dict[str, Any], port: int, version: int, bucket_bytes: int = 1 << 14
+    model_dir: str,
+    layout: dict[str, Any],
+    port: int,
+    version: int,
+    bucket_bytes: int = 1 << 14,
+    engine: InferLayout | None = None,
 ) -> dict[str, Any]:
     """Join engine 0's transfer group and send it the model's weights once; what was sent."""
-    from mgrpo.layout import InferLayout
     from mgrpo.sync.channel import Sender
     from mgrpo.sync.group import connect_store
     from tests.unit.sync.ends import sent_bytes
@@ -242,7 +246,7 @@ def send_weights(
         holdings=policy.holdings(host_group()),
         model=policy.shape,
         train_layout=policy.layout,
-        infer_layout=InferLayout(engines=1, tensor=1),
+        infer_layout=engine or InferLayout(),
         rank=policy.rank,
         dtype=torch.float32,
         store=connect_store("127.0.0.1", port, 30),

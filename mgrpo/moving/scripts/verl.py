@@ -266,6 +266,14 @@ def _gpus(given: Given) -> None:
     if gpus is None or nodes is None or tensor is None:
         return
     values |= {"num_learners_per_node": [gpus] * nodes, "vllm_tensor_parallel_size": tensor, "vllm_mode": "colocate"}
+    expert = given.count(f"{ROLLOUT}expert_parallel_size") or 1
+    values["vllm_enable_expert_parallel"] = expert > 1
+    if expert not in (1, tensor):
+        given.refuse(
+            words("verl")[f"{ROLLOUT}expert_parallel_size"],
+            str(expert),
+            f"an engine's {ROLLOUT}tensor_model_parallel_size={tensor} workers share out the experts; give 1 or {tensor}",
+        )
     values["vllm_enable_sleep_mode"] = given.is_on(f"{ROLLOUT}free_cache_engine")
     engines = given.part(
         "trainer.n_gpus_per_node x nnodes", f"{ROLLOUT}tensor_model_parallel_size", gpus * nodes, tensor

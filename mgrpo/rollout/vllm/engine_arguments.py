@@ -66,9 +66,10 @@ OWNED = {
         ("cpu_offload_gb", "offload_group_size", "offload_backend"),
         "the weight sync writes weights where the engine computes with them",
     ),
+    "enable_expert_parallel": "use vllm_enable_expert_parallel",
     **dict.fromkeys(
-        ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
-        "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
+        ("enable_eplb", "eplb_config", "enable_elastic_ep", "expert_placement_strategy"),
+        "the weight sync writes every expert where vLLM places it by default",
     ),
     **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
     **dict.fromkeys(
@@ -305,6 +306,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
+        "enable_expert_parallel": settings.vllm_enable_expert_parallel,
         "kv_cache_dtype": settings.vllm_kv_cache_dtype,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.

@@ -17,8 +17,9 @@ from functools import partial
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.schema import Engine as EngineSettings
-from mgrpo.layout import InferLayout, Layout
+from mgrpo.layout import Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.policy import Policy
@@ -95,7 +96,7 @@ class EngineWeights:
             model=self.shape,
             lora=self.policy.lora,
             train_layout=self.layout,
-            infer_layout=InferLayout(engines=settings.vllm_num_engines, tensor=settings.vllm_tensor_parallel_size),
+            infer_layout=infer_layout_of(settings),
             rank=self.policy.rank,
             dtype=self.policy.dtype,
             store=store,

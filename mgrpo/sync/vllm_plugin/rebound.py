@@ -46,15 +46,37 @@ def plain_experts(
         output, tokens: `[tokens, hidden]`.
         gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
         gate_up_bias, down_bias: `[experts, 2 * ffn]`, `[experts, hidden]`.
-        weights, experts: `[tokens, top_k]`.
+        weights, experts: `[tokens, top_k]`; negative: an expert of another worker, which adds what it computes.
         activation: with "silu" the rows of gates lie above those of ups, with "swigluoai" they alternate.
     """
     output.zero_()
-    for expert in experts.unique().tolist():
+    for expert in experts[experts >= 0].unique().tolist():
         rows, choices = (experts == expert).nonzero(as_tuple=True)
         both = F.linear(tokens[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
         done = F.linear(_activated(both, activation), down[expert], None if down_bias is None else down_bias[expert])
         output.index_add_(0, rows, (done * weights[rows, choices, None]).to(output.dtype))
+
+
+def plain_apply(
+    self: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    expert_map: torch.Tensor | None,
+    **kwargs: Any,
+) -> None:
+    """vLLM's `CPUUnquantizedExperts.apply`, which takes the numbers of experts for their places on this worker.
+
+    Args:
+        expert_map: `[experts]`, the place of each of the model's experts on this worker, or -1; None: it has all of them.
+    """
+    own = topk_ids if expert_map is None else expert_map[topk_ids]
+    plain_experts(output, hidden_states, w1, w2, self.w1_bias, self.w2_bias, topk_weights, own, activation.value)
 
 
 def _activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -126,7 +148,12 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         lambda self, layer: None,
         "the same where an expert's ffn is not a multiple of 32",
     ),
-    (CPU_EXPERTS, "cpu_fused_moe", plain_experts, "computes with them; vLLM's kernel needs them packed"),
+    (
+        f"{CPU_EXPERTS}:CPUUnquantizedExperts",
+        "apply",
+        plain_apply,
+        "computes with them, and with a worker's own alone; vLLM's kernel needs them packed, and all of them",
+    ),
     (
         "vllm._custom_ops",
         "causal_conv1d_weight_pack",

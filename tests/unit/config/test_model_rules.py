@@ -89,6 +89,23 @@ def found(hf_config, **values):
             "sequence_parallel=false with tensor_model_parallel_size=2 cannot train a mixture of experts; use true or auto",
         ),
         (
+            DENSE,
+            {"vllm_enable_expert_parallel": True, "vllm_tensor_parallel_size": 2},
+            "vllm_enable_expert_parallel=true needs a mixture-of-experts model, this one has no experts; leave it out",
+        ),
+        (
+            QWEN_MOE,
+            {"vllm_enable_expert_parallel": True},
+            "vllm_enable_expert_parallel=true shares out the model's 8 experts among the workers of an engine, but "
+            "vllm_tensor_parallel_size=1; leave it out, or use at least 2 workers",
+        ),
+        (
+            QWEN_MOE,
+            {"vllm_enable_expert_parallel": True, "vllm_tensor_parallel_size": 16},
+            "vllm_enable_expert_parallel=true shares out the model's 8 experts among the workers of an engine, but "
+            "vllm_tensor_parallel_size=16; use at most 8 workers",
+        ),
+        (
             QWEN_MOE,
             {"tensor_model_parallel_size": 16},
             "tensor_model_parallel_size=16 does not divide moe_intermediate_size=88; choose from {1, 2, 4, 8}",

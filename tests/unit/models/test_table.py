@@ -79,12 +79,13 @@ def test_training_ranks_hold_everything_once_a_replica(name, layout):
         assert (number == expected).all(), tensor
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_engine_workers_hold_everything(name, workers):
-    """Key-value heads are copied when there are fewer than workers; all else is cut."""
-    model = shape_of(MODELS[name])
-    held = counts(model, [box for boxes in engine_boxes(model, InferLayout(tensor=workers)) for box in boxes])
+def test_engine_workers_hold_everything(name, workers, expert_parallel):
+    """Key-value heads are copied when there are fewer than workers; all else is cut, or experts are shared out."""
+    model, layout = shape_of(MODELS[name]), InferLayout(tensor=workers, expert_parallel=expert_parallel)
+    held = counts(model, [box for boxes in engine_boxes(model, layout) for box in boxes])
     for tensor, number in held.items():
         copies = 1
         if is_whole(model, tensor) or "norm" in tensor:
@@ -92,6 +93,20 @@ def test_engine_workers_hold_everything(name, workers):
         elif "k_proj" in tensor or "v_proj" in tensor:
             copies = max(workers // model.kv_heads, 1)
         assert (number == copies).all(), tensor
+
+
+def test_workers_that_share_out_experts_hold_them_whole():
+    """Worked by hand: of 8 experts among 3 workers the first two have 3. Routers, attention and dense layers are cut as ever."""
+    model = shape_of(MODELS["qwen3_moe"] | {"num_attention_heads": 12, "num_key_value_heads": 3})
+    cut, shared_out = (engine_boxes(model, InferLayout(tensor=3, expert_parallel=each)) for each in (False, True))
+    tensors = hf_tensors(model)
+    for own, boxes, others in zip((range(3), range(3, 6), range(6, 8)), shared_out, cut, strict=True):
+        experts = [box for box in boxes if ".experts." in box.name]
+        assert all(box.shape == tensors[box.name] for box in experts)
+        names = {(layer, expert) for layer in (0, 2, 3) for expert in own}
+        assert {(int(box.name.split(".")[2]), int(box.name.split(".")[5])) for box in experts} == names
+        assert len(experts) == 3 * len(names)
+        assert [box for box in boxes if box not in experts] == [box for box in others if ".experts." not in box.name]
 
 
 def test_pieces_of_a_parameter_do_not_overlap():

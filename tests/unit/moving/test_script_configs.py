@@ -32,7 +32,7 @@ VERL = {
     },
     "MEGATRON": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1,
-        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
+        "zero_stage": 1, "vllm_num_engines": 4, "vllm_enable_expert_parallel": True, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
     },
     "DAPO": {
         "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
@@ -99,7 +99,7 @@ def test_slime_commands_become_what_they_ask_for(name):
             verl_cases.REFUSED,
             ["algorithm.use_kl_in_reward=True", "loss_agg_mode=sample-mean", "fsdp_config.offload_policy=True", "swanlab is not among the trackers",
              "model.path=$MODEL_PATH", "custom_reward_function.path=reward.py", "unknown name nonsense.name", "rollout.n=many",
-             "tensor_model_parallel_size=2 does not divide", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
+             "tensor_model_parallel_size=2 does not divide", "expert_parallel_size=4 is refused", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
         ),
         (
             mgrpo.GRPOConfig.from_slime,

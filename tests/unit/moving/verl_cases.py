@@ -25,7 +25,7 @@ LORA = f"""
 MEGATRON = f"""
     python3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_megatron_trainer.yaml {COMMON}
     data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=1024 {M}.path=/models/7B
-    {A}.ppo_mini_batch_size=256 {A}.megatron.pipeline_model_parallel_size=2 {A}.megatron.tensor_model_parallel_size=2
+    {R}.expert_parallel_size=4 {A}.ppo_mini_batch_size=256 {A}.megatron.pipeline_model_parallel_size=2 {A}.megatron.tensor_model_parallel_size=2
     {A}.megatron.virtual_pipeline_model_parallel_size=null +{A}.megatron.override_transformer_config.moe_grouped_gemm=True
     {R}.tensor_model_parallel_size=4 trainer.n_gpus_per_node=16
 """
@@ -46,4 +46,5 @@ REFUSED = f"""
     {A}.loss_agg_mode=sample-mean {A}.fsdp_config.offload_policy=True trainer.logger=['console','swanlab'] {M}.path=$MODEL_PATH trainer.n_gpus_per_node=3
     critic.optim.lr=1e-5 custom_reward_function.path=reward.py custom_reward_function.name=score nonsense.name=1
     data.train_batch_size=100 {A}.ppo_mini_batch_size=32 {R}.n=many
+    {R}.expert_parallel_size=4
 """

@@ -27,6 +27,7 @@ INFO: dict[str, Any] = {
         "cache_config": {"cache_dtype": "auto"},
         "parallel_config": {
             "tensor_parallel_size": 1,
+            "enable_expert_parallel": False,
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
             "_api_process_count": 1,
@@ -64,6 +65,7 @@ def test_a_server_as_it_should_be_has_no_problem():
         ("model_config/dtype", "torch.bfloat16", "computes in bfloat16, expected model_dtype=float32"),
         ("model_config/max_model_len", 511, "max_model_len is 511, expected at least max_prompt_token_length"),
         ("parallel_config/tensor_parallel_size", 4, "tensor_parallel_size is 4, expected vllm_tensor_parallel_size=1"),
+        ("parallel_config/enable_expert_parallel", True, "enable_expert_parallel is true, expected vllm_enable_expert_parallel=false"),
         ("parallel_config/pipeline_parallel_size", 2, "runs with --pipeline-parallel-size 2, expected 1"),
         ("parallel_config/data_parallel_size", 2, "runs with --data-parallel-size 2, expected 1"),
         ("parallel_config/_api_process_count", 2, "runs with --api-server-count 2, expected 1"),

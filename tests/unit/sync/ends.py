@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mgrpo.config.derived import layout_of
+from mgrpo.config.derived import infer_layout_of, layout_of
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.placement.boxes import Box
@@ -33,9 +33,7 @@ def shipped(name: str) -> tuple[ModelShape, Layout, InferLayout]:
     """Model and layouts of a shipped configuration."""
     config = load_file(CONFIGS / f"{name}.yaml", world_size=1)
     model = shape_of(shipped_config(config.model.model_name_or_path))
-    engine = config.engine
-    infer = InferLayout(engines=engine.vllm_num_engines, tensor=engine.vllm_tensor_parallel_size)
-    return model, layout_of(config, sum(config.parallel.num_learners_per_node)), infer
+    return model, layout_of(config, sum(config.parallel.num_learners_per_node)), infer_layout_of(config.engine)
 
 
 def sharded_holdings(model: ModelShape, layout: Layout) -> list[list[Box]]:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mgrpo.layout import InferLayout
 from mgrpo.sync.vllm_plugin.live_weights import check_experts
-from mgrpo.sync.vllm_plugin.rebound import plain_experts
+from mgrpo.sync.vllm_plugin.rebound import plain_apply
 
 Kernel = enum.Enum("Kernel", ["TRITON", "FLASHINFER_TRTLLM"])
 """Of vLLM's `UnquantizedMoeBackend`."""
@@ -31,21 +32,52 @@ def test_kernels_that_reorder_the_weights_of_experts_are_refused():
             check_experts(model_of(kernel), has_experts=True)
 
 
-def test_experts_equal_transformers():
-    """An engine with other experts samples from another model than the one that is trained."""
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_experts_equal_transformers(workers):
+    """An engine with other experts samples from another model than the one that is trained. Workers add up what they compute."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
     config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=5, experts_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     oracle = MixtralExperts(config)
+    layout = InferLayout(tensor=workers, expert_parallel=True)
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
         tokens = torch.randn(7, 16, generator=generator)
         weights, experts = torch.rand(7, 5, generator=generator).topk(2)
-        got = torch.full_like(tokens, 9.0)
-        plain_experts(
-            got, tokens, oracle.gate_up_proj, oracle.down_proj, None, None, weights, experts.int(), "silu", "vec", False
-        )
-        torch.testing.assert_close(got, oracle(tokens, experts, weights), rtol=1e-5, atol=1e-4)
+        total = torch.zeros_like(tokens)
+        for worker in range(workers):
+            own, got = layout.experts(worker, 5), torch.full_like(tokens, 9.0)
+            places = torch.full((5,), -1, dtype=torch.int32)
+            places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
+            plain_apply(
+                SimpleNamespace(w1_bias=None, w2_bias=None),
+                output=got,
+                hidden_states=tokens,
+                w1=oracle.gate_up_proj[own.start : own.stop],
+                w2=oracle.down_proj[own.start : own.stop],
+                topk_weights=weights,
+                topk_ids=experts.int(),
+                activation=SimpleNamespace(value="silu"),
+                expert_map=places if workers > 1 else None,
+                global_num_experts=5,
+            )
+            total += got
+        torch.testing.assert_close(total, oracle(tokens, experts, weights), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 8, 128, 385])
+def test_vllm_places_experts_where_the_weight_sync_writes_them(count):
+    """The place of an expert on a worker is one of vLLM's, which no weight shows."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    for workers in (2, 3, 4, 5):
+        layout = InferLayout(tensor=workers, expert_parallel=True)
+        for worker in range(workers):
+            number, places, _ = determine_expert_map(workers, worker, count)
+            own = layout.experts(worker, count)
+            assert len(own) == number and own == range(count)[own.start : own.stop]
+            assert places.tolist() == [expert - own.start if expert in own else -1 for expert in range(count)]

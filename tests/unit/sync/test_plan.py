@@ -23,6 +23,8 @@ PAIRS = [
     (Layout(world_size=2, tensor=2), InferLayout(tensor=4)),
     (Layout(world_size=8, tensor=4, pipeline=2), InferLayout(engines=3, tensor=2)),
     (Layout(world_size=4), InferLayout(engines=2)),
+    (Layout(world_size=4, tensor=2, expert=2), InferLayout(engines=2, tensor=2, expert_parallel=True)),
+    (Layout(world_size=2, pipeline=2), InferLayout(tensor=4, expert_parallel=True)),
 ]
 
 

@@ -63,6 +63,12 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's tensor_parallel_size is {parallel['tensor_parallel_size']}, expected vllm_tensor_parallel_size="
             f"{workers}; start it with --tensor-parallel-size {workers}, or change vllm_tensor_parallel_size"
         )
+    is_shared_out = config.engine.vllm_enable_expert_parallel
+    if parallel["enable_expert_parallel"] != is_shared_out:
+        yield (
+            f"the server's enable_expert_parallel is {str(not is_shared_out).lower()}, expected vllm_enable_expert_parallel="
+            f"{str(is_shared_out).lower()}; start it with{'' if is_shared_out else 'out'} --enable-expert-parallel, or change it"
+        )
     for name, key in (
         ("pipeline-parallel-size", "pipeline_parallel_size"),
         ("data-parallel-size", "data_parallel_size"),
