@@ -26,13 +26,13 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
+from mgrpo.sync.float32_units import shapes_in_units, views_in_units
 from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.joining import SyncMembers, meet
 from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
-from mgrpo.sync.wire import shapes_in_units, views_in_units
 
 
 class Cut(Protocol):
@@ -400,7 +400,7 @@ class Channel:
 
 
 def proven_tensors(model: ModelShape, lora: LoraShape | None, itemsize: int) -> dict[str, Shape]:
-    """Name and shape of every tensor that engines must have as learners do, in units of `itemsize` bytes, see `wire`."""
+    """Name and shape of every tensor that engines must have as learners do, in units of `itemsize` bytes, see `float32_units`."""
     return shapes_in_units(hf_tensors(model) | sent_tensors(model, lora), itemsize)
 
 

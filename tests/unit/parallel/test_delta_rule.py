@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgrpo.parallel.delta_rule import Chunks, causal_convolution, chunked_delta_rule
+from mgrpo.parallel.packed.delta_rule import Chunks, causal_convolution, chunked_delta_rule
 
 LENGTHS = (1, 150, 3, 64, 65, 2, 128, 129)
 HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 3, 16, 24, 10, 4
