@@ -31,14 +31,6 @@ PRECISION_AWARE = Needs(
     "use_precision_aware_optimizer=true", lambda use_precision_aware_optimizer: use_precision_aware_optimizer
 )
 SELECTIVE = Needs("recompute_granularity=selective", lambda recompute_granularity: recompute_granularity == "selective")
-SEVERAL_UPDATES = Needs(
-    "a second optimizer step on the same batch (num_epochs, num_mini_batches)",
-    lambda num_epochs, num_mini_batches: num_epochs * num_mini_batches > 1,
-)
-OWN_LOGPROBS = Needs(
-    "use_vllm_logprobs=false, because the policy does not score the batch",
-    lambda use_vllm_logprobs: not use_vllm_logprobs,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,18 +242,31 @@ def _split_matrices(layout: Layout, num_learners_per_node: tuple[int, ...]) -> I
 
 
 def _no_experts(
-    hf_config: HfConfig | None,
-    moe_enable_routing_replay: bool,
-    recompute_granularity: str,
-    recompute_modules: tuple[str, ...],
+    hf_config: HfConfig | None, routing_replay: str, recompute_granularity: str, recompute_modules: tuple[str, ...]
 ) -> Iterator[str]:
     if hf_config is None or num_experts(hf_config):
         return
-    if moe_enable_routing_replay:
-        yield "moe_enable_routing_replay=true has no effect on a model without experts"
+    if routing_replay in ("learner", "rollout"):
+        yield f"routing_replay={routing_replay} has no effect on a model without experts"
     if recompute_granularity == "selective" and "moe" in recompute_modules:
         yield "recompute_modules: moe has no effect on a model without experts"
 
 
+def _nothing_to_replay(
+    hf_config: HfConfig | None, routing_replay: str, num_epochs: int, num_mini_batches: int, use_vllm_logprobs: bool
+) -> Iterator[str]:
+    if routing_replay != "learner" or not num_experts(hf_config):
+        return
+    if num_epochs * num_mini_batches == 1:
+        yield (
+            "routing_replay=learner has no effect without a second optimizer step on the same batch (num_epochs, num_mini_batches)"
+        )
+    elif use_vllm_logprobs:
+        yield (
+            "routing_replay=learner has no effect with use_vllm_logprobs=true, because the policy does not score the batch; "
+            "routing_replay=rollout replays the experts of the engine"
+        )
+
+
 LAYOUT_WARNINGS: tuple[Rule, ...] = (_idle_ranks, _rounded_pack, _nothing_to_shard, _split_matrices)
-EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts,)
+EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts, _nothing_to_replay)
