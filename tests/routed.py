@@ -20,7 +20,9 @@ def random_routes(num_tokens: int, layers: int, experts: int, top_k: int, rng: n
     return routes
 
 
-def routed(samples: Sequence[TrainSample], layers: int, experts: int, top_k: int, *, seed: int = 0) -> list[TrainSample]:
+def routed(
+    samples: Sequence[TrainSample], layers: int, experts: int, top_k: int, *, seed: int = 0
+) -> list[TrainSample]:
     """These samples with random routes, the same for the same prompt of a group; the last one has none."""
     rng, of_prompt, found = np.random.default_rng(seed), {}, []
     for sample in samples:

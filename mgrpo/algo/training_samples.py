@@ -149,9 +149,9 @@ def _routed(
     parts: Sequence[tuple[TrainSample, slice]], routes: Sequence[Routes], like: Routes
 ) -> list[tuple[TrainSample, slice]]:
     found = []
-    for (sample, span), own in zip(parts, routes or [None] * len(parts), strict=True):
-        num_tokens = len(sample.prompt_tokens) + len(sample.tokens) - 1
-        own = unrouted(num_tokens, like) if own is None else own
+    lengths = [len(sample.prompt_tokens) + len(sample.tokens) - 1 for sample, _ in parts]
+    routes = routes or [unrouted(length, like) for length in lengths]
+    for (sample, span), own, num_tokens in zip(parts, routes, lengths, strict=True):
         assert len(own) == num_tokens, f"routes of {len(own)} tokens, the sample reads {num_tokens}"
         assert own.shape[1:] == like.shape[1:] and own.dtype == like.dtype, "all routes are of one model"
         found.append((replace(sample, routes=own), span))

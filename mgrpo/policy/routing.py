@@ -77,13 +77,15 @@ class RoutingReplay:
     ) -> None:
         self.routers: list[list[Choices]] = []
         for chunk in chunks:
-            routers = [module for module in chunk.modules() if getattr(module, "router_replay", None) is not None]
-            for router in routers:
-                router.router_replay = Choices()
-            self.routers.append([router.router_replay for router in routers])
+            own: list[Choices] = []
+            for module in chunk.modules():
+                if getattr(module, "router_replay", None) is not None:
+                    own.append(Choices())
+                    module.router_replay = own[-1]  # type: ignore[assignment]
+            self.routers.append(own)
         mixtures = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
-        own = [layout.chunk_layers(shape.num_layers, coordinate.pipeline, chunk) for chunk in range(len(chunks))]
-        self.columns = [[mixtures.index(layer) for layer in layers if layer in mixtures] for layers in own]
+        held = [layout.chunk_layers(shape.num_layers, coordinate.pipeline, chunk) for chunk in range(len(chunks))]
+        self.columns = [[mixtures.index(layer) for layer in layers if layer in mixtures] for layers in held]
         """For each chunk the places of its routers among all of the model's."""
         self.share = layout.tensor if layout.sequence_parallel else 1
         self.part = coordinate.tensor if layout.sequence_parallel else 0
@@ -123,7 +125,7 @@ class RoutingReplay:
     def replay(self, chunk: int, choices: Sequence[torch.Tensor] | None, *, is_training: bool) -> None:
         """Fix the choices of one chunk's routers for the next forward pass and its recomputation; None: they choose."""
         for place, router in enumerate(self.routers[chunk]):
-            router.fixed, router.is_training = choices and choices[place], is_training
+            router.fixed, router.is_training = None if choices is None else choices[place], is_training
 
     def choose_freely(self) -> None:
         """Stop recording and replaying."""

@@ -22,7 +22,7 @@ from mgrpo.types.groups import (
     TrajectoryRecord,
     Turn,
 )
-from mgrpo.types.per_token import KeptTokens, TeacherScores, Routes, lengthened, unrouted
+from mgrpo.types.per_token import KeptTokens, Routes, TeacherScores, lengthened, unrouted
 from mgrpo.types.samples import PackedBatch, PackLengths, TrainSample
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "RewardContext",
     "RewardScale",
     "RolloutGroup",
+    "Routes",
     "Score",
     "ScoredBatch",
     "ScoredGroup",
@@ -47,7 +48,6 @@ __all__ = [
     "TrainSample",
     "TrajectoryRecord",
     "Turn",
-    "Routes",
     "lengthened",
     "unrouted",
 ]

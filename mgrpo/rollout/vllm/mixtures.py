@@ -55,6 +55,4 @@ def mixtures(folder: str) -> Mixtures:
     shape = shape_of(read_hf_config(folder))
     assert shape.experts is not None, "a dense model"
     layers = tuple(layer for layer in range(shape.num_layers) if shape.has_experts(layer))
-    return Mixtures(
-        layers=layers, count=shape.experts.count, top_k=shape.experts.top_k, num_layers=shape.num_layers
-    )
+    return Mixtures(layers=layers, count=shape.experts.count, top_k=shape.experts.top_k, num_layers=shape.num_layers)

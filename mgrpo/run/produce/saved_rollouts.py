@@ -70,7 +70,8 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
         if any(completion.routes for completion in group.completions):
             # A state has no type for uint16: its bytes are kept as int16.
             places = [
-                [[end - len(own), end] for own, end in zip(c.routes, route_ends, strict=False)] for c in group.completions
+                [[end - len(own), end] for own, end in zip(c.routes, route_ends, strict=False)]
+                for c in group.completions
             ]
             records[number]["routes"] = {"row": routes[0].shape[1:], "places": places}
         if group.prompt.opening:

@@ -59,7 +59,9 @@ class PolicyServer(ServerCalls):
         shape = shape_of(read_hf_config(config.model_path))
         self.num_logprobs, self.vocab = num_logprobs(config), shape.vocab
         self.has_masks = config.rollout.needs_masks
-        self.mixtures = mixtures(config.model_path) if config.parallel.routing_replay == "rollout" and shape.experts else None
+        self.mixtures = (
+            mixtures(config.model_path) if config.parallel.routing_replay == "rollout" and shape.experts else None
+        )
         self.longest = config.max_model_length
         info = await self._known("/server_info?config_format=json", remedy="start it with VLLM_SERVER_DEV_MODE=1")
         problems = config_problems(info, config) + await self._generate_problems()

@@ -81,15 +81,15 @@ class ServerChoice(msgspec.Struct):
             WrongAnswerError: they are not those of these tokens in this model.
         """
         try:
-            found = self.routed_experts and np.load(
-                io.BytesIO(base64.b64decode(self.routed_experts)), allow_pickle=False
-            )
-            if isinstance(found, np.ndarray) and (found.dtype.kind != "u" or found.max(initial=0) >= mixtures.count):
-                raise ValueError(f"experts of type {found.dtype}, up to {found.max(initial=0)}")
+            found = None
+            if self.routed_experts:
+                found = np.load(io.BytesIO(base64.b64decode(self.routed_experts)), allow_pickle=False)
+                if found.dtype.kind != "u" or found.max(initial=0) >= mixtures.count:
+                    raise ValueError(f"experts of type {found.dtype}, up to {found.max(initial=0)}")
             return mixtures.routes(found, prompt, len(self.token_ids))
-        except ValueError as err:
+        except (ValueError, EOFError, MemoryError) as err:
             raise WrongAnswerError(
-                f"the answer to a prompt has {str(err)[:200]}; the model has {mixtures.count} experts"
+                f"the answer to a prompt has {str(err)[:200] or 'an empty file'}; the model has {mixtures.count} experts"
             ) from err
 
     def kept(self, *, has_masks: bool = False) -> KeptTokens:

@@ -101,7 +101,11 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
         )
     says_experts = found["aux_output_config"]["enable_return_routed_experts"]
-    if config.parallel.routing_replay == "rollout" and num_experts(read_hf_config(config.model_path)) and not says_experts:
+    if (
+        config.parallel.routing_replay == "rollout"
+        and num_experts(read_hf_config(config.model_path))
+        and not says_experts
+    ):
         yield (
             "the server does not say which experts it has chosen, which routing_replay=rollout needs; start it with "
             "--enable-return-routed-experts, or use routing_replay=none"
