@@ -17,7 +17,7 @@ from mgrpo.models.placement.boxes import Box
 from mgrpo.models.table import engine_boxes
 from tests.tiny_models import save_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 MIXTURES = [
     "mixtral",
     "qwen3_moe",
@@ -62,7 +62,11 @@ def vllm_boxes(layout: InferLayout, folders: list[str]) -> list[list[list[Box]]]
         )
         for rank in range(layout.workers)
     ]
-    printed = [worker.communicate(timeout=460)[0] for worker in workers]
+    try:
+        printed = [worker.communicate()[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     assert not any(worker.returncode for worker in workers), printed
     lines = [[line for line in text.splitlines() if line.startswith("boxes ")] for text in printed]
     return [
