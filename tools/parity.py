@@ -46,11 +46,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"family": "deepseek_v3"},
     "moonlight, dense": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 4},
     "gpt-oss": {"family": "gpt_oss"},
+    "qwen3-next": {"family": "qwen3_next"},
+    "qwen3.5": {"family": "qwen3_5_text"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe", "glm-4.5", "deepseek-v3", "gpt-oss")
-_OTHERS, _LATENT = ("olmo-3", "gemma-3"), ("moonlight, dense",)
+_DENSE = ("qwen2", "qwen3 (QK norm)", "llama, tied")
+_MOE = ("qwen3-moe", "glm-4.5", "deepseek-v3", "gpt-oss", "qwen3-next")
+_OTHERS, _LATENT = ("qwen3.5", "olmo-3", "gemma-3"), ("moonlight, dense",)
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE, *_LATENT),
@@ -63,7 +66,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+sp": (*_DENSE, *_MOE, *_OTHERS, *_LATENT),
     "pp2": (*_DENSE, *_MOE, *_OTHERS),
     "cp2": (*_DENSE, *_MOE, *_OTHERS),
-    "cp2+a2a": ("qwen2", "gpt-oss", *_LATENT),
+    "cp2+a2a": ("qwen2", "gpt-oss", "qwen3.5", *_LATENT),
     "dp2": (*_DENSE, *_MOE),
     "dp2+zero0": _DENSE,
     "dp2+zero2": (*_DENSE, *_LATENT),
@@ -119,13 +122,13 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "ep2xdp4": _MOE,
     "ep2xdp4+zero3": _MOE,
     "ep4xdp4": _MOE,
-    "dp1+lora": ("qwen2", "llama, tied", "qwen3-moe", *_LATENT),
+    "dp1+lora": ("qwen2", "llama, tied", "qwen3-moe", "qwen3-next", "qwen3.5", *_LATENT),
     "dp1+lora+full": ("qwen2", "qwen3-moe"),
     "tp2+lora": ("qwen2", *_LATENT),
     "tp2+sp+lora": (*_DENSE, *_MOE, *_OTHERS, *_LATENT),
     "pp2+lora+full": ("qwen2", "llama, tied"),
     "pp2xvpp2+lora": ("qwen2",),
-    "cp2+lora": ("qwen2", "qwen3-moe"),
+    "cp2+lora": ("qwen2", "qwen3-moe", "qwen3-next"),
     "dp2+lora+zero0": ("qwen2", "qwen3-moe"),
     "dp2+lora": ("qwen2",),
     "tp4+sp+lora": ("qwen2",),

@@ -91,7 +91,7 @@ class Sender:
         Args:
             what: one of `proven`; by default what is sent.
         """
-        workers, place = self.infer_layout.tensor, engine % self.infer_layout.engines
+        workers, place = self.infer_layout.workers, engine % self.infer_layout.engines
         return (what or self.plan).received_by[place * workers : (place + 1) * workers]
 
     @property
@@ -221,7 +221,7 @@ class Sender:
     def digests(self, engines: Sequence[int]) -> torch.Tensor:
         """`[engines, workers, tensors]` int64: digest of what each worker must have from this rank; the sum over ranks is of all."""
         shapes = proven_tensors(self.model, self.lora, self.dtype.itemsize)
-        table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
+        table = torch.zeros(len(engines), self.infer_layout.workers, len(shapes), dtype=torch.int64)
         for place, engine in enumerate(engines):
             for what in self.proven:
                 for worker, incoming in enumerate(self.incoming(engine, what)):

@@ -51,6 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral with windows": ("mixtral", {"sliding_window": 4}),
     "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "gemma2, tied": ("gemma2", {"tied": True}),
+    "qwen3_5_text, one key-value head": ("qwen3_5_text", {"kv_heads": 1, "tied": True}),
     "moonlight": (
         "deepseek_v3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **scaled(rope_type="default")},
@@ -178,3 +179,26 @@ def test_what_tensor_ranks_share_out_is_marked_as_a_share(run_ranks, folders, na
     for shares in run_ranks(2, cases.marks, model_dir=str(folders[name]), layout=TENSOR):
         wrong = [parameter for parameter, is_share, is_marked in shares if is_share != is_marked]
         assert not wrong
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_gates_follow_their_heads(run_ranks, folders, layout):
+    """Tensor ranks with a copy of one key-value head get the gates of all its heads from Megatron, and the norm of a delta net is
+    not one that Megatron sums over ranks."""
+    name = "qwen3_5_text, one key-value head"
+    check(run(run_ranks, folders, name, 2, layout), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("cp_comm_type", ["all_gather", "a2a"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_states_go_over_context_parallel_ranks(run_ranks, folders, name, cp_comm_type):
+    """A rank that begins each of its stretches with an empty state trains a model that forgets there."""
+    options = {"settings": {"cp_comm_type": cp_comm_type}}
+    check(run(run_ranks, folders, name, 2, {"context": 2}, **options), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_delta_nets_have_the_same_gradients(run_ranks, folders, recompute):
+    """The convolution's weight and the decays are operands of what is computed again, and want gradients."""
+    options = {"settings": {"recompute_granularity": recompute}}
+    check(run(run_ranks, folders, "qwen3_next", 1, {}, **options), oracle(folders["qwen3_next"], SAMPLES, LOSS))

@@ -62,7 +62,7 @@ class GatedDeltaNet(MegatronModule):
         pack, chunks = packed_seq_params, packed_seq_params.chunks
         inputs, _ = self.in_proj(hidden_states)
         mixed, gate, beta, alpha = inputs.squeeze(1).split(self.widths, -1)
-        operands = (mixed, beta, alpha, self.conv1d["weight"], self.A_log, self.dt_bias)
+        operands: tuple[torch.Tensor, ...] = (mixed, beta, alpha, self.conv1d["weight"], self.A_log, self.dt_bias)
         if pack.gathered_rows is not None:
             operands = self._exchanged(*operands, pack.gathered_rows)
 
