@@ -89,12 +89,24 @@ class Holdings:
 
 
 @lru_cache(maxsize=256)
+def one_of_each_kind(shape: ModelShape) -> tuple[ModelShape, tuple[int, ...]]:
+    """A model with one layer for all whose weights have the same shapes, and for each layer of `shape` its number there.
+
+    A mixture may have 100,000 tensors, in two or three kinds of layers.
+    """
+    kinds = [(shape.has_experts(layer), shape.has_attention(layer)) for layer in range(shape.num_layers)]
+    distinct = list(dict.fromkeys(kinds))
+    return shape.with_layers([kinds.index(kind) for kind in distinct]), tuple(map(distinct.index, kinds))
+
+
+@lru_cache(maxsize=256)
 def holdings(shape: ModelShape, *, tensor: int, expert: int) -> Holdings:
     """Counted by the rule table; equal on all ranks of a stage."""
     one_stage = Layout(world_size=tensor * expert, tensor=tensor, expert=expert)
-    layers = [Elements(0, 0)] * shape.num_layers
+    small, numbers = one_of_each_kind(shape)
+    layers = [Elements(0, 0)] * small.num_layers
     rest = {"embedding": 0, "output_layer": 0, "decoder": 0}
-    for name, parameter in local_parameters(shape, one_stage, 0).items():
+    for name, parameter in local_parameters(small, one_stage, 0).items():
         size = math.prod(parameter.shape)
         if name.startswith("decoder.layers."):
             layer = int(name.split(".")[2])
@@ -104,6 +116,7 @@ def holdings(shape: ModelShape, *, tensor: int, expert: int) -> Holdings:
                 layers[layer] += Elements(0, size) if ".experts." in name else Elements(size, 0)
         else:
             rest[name.partition(".")[0]] += size
+    layers = [layers[number] for number in numbers]
     return Holdings(layers=tuple(layers), embedding=rest["embedding"], head=rest["output_layer"], norm=rest["decoder"])
 
 

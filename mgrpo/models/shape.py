@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mgrpo.models.rope import Rope
@@ -155,6 +156,20 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         """Whether this layer is a mixture of experts."""
         return self.experts_of(layer) is not None
+
+    def with_layers(self, layers: Sequence[int]) -> ModelShape:
+        """The same model with no layers but these."""
+        numbers = range(len(layers))
+        dense = tuple(new for new in numbers if not self.has_experts(layers[new]))
+        delta = tuple(new for new in numbers if not self.has_attention(layers[new]))
+        return replace(
+            self,
+            num_layers=len(layers),
+            ropes=tuple(self.ropes[layer] for layer in layers),
+            windows=tuple(self.windows[layer] for layer in layers),
+            experts=self.experts and replace(self.experts, dense_layers=dense),
+            delta=self.delta and replace(self.delta, layers=delta),
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelShape:

@@ -29,11 +29,9 @@ PUBLISHED = {
     # The model card, 2508.10925, counts the LM head.
     "gpt-oss-20b": (20.91e9, 3.61e9 - 201_088 * 2880),
     "gpt-oss-120b": (116.83e9, 5.13e9 - 201_088 * 2880),
-    # By their names.
-    "qwen3-next-80b-a3b": (80e9, 3e9),
-    "qwen3.5-35b-a3b": (35e9, 3e9),
-    "qwen3.5-122b-a10b": (122e9, 10e9),
-    "qwen3.5-397b-a17b": (397e9, 17e9),
+    # By their names, which count both ends.
+    "qwen3.5-122b-a10b": (122e9, 10e9 - 2 * 248_320 * 3072),
+    "qwen3.5-397b-a17b": (397e9, 17e9 - 2 * 248_320 * 4096),
 }
 """All weights, and those of the layers that a token meets, which makers give in two or three digits."""
 
