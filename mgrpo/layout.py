@@ -248,16 +248,23 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferLayout:
-    """The inference layout: `engines` independent replicas, each over `tensor` workers."""
+    """The inference layout: `engines` independent replicas, each over `tensor` x `data` workers, tensor ranks being neighbours."""
 
     engines: int = 1
     tensor: int = 1
+    data: int = 1
+    """Copies of an engine's attention, with requests of their own; more than one share the experts out among all workers."""
     expert_parallel: bool = False
     """A worker holds some of the experts, and those whole; otherwise it holds a part of every expert."""
 
+    @property
+    def workers(self) -> int:
+        """Workers of an engine."""
+        return self.tensor * self.data
+
     def experts(self, worker: int, count: int) -> range:
         """The experts that a worker holds whole, of the `count` of a layer: neighbours; the first workers hold one more if need be."""
-        share, rest = divmod(count, self.tensor)
+        share, rest = divmod(count, self.workers)
         start = worker * share + min(worker, rest)
         return range(start, start + share + (worker < rest))
 

@@ -27,10 +27,12 @@ SIGMOID_EXPERTS = {
 HYBRID = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    # Where query and key of a head are almost at right angles, its output is normalised with its rounding errors.
+    "rms_norm_eps": 1e-4,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
@@ -160,8 +162,14 @@ def save_tiny(
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
-            if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
+            # Norms of Gemma and of hybrids multiply by 1 + weight, except those of delta nets.
+            is_zero_centred = (
+                family.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
+            )
+            if "norm" in parameter_name and not is_zero_centred:
                 parameter.add_(1.0)
+            if "conv1d" in parameter_name:  # values that are almost 0 would be normalised with their rounding errors
+                parameter.mul_(5.0)
             if parameter_name.endswith("experts.gate_up_proj"):  # so that some are clamped
                 parameter.mul_(8.0)
         for buffer_name, buffer in model.named_buffers():

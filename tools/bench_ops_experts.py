@@ -29,7 +29,7 @@ def one_by_one(rows: Tensor, weights: Tensor, first: Tensor, second: Tensor, siz
 
 
 def load_grouped(device: torch.device) -> Callable[..., tuple[Tensor]]:
-    from mgrpo.parallel.experts import GroupedLinear
+    from mgrpo.parallel.moe.experts import GroupedLinear
 
     config: Any = SimpleNamespace(params_dtype=torch.float32, expert_model_parallel_size=1)
     group: Any = None

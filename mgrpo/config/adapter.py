@@ -19,9 +19,11 @@ from mgrpo.models.placement.mlp_rows import EXPERT_MATRICES
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of attention, MLP and experts, as peft calls them."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM has room; a lower one takes as much as the next of these."""
+LATENT_LAYERS = frozenset(("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+"""vLLM folds the last into queries and outputs when it loads the model, and has one matrix for the others."""
 EXPERT_LAYERS = frozenset(name for names in EXPERT_MATRICES.values() for name in names)
 LARGE_RATE = 1e-6
 """Usual learning rate of a large model, all of whose weights are trained."""
@@ -153,6 +155,8 @@ def _matrices(
     unknown = [name for name in lora.targets if name not in names]
     for name in unknown:
         reason = "" if name in LINEAR_LAYERS else " (embeddings, head, norms and routers have no adapter)"
+        if shape.experts and shape.experts.names == "gpt_oss" and name in EXPERT_LAYERS:
+            reason = " (experts that share one tensor of the checkpoint have no adapter)"
         yield f"lora_target_modules: {name} must be of this model's {', '.join(names)}, or {ALL_LINEAR}{reason}"
     if unknown:
         return
@@ -162,12 +166,14 @@ def _matrices(
             "8 to 64 is usual"
         )
     adapted = lora.targets or names
-    experts = [name for name in adapted if name in EXPERT_LAYERS and shape.experts]
-    if are_apart(lora) and experts:
-        others = [name for name in adapted if name not in experts]
+    kinds = {"experts": EXPERT_LAYERS if shape.experts else (), "latent vectors": LATENT_LAYERS}
+    unserved = {what: [name for name in adapted if name in layers] for what, layers in kinds.items()}
+    if are_apart(lora) and any(unserved.values()):
+        found = " and of ".join(f"{what} ({', '.join(own)})" for what, own in unserved.items() if own)
+        others = [name for name in adapted if not any(name in own for own in unserved.values())]
         yield (
-            f"lora_sync=adapter does not serve adapters of experts ({', '.join(experts)}); name others in lora_target_modules, such as "
-            f"{' '.join(others) or 'q_proj'}, or use lora_sync=merged"
+            f"lora_sync=adapter does not serve adapters of {found}; name others in lora_target_modules, such as "
+            f"{' '.join(others) or 'o_proj'}, or use lora_sync=merged"
         )
     path = provenance.folder("lora_adapter_path", lora_adapter_path)
     if path is not None and (os.path.isdir(path) or not is_hub_name(path)):
@@ -187,6 +193,14 @@ def _attention_alone(use_peft: bool, lora_target_modules: tuple[str, ...]) -> It
         )
 
 
+def _experts_without(use_peft: bool, lora_target_modules: tuple[str, ...], hf_config: HfConfig | None) -> Iterator[str]:
+    if use_peft and ALL_LINEAR in lora_target_modules and (hf_config or {}).get("model_type") == "gpt_oss":
+        yield (
+            f"lora_target_modules={ALL_LINEAR} is attention alone in this model ({', '.join(ATTENTION)}): experts that share one "
+            "tensor of the checkpoint have no adapter"
+        )
+
+
 def _low_rate(use_peft: bool, learning_rate: float, preset_rate: float, hf_config: HfConfig | None) -> Iterator[str]:
     is_large = (size_of(hf_config, "hidden_size") or 0) >= LARGE
     usual = min(preset_rate, LARGE_RATE) if is_large else preset_rate
@@ -197,4 +211,4 @@ def _low_rate(use_peft: bool, learning_rate: float, preset_rate: float, hf_confi
         )
 
 
-WARNINGS: tuple[Rule, ...] = (_attention_alone, _low_rate)
+WARNINGS: tuple[Rule, ...] = (_attention_alone, _experts_without, _low_rate)

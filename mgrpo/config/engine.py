@@ -56,7 +56,9 @@ class Engine:
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT, STARTED] = False
     """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT, STARTED] = True
-    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU)."""
+    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU).
+
+    Models with gated delta nets have no such cache on a CPU."""
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT, STARTED] = NO_ENTRIES
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""

@@ -29,18 +29,22 @@ def _splits(config: Config, hf_config: HfConfig) -> Iterator[str]:
 def _exchange(
     hf_config: HfConfig, cp_comm_type: str, context_parallel_size: int, tensor_model_parallel_size: int
 ) -> Iterator[str]:
-    """Ulysses distributes the heads of a tensor rank over the context ranks."""
+    """Ulysses distributes the heads of a tensor rank over the context ranks, delta nets do so in any case."""
     size, tensor = context_parallel_size, tensor_model_parallel_size
-    if cp_comm_type != "a2a" or size == 1:
+    if size == 1:
         return
     heads = head_sizes(hf_config)
+    if cp_comm_type != "a2a":
+        heads = {name: number for name, number in heads.items() if name == "linear_num_key_heads"}
     own = {name: max(number // tensor, 1) for name, number in heads.items()}
     choices = [n for n in range(1, min(own.values(), default=1) + 1) if all(m % n == 0 for m in own.values())]
     for name, number in own.items():
         if number % size:
+            is_delta = name == "linear_num_key_heads"
             yield (
                 f"context_parallel_size={size} does not divide the {number} of {name}={heads[name]} that each tensor "
-                f"rank holds, as cp_comm_type=a2a needs; {choose_from(choices)}, or use all_gather"
+                f"rank holds, as {'gated delta nets need' if is_delta else 'cp_comm_type=a2a needs'}; "
+                f"{choose_from(choices)}{'' if is_delta else ', or use all_gather'}"
             )
 
 

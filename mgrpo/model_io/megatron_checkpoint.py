@@ -32,6 +32,7 @@ from mgrpo.models.megatron_names import (
     Slab,
     is_homogeneous,
     possible_names,
+    problem,
     stored_names,
 )
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
@@ -243,7 +244,9 @@ def checkpoint_dtypes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> d
 
 
 def _whole_parameters(shape: ModelShape) -> dict[str, LocalParameter]:
-    """Every Megatron parameter, not cut."""
+    """Every Megatron parameter, not cut; ValueError if Megatron-core's checkpoints have no place for some."""
+    if said := problem(shape):
+        raise ValueError(said)
     return local_parameters(shape, Layout(world_size=1), 0)
 
 
@@ -279,6 +282,16 @@ def _arguments(shape: ModelShape) -> dict[str, Any]:
         "no_save_optim": True,
         "no_save_rng": True,
     }
+    if latent := shape.latent:
+        arguments |= {
+            "multi_latent_attention": True,
+            "group_query_attention": False,
+            "q_lora_rank": latent.q_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.nope_dim,
+            "qk_pos_emb_head_dim": latent.rope_dim,
+            "v_head_dim": latent.v_dim,
+        }
     if shape.experts:
         arguments |= {
             "num_experts": shape.experts.count,

@@ -4,7 +4,7 @@ What cannot be built exactly is refused with its reason: a silently different mo
 
 A family is one entry of `FAMILIES`: the defaults of transformers, and a small function from the config to those fields
 of `ModelShape` in which the family differs from a Llama. New tensor names go into `table`, new modules into
-`policy.architecture`; `tests/unit/models/test_checkpoints.py` and `tests/ranks/test_families.py` compare the result with
+`policy.layers.architecture`; `tests/unit/models/test_checkpoints.py` and `tests/ranks/test_families.py` compare the result with
 transformers.
 """
 

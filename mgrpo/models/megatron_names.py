@@ -72,8 +72,9 @@ class Slab:
         module = self.tensor.rpartition(".")[0]
         own = f"/shard_{_joined(self.at or (0,))}_{_joined(self.of or (1,))}"
         yield f"{module}._extra_state{own}"
-        if module.endswith("self_attention.linear_qkv"):
-            yield f"{module.removesuffix('linear_qkv')}core_attention._extra_state{own}"
+        attention, _, layer = module.rpartition(".")
+        if layer in ("linear_qkv", "linear_kv_up_proj"):
+            yield f"{attention}.core_attention._extra_state{own}"
 
 
 def stored_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab]]:
@@ -94,6 +95,16 @@ def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab
     return [
         place(model, int(found[1]), known, shape) for known in names for place in (_by_model, _by_layer, _by_matrix)
     ]
+
+
+def problem(model: ModelShape) -> str | None:
+    """Why Megatron-core's checkpoints have no place for the model's parameters."""
+    if model.experts and model.experts.names == "gpt_oss":
+        return (
+            "Megatron's checkpoints keep the experts of gpt-oss transposed and with gate above up, which is not written or "
+            "read here; use our own format (--format safetensors) or the Hugging Face folder"
+        )
+    return None
 
 
 def is_homogeneous(model: ModelShape) -> bool:

@@ -123,6 +123,8 @@ ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 """Matrices of which an engine's workers hold columns; of others they hold rows."""
 WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
+SHARED_EXPERTS = ".shared_expert"
+"""In the names of all tensors of the MLP beside the experts, and in no other."""
 EXPERTS = ".experts."
 """In the names of all tensors of experts, and in no other."""
 
@@ -131,14 +133,18 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
     boxes: list[list[Box]] = []
-    for worker in range(layout.tensor):
+    # The workers of a copy of attention share out its tokens before the experts, but not in vLLM's GLM-4.5.
+    is_alike = layout.data > 1 and model.family != "glm4_moe"
+    for worker in range(layout.workers):
+        tensor = worker % layout.tensor
         own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None
         held: list[Box] = []
         for name, shape in tensors.items():
             if own is not None and EXPERTS in name:
                 held += _whole_experts(name, shape, own)
             else:
-                held += (piece.box for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces)
+                place = (0, 1) if is_alike and SHARED_EXPERTS in name else (tensor, layout.tensor)
+                held += (piece.box for piece in _engine_parameter(name, tensors, model, *place).pieces)
         boxes.append(held)
     return boxes
 

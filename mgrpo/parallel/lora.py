@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from mgrpo.parallel.experts import GroupedLinear, without_idle
+from mgrpo.parallel.moe.experts import GroupedLinear, without_idle
 
 _ALIGNMENT = 8
 """Grouped products on CUDA want rows of a multiple of 16 bytes."""

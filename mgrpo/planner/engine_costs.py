@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.distillation import SELF
 from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout
@@ -95,7 +96,7 @@ class GenerationTime:
 
 
 @cache
-def worker_weights(shape: ModelShape, workers: int) -> int:
+def worker_weights(shape: ModelShape, layout: InferLayout) -> int:
     """Number of weights on the fullest of an engine's workers, by the rule table."""
     small, numbers = one_of_each_kind(shape)
     times = Counter(f"{small.prefix}layers.{number}." for number in numbers)
@@ -103,7 +104,7 @@ def worker_weights(shape: ModelShape, workers: int) -> int:
     def held(box: Box) -> int:
         return box.size * next((count for layer, count in times.items() if box.name.startswith(layer)), 1)
 
-    return max(sum(map(held, boxes)) for boxes in engine_boxes(small, InferLayout(tensor=workers)))
+    return max(sum(map(held, boxes)) for boxes in engine_boxes(small, layout))
 
 
 def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int) -> SequenceCache:
@@ -143,7 +144,7 @@ def engine_memory(
         adapters: elements that it holds of them beside the model's weights.
     """
     workers = settings.vllm_tensor_parallel_size
-    weights = (worker_weights(shape, workers) + adapters) * dtype_bytes
+    weights = (worker_weights(shape, infer_layout_of(settings)) + adapters) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
     left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace

@@ -12,7 +12,7 @@ import torch
 from mgrpo.layout import Layout
 from mgrpo.ops import KeptSets
 from mgrpo.parallel import backend
-from mgrpo.parallel.packs import PackedDocuments, describe
+from mgrpo.parallel.packed.packs import PackedDocuments, describe
 from mgrpo.policy.model import ResponseRows
 from mgrpo.policy.routing import Routing
 from mgrpo.types import KeptTokens, PackedBatch, TeacherScores

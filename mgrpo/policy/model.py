@@ -25,11 +25,11 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.context import whole_responses
-from mgrpo.parallel.packs import PackedDocuments
-from mgrpo.policy import transformer_engine
-from mgrpo.policy.architecture import block, transformer_config
-from mgrpo.policy.rotary import PackedRotary, frequencies
+from mgrpo.parallel.packed.context import whole_responses
+from mgrpo.parallel.packed.packs import PackedDocuments
+from mgrpo.policy.layers import transformer_engine
+from mgrpo.policy.layers.architecture import block, transformer_config
+from mgrpo.policy.layers.rotary import PackedRotary, frequencies
 
 
 @dataclass(frozen=True, slots=True)

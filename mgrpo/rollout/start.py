@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import most_tokens
 from mgrpo.config.distillation import Distillation, Teacher
-from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_config import HfConfig, read_hf_config
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.engines.fleet import Fleet
@@ -43,10 +43,12 @@ __all__ = [
 ]
 
 
-def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+def machine_problems(
+    config: Config, *, num_local_learners: int, hf_config: HfConfig, starts_engines: bool
+) -> list[str]:
     """See `engine_arguments.machine_problems`; also about the teachers' engines, of which an evaluation, without learners, starts none."""
     found = engine_arguments.machine_problems(
-        config, num_local_learners=num_local_learners, head_dim=head_dim, starts_engines=starts_engines
+        config, num_local_learners=num_local_learners, hf_config=hf_config, starts_engines=starts_engines
     )
     if starts_engines and num_local_learners:
         found += teacher_machine_problems(config, num_local_learners=num_local_learners)

@@ -26,13 +26,13 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
+from mgrpo.sync.float32_units import shapes_in_units, views_in_units
 from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.joining import SyncMembers, meet
 from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
-from mgrpo.sync.wire import shapes_in_units, views_in_units
 
 
 class Cut(Protocol):
@@ -91,7 +91,7 @@ class Sender:
         Args:
             what: one of `proven`; by default what is sent.
         """
-        workers, place = self.infer_layout.tensor, engine % self.infer_layout.engines
+        workers, place = self.infer_layout.workers, engine % self.infer_layout.engines
         return (what or self.plan).received_by[place * workers : (place + 1) * workers]
 
     @property
@@ -221,7 +221,7 @@ class Sender:
     def digests(self, engines: Sequence[int]) -> torch.Tensor:
         """`[engines, workers, tensors]` int64: digest of what each worker must have from this rank; the sum over ranks is of all."""
         shapes = proven_tensors(self.model, self.lora, self.dtype.itemsize)
-        table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
+        table = torch.zeros(len(engines), self.infer_layout.workers, len(shapes), dtype=torch.int64)
         for place, engine in enumerate(engines):
             for what in self.proven:
                 for worker, incoming in enumerate(self.incoming(engine, what)):
@@ -400,7 +400,7 @@ class Channel:
 
 
 def proven_tensors(model: ModelShape, lora: LoraShape | None, itemsize: int) -> dict[str, Shape]:
-    """Name and shape of every tensor that engines must have as learners do, in units of `itemsize` bytes, see `wire`."""
+    """Name and shape of every tensor that engines must have as learners do, in units of `itemsize` bytes, see `float32_units`."""
     return shapes_in_units(hf_tensors(model) | sent_tensors(model, lora), itemsize)
 
 

@@ -54,8 +54,8 @@ def _sum(values: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Ten
     step = max(_CHUNK // max(width, 1), 1)
     for first in range(0, rows, step):
         part = values[first : first + step].contiguous()
-        row = torch.arange(first, first + part.shape[0], device=values.device) * strides[0]
-        mixed = (row.view(-1, *[1] * places.dim()) + places) * _GOLDEN
+        own = torch.arange(first, first + part.shape[0], device=values.device) * strides[0]
+        mixed = (own.view(-1, *[1] * places.dim()) + places) * _GOLDEN
         odd = (mixed ^ (mixed >> 29)) | 1
         total += (part.view(_BITS[part.element_size()]).long() * odd).sum()
     return total

@@ -18,7 +18,7 @@ from mgrpo.models.adapters import (
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, training_boxes
-from mgrpo.sync.wire import boxes_in_units
+from mgrpo.sync.float32_units import boxes_in_units
 
 T = TypeVar("T")
 

@@ -53,7 +53,9 @@ OWNERS: Mapping[str, Mapping[str, str]] = {
         "work": "torch.distributed:Work",
     },
     "sync/device_memory.py": {"storage": STORAGE, "untyped": STORAGE},
-    "parallel/attention.py": {"backend.compiled(flex_attention)": "torch.nn.attention.flex_attention:flex_attention"},
+    "parallel/packed/attention.py": {
+        "backend.compiled(flex_attention)": "torch.nn.attention.flex_attention:flex_attention"
+    },
 }
 """File -> expression -> owner."""
 RELAYS = ("self._call",)

@@ -22,6 +22,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import local_parameters
 from mgrpo.types import KeptTokens, TrainSample
 
 
@@ -213,6 +214,16 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
             policy.microbatches(packs), lambda logprobs, entropy, batch: (-logprobs.sum() / num_trained, None)
         )
     export_hf(policy, model_dir, folder, group=host_group())
+
+
+def marks(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, bool, bool]]:
+    """For each parameter whether this rank holds a part of it, and whether it is marked as a part."""
+    policy = make_policy(model_dir, layout)
+    whole = local_parameters(policy.shape, Layout(world_size=1), 0)
+    return [
+        (name, place.shape != whole[name].shape, getattr(policy.parameters.live[name], "tensor_model_parallel", False))
+        for name, place in policy.parameters.places.items()
+    ]
 
 
 def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
@@ -509,7 +520,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers
 
     from mgrpo.models import table
-    from mgrpo.parallel import context
+    from mgrpo.parallel.packed import context
     from mgrpo.policy import model
     from mgrpo.policy.optimizer import PolicyOptimizer
 

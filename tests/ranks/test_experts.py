@@ -27,8 +27,8 @@ def against_sequential(model_dir: str, layout: dict, dtype: str, rows_per_expert
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from mgrpo.parallel.experts import GroupedExperts
-    from mgrpo.policy.architecture import transformer_config
+    from mgrpo.parallel.moe.experts import GroupedExperts
+    from mgrpo.policy.layers.architecture import transformer_config
 
     policy = cases.make_policy(model_dir, layout, dtype=getattr(torch, dtype))
     config = transformer_config(shape_of(read_hf_config(model_dir)), policy.layout, getattr(torch, dtype))
@@ -128,8 +128,8 @@ def against_float64(model_dir: str, dtype: str) -> dict[str, list[float]]:
     """Of a layer behind its router, for its result and its gradients: the largest difference and the largest value."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from mgrpo.parallel.experts import GroupedExperts, permute
-    from mgrpo.policy.architecture import transformer_config
+    from mgrpo.parallel.moe.experts import GroupedExperts, permute
+    from mgrpo.policy.layers.architecture import transformer_config
 
     policy = cases.make_policy(model_dir, {})
     config = transformer_config(shape_of(read_hf_config(model_dir)), policy.layout, getattr(torch, dtype))
@@ -173,7 +173,7 @@ def sorted_by_expert(with_probs: bool) -> list[str]:
     """What differs."""
     from megatron.core.transformer.moe.moe_utils import permute as theirs
 
-    from mgrpo.parallel.experts import permute as ours
+    from mgrpo.parallel.moe.experts import permute as ours
 
     chosen = who_chose()
     draw = torch.Generator().manual_seed(3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.ranks import cases
 from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle, run
@@ -49,6 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral with windows": ("mixtral", {"sliding_window": 4}),
     "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "gemma2, tied": ("gemma2", {"tied": True}),
+    "qwen3_5_text, one key-value head": ("qwen3_5_text", {"kv_heads": 1, "tied": True}),
     "moonlight": (
         "deepseek_v3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **scaled(rope_type="default")},
@@ -98,7 +101,7 @@ def test_a_norm_of_whole_projections_needs_no_sequence_parallelism(run_ranks, fo
     check(run(run_ranks, folders, "olmo3", 2, {"tensor": 2}), oracle(folders["olmo3"], SAMPLES, LOSS))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_gradients_do_not_depend_on_where_experts_are(run_ranks, folders, name):
     """Experts of another rank are named, loaded and reduced apart from the rest of the model."""
     check(run(run_ranks, folders, name, 2, {"expert": 2}), oracle(folders[name], SAMPLES, LOSS))
@@ -135,13 +138,67 @@ def test_layers_know_their_place_in_interleaved_stages(run_ranks, folders):
 
 
 @pytest.mark.parametrize("cp_comm_type", ["all_gather", "a2a"])
-def test_windows_and_caps_hold_over_context_parallel_ranks(run_ranks, folders, cp_comm_type):
-    """Queries that see only their own rank's stretch, or a whole document, do not see their window."""
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_windows_caps_and_sinks_hold_over_context_parallel_ranks(run_ranks, folders, name, cp_comm_type):
+    """Queries that see only their own rank's stretch, or a whole document, do not see their window; sinks belong to heads."""
     options = {"settings": {"cp_comm_type": cp_comm_type}}
-    check(run(run_ranks, folders, "gemma2", 2, {"context": 2}, **options), oracle(folders["gemma2"], SAMPLES, LOSS))
+    check(run(run_ranks, folders, name, 2, {"context": 2}, **options), oracle(folders[name], SAMPLES, LOSS))
 
 
-def test_recomputed_layers_take_the_same_angles(run_ranks, folders):
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_recomputed_layers_take_the_same_angles(run_ranks, folders, name):
     """Recomputation hands a layer's inputs through Megatron's checkpointing, two kinds of angles among them."""
     options = {"settings": {"recompute_granularity": "full"}}
-    check(run(run_ranks, folders, "gemma3_text", 1, {}, **options), oracle(folders["gemma3_text"], SAMPLES, LOSS))
+    check(run(run_ranks, folders, name, 1, {}, **options), oracle(folders[name], SAMPLES, LOSS))
+
+
+def test_sinks_are_of_documents_without_branches_too(run_ranks, folders):
+    """Layers without a window then have no mask of their own: one that forgets the sink's key, or lets it see ahead, is wrong."""
+    options = {"share_prompts": False}
+    check(run(run_ranks, folders, "gpt_oss", 1, {}, **options), oracle(folders["gpt_oss"], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("layout", [TENSOR, {"expert": 2}, {"zero_stage": 3}], ids=str)
+def test_tensors_of_all_experts_come_back_from_every_layout(run_ranks, folders, tmp_path, layout):
+    """Each rank holds some columns of some experts as rows of its own; the checkpoint has one tensor of three dimensions."""
+    arguments = {
+        "model_dir": str(folders["gpt_oss"]),
+        "layout": layout,
+        "samples": SAMPLES,
+        "folder": str(tmp_path / "out"),
+    }
+    run_ranks(2, cases.trained_export, steps=0, **arguments)
+    written, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", folders["gpt_oss"]))
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_tensor_ranks_share_out_is_marked_as_a_share(run_ranks, folders, name):
+    """Megatron's gradient norm counts a marked parameter on every tensor rank and others on the first: clipping depends on it."""
+    for shares in run_ranks(2, cases.marks, model_dir=str(folders[name]), layout=TENSOR):
+        wrong = [parameter for parameter, is_share, is_marked in shares if is_share != is_marked]
+        assert not wrong
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_gates_follow_their_heads(run_ranks, folders, layout):
+    """Tensor ranks with a copy of one key-value head get the gates of all its heads from Megatron, and the norm of a delta net is
+    not one that Megatron sums over ranks."""
+    name = "qwen3_5_text, one key-value head"
+    check(run(run_ranks, folders, name, 2, layout), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("cp_comm_type", ["all_gather", "a2a"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_states_go_over_context_parallel_ranks(run_ranks, folders, name, cp_comm_type):
+    """A rank that begins each of its stretches with an empty state trains a model that forgets there."""
+    options = {"settings": {"cp_comm_type": cp_comm_type}}
+    check(run(run_ranks, folders, name, 2, {"context": 2}, **options), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_delta_nets_have_the_same_gradients(run_ranks, folders, recompute):
+    """The convolution's weight and the decays are operands of what is computed again, and want gradients."""
+    options = {"settings": {"recompute_granularity": recompute}}
+    check(run(run_ranks, folders, "qwen3_next", 1, {}, **options), oracle(folders["qwen3_next"], SAMPLES, LOSS))

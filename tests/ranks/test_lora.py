@@ -24,12 +24,16 @@ MODELS = {
     "qwen2-1kv": {"family": "qwen2", "kv_heads": 1},
     "llama-tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
+    "deepseek": {"family": "deepseek_v3"},
+    "moonlight, dense": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 4},
 }
 CASES = [
     *(("qwen2", layout) for layout in ("dp1", "tp2", "pp2+full", "pp2xvpp2", "cp2", "dp2", "dp2+zero0")),
     *(("qwen2-1kv", layout) for layout in ("tp2", "tp4+sp")),
     ("llama-tied", "tp2xpp2+sp"),
     *(("qwen3-moe", layout) for layout in ("ep2", "ep2xtp2+sp", "tp2+sp+full")),
+    *(("deepseek", layout) for layout in ("dp1", "tp2+sp")),
+    *(("moonlight, dense", layout) for layout in ("tp2", "pp2+full")),
 ]
 
 APART = [
@@ -37,6 +41,7 @@ APART = [
     ("qwen2-1kv", "tp4+sp"),
     ("llama-tied", "tp2xpp2+sp"),
     ("qwen3-moe", "ep2xtp2+sp"),
+    *(("moonlight, dense", layout) for layout in ("tp2", "tp2+sp")),
 ]
 
 
@@ -105,6 +110,7 @@ def test_gradients_in_float16_come_back_in_the_units_of_the_loss(measure, model,
         ("missing_sum_of_ranks", "qwen2", "tp2", "gradient"),
         ("missing_sum_of_ranks", "qwen3-moe", "tp2+sp", "gradient"),
         ("missing_sum_of_tokens", "qwen2", "tp2+sp", "gradient"),
+        ("missing_sum_of_tokens", "moonlight, dense", "tp2+sp", "gradient"),
         ("delta_on_each_rank", "qwen2", "tp2", "logprob"),
     ],
 )
@@ -114,7 +120,7 @@ def test_sabotage_is_caught(measure, sabotage, model, layout, what):
     assert worst[what] > 100 * LIMITS[what], worst
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3-moe"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3-moe", "deepseek"])
 def test_layers_compute_with_the_bytes_that_engines_get(run_ranks, folders, model):
     """In bfloat16 two ways to add an adapter are two policies: an update of less than half a step exists in one only."""
     lora = LoraShape(**LORA)

@@ -22,6 +22,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"kv_heads": 4}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "latent, dense": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 4}),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one rank": (1, {}),
@@ -37,10 +39,12 @@ LOADED = [
     *(("llama", "tp2 pp2"), ("llama", "pp2"), ("qwen2 tied", "tp2"), ("qwen2 tied", "pp2"), ("qwen3", "tp2")),
     *(("gemma2", "tp2 pp2"), ("olmo2", "pp2"), ("mixtral", "ep2"), ("mixtral", "tp2"), ("qwen3_moe", "pp2 ep2")),
     *(("qwen3_moe", "tp2 ep2"), ("qwen3_moe", "one rank")),
+    *(("deepseek_v3", "tp2 ep2"), ("latent, dense", "tp2"), ("latent, dense", "pp2")),
 ]
 SAVED = [
     *(("llama", "tp2 pp2"), ("qwen2 tied", "tp2 pp2"), ("qwen3", "pp2 vpp2"), ("gemma2", "tp2 pp2"), ("olmo2", "pp2")),
     *(("mixtral", "ep2"), ("mixtral", "tp2"), ("qwen3_moe", "pp2 ep2"), ("qwen3_moe", "tp2 ep2")),
+    *(("deepseek_v3", "tp2"), ("latent, dense", "tp2 pp2")),
 ]
 
 

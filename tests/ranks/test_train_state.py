@@ -29,6 +29,8 @@ CHANGES = [
     ("qwen3-moe", "ep2xtp2+sp", "dp2"),
     ("glm-4.5", "ep2", "dp2+zero3"),
     ("glm-4.5", "dp2+zero2", "tp2+sp"),
+    ("gpt-oss", "ep2", "dp2+zero3"),
+    ("gpt-oss", "dp2+zero2", "tp2+sp"),
 ]
 
 

@@ -19,10 +19,10 @@ def megatrons_policy(model_dir: str, layout: dict[str, Any]) -> Any:
     """A policy with the weights of a Hugging Face folder, whose chunks Megatron can save: its experts are SequentialMLP's."""
     policy = cases.make_policy(model_dir, layout)
     if policy.shape.experts:
-        grouped = [dict(chunk.named_parameters()) for chunk in policy.chunks]
+        grouped = [held(chunk) for chunk in policy.chunks]
         policy.chunks = with_megatrons_experts(policy)
         for chunk, values in zip(policy.chunks, grouped, strict=True):
-            for name, parameter in chunk.named_parameters():
+            for name, parameter in held(chunk).items():
                 before, found, after = name.partition("local_experts.")
                 if not found:
                     parameter.data.copy_(values[name])
@@ -33,11 +33,16 @@ def megatrons_policy(model_dir: str, layout: dict[str, Any]) -> Any:
     return policy
 
 
+def held(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights, and what is never trained."""
+    return {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
+
+
 def with_megatrons_experts(policy: Any) -> list[Any]:
     """New chunks for the policy's groups and shape."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from mgrpo.policy import architecture
+    from mgrpo.policy.layers import architecture
     from mgrpo.policy.model import build
 
     assert policy.shape.experts is not None

@@ -89,7 +89,8 @@ def test_neither_the_apex_of_pypi_nor_wandb_is_imported(tmp_path, text):
 def test_megatron_still_has_what_is_mended_or_overridden():
     """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again, or a norm waits for every tensor."""
     backend.install()
-    from mgrpo.parallel import experts, fsdp, gradients, pipeline
+    from mgrpo.parallel import fsdp, gradients, pipeline
+    from mgrpo.parallel.moe import experts
 
     for module, name, why in (*experts.REBOUND, *fsdp.REBOUND, *gradients.REBOUND, *pipeline.REBOUND):
         assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"

@@ -21,6 +21,7 @@ from mgrpo.config.adapter import ADAPTER_RANKS
 from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
+from mgrpo.models.hf_config import HfConfig, read_hf_config
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.vllm.engine_set import EngineKind
 from mgrpo.rollout.vllm.kept_sets import draft_problems, kept_args, kept_problems
@@ -28,6 +29,8 @@ from mgrpo.rollout.vllm.server.server_facts import address_problems as server_ad
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels support; with another size it starts, and dies at the first prompt."""
+CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Sizes of latent attention that vLLM's kernel for a CPU supports."""
 NETWORK = ("NCCL_", "UCX_")
 """Prefixes of the variables that say how processes reach each other. They are the same on every node, except those of `INTERFACES`."""
 OWNED = {
@@ -120,10 +123,13 @@ def serving_gpus() -> list[str]:
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+def machine_problems(
+    config: Config, *, num_local_learners: int, hf_config: HfConfig, starts_engines: bool
+) -> list[str]:
     """Sentences about everything that keeps this machine from running the configuration.
 
     Args:
+        hf_config: the model's config.json, with the fields that say the size of an attention head.
         starts_engines: the machine is rank 0's, which starts the engines, or joins their cluster, and the reward models.
     """
     gpus, settings = serving_gpus(), config.engine
@@ -143,10 +149,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     if starts_engines:
         found += _adapter_problems(config, on_gpu=bool(gpus))
     if not gpus:
-        if head_dim not in CPU_HEAD_DIMS and not has_servers:
-            known = ", ".join(map(str, CPU_HEAD_DIMS))
-            found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
-        return found + ([] if has_servers else _cpu_cache_problems(settings.vllm_kv_cache_dtype, head_dim))
+        return found + ([] if has_servers else _cpu_model_problems(config, hf_config))
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
     shares = settings.shares_gpus and num_local_learners > 0
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
@@ -188,8 +191,40 @@ def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
     return found
 
 
+def _cpu_model_args(folder: str) -> dict[str, Any]:
+    """What the model in this folder needs on a CPU."""
+    hf_config = read_hf_config(folder) if (Path(folder) / "config.json").is_file() else {}
+    args: dict[str, Any] = {}
+    if "kv_lora_rank" in hf_config:
+        # Where the CPU has AMX vLLM would pack weights of latent attention, and give up those that a sync writes.
+        args["attention_backend"] = "CPU_MLA"
+    if "linear_num_key_heads" in hf_config:
+        # The state of a gated delta net is of all tokens before: it would be kept for each prefix, and rounded after each token.
+        args |= {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
+    return args
+
+
 def _is_megatron_folder(path: str) -> bool:
     return (Path(path) / "megatron.json").is_file()
+
+
+def _cpu_model_problems(config: Config, hf_config: HfConfig) -> list[str]:
+    """Reasons why vLLM cannot serve the model on a CPU."""
+    settings = config.engine
+    if "kv_lora_rank" in hf_config:
+        wrong = [f"{name}={hf_config.get(name)}" for name, size in CPU_LATENT.items() if hf_config.get(name) != size]
+        known = ", ".join(f"{name}={size}" for name, size in CPU_LATENT.items())
+        found = [f"the model's {name} is not served by vLLM on a CPU, which supports {known}" for name in wrong]
+        if settings.vllm_kv_cache_dtype != "auto":
+            found.append(
+                f"vllm_kv_cache_dtype={settings.vllm_kv_cache_dtype} is for models without latent attention on a CPU; use auto"
+            )
+        return found
+    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    if head_dim not in CPU_HEAD_DIMS:
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        return [f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}"]
+    return _cpu_cache_problems(settings.vllm_kv_cache_dtype, head_dim)
 
 
 def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
@@ -345,6 +380,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         args["enable_chunked_prefill"] = False
         # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
         args["block_size"] = 32
+        args |= _cpu_model_args(config.model_path)
     args |= json.loads(settings.vllm_extra_args)
     if on_gpu:
         args["compilation_config"] = _compilation(args.get("compilation_config", {}))

@@ -189,12 +189,11 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     folder = config.model_path
     try:
         hf_config = read_hf_config(folder)
-        head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+        return hf_config, machine_problems(config, num_local_learners=0, hf_config=hf_config, starts_engines=True)
     except KeyError as err:
         return None, [f"{folder}/config.json lacks {err}"]
     except ValueError as err:
         return None, [f"model_name_or_path={err}"]
-    return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
 
 
 def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:

@@ -11,7 +11,7 @@ from mgrpo.algo.training_samples import train_samples
 from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.parallel.attention import shared_prompts_pay
+from mgrpo.parallel.packed.attention import shared_prompts_pay
 from mgrpo.run.records import Batch, Rollouts
 
 

@@ -122,7 +122,10 @@ def _model(config: Config) -> tuple[HfConfig | None, ModelShape | None, list[str
         hf_config = read_hf_config(config.model_path)
         shape = shape_of(hf_config)
         about_model = machine_problems(
-            config, num_local_learners=num_local_learners(), head_dim=shape.head_dim, starts_engines=rank() == 0
+            config,
+            num_local_learners=num_local_learners(),
+            hf_config={**hf_config, "head_dim": shape.head_dim},
+            starts_engines=rank() == 0,
         )
     except ValueError as err:
         about_model = [str(err) if hf_config else f"model_name_or_path={err}"]

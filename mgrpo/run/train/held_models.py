@@ -23,7 +23,7 @@ from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import attention_remarks
+from mgrpo.parallel.packed.attention import attention_remarks
 from mgrpo.policy.policy import Policy
 from mgrpo.policy.untrained_policy import UntrainedPolicy
 from mgrpo.policy.weights import Read

@@ -143,17 +143,19 @@ def delta_chunks(
         return padded.unflatten(0, (chunks, CHUNK)).transpose(1, 2)
 
     query, key, value = chunked(query), chunked(key), chunked(value)
-    decay, strength = chunked(log_decay).cumsum(-1), chunked(strength)[..., None]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    log_decay, strength = chunked(log_decay), chunked(strength)[..., None]
+    since_start = log_decay.cumsum(-1).exp()[..., None]
+    # Each sum by itself: a difference of sums from the start loses what strong decays before have taken of its digits.
+    steps = log_decay[..., None].expand(*log_decay.shape, CHUNK).tril(-1).cumsum(-2)
+    between = steps.exp().tril()
     strong = key * strength
     system, within = strong @ key.mT * between, query @ key.mT * between
     own, inherited = (
         torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        for right in (value * strength, strong * decay.exp()[..., None])
+        for right in (value * strength, strong * since_start)
     )
-    query, key = query * decay.exp()[..., None], key * (decay[..., -1:] - decay).exp()[..., None]
-    whole, outputs = decay[..., -1].exp()[..., None, None], []
+    query, key = query * since_start, key * between[..., -1, :, None]
+    whole, outputs = since_start[..., -1:, :], []
     for chunk in range(chunks):
         change = own[chunk] - inherited[chunk] @ state.mT
         outputs.append(query[chunk] @ state.mT + within[chunk] @ change)

@@ -38,15 +38,14 @@ def plain_experts(
     weights: torch.Tensor,
     experts: torch.Tensor,
     activation: str,
-    *args: Any,
 ) -> None:
-    """vLLM's `cpu_fused_moe`, one expert after the other, on the weights as its loader left them.
+    """What vLLM's `cpu_fused_moe` computes, one expert after the other, on the weights as its loader left them.
 
     Args:
         output, tokens: `[tokens, hidden]`.
         gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
         gate_up_bias, down_bias: `[experts, 2 * ffn]`, `[experts, hidden]`.
-        weights, experts: `[tokens, top_k]`; negative: an expert of another worker, which adds what it computes.
+        weights, experts: `[tokens, top_k]`; below 0: an expert of another worker, whose results are added later.
         activation: with "silu" the rows of gates lie above those of ups, with "swigluoai" they alternate.
     """
     output.zero_()
@@ -70,7 +69,7 @@ def plain_apply(
     expert_map: torch.Tensor | None,
     **kwargs: Any,
 ) -> None:
-    """vLLM's `CPUUnquantizedExperts.apply`, which takes the numbers of experts for their places on this worker.
+    """vLLM's `CPUUnquantizedExperts.apply`, which takes an expert's number for its place among those of this worker.
 
     Args:
         expert_map: `[experts]`, the place of each of the model's experts on this worker, or -1; None: it has all of them.

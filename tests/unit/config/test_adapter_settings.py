@@ -23,7 +23,9 @@ DENSE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
+FUSED = DENSE | {"model_type": "gpt_oss", "num_local_experts": 4, "tie_word_embeddings": False}
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
+LATENT = DENSE | {"model_type": "glm4_moe_lite", "num_key_value_heads": 4}
 LORA = {"use_peft": True, "learning_rate": 2e-4}
 APART = LORA | {"lora_sync": "adapter"}
 
@@ -152,7 +154,7 @@ def test_what_adapters_can_be_combined_with_is_not_refused(model):
         ),
         (
             ["down_proj"],
-            "experts (down_proj); name others in lora_target_modules, such as q_proj, or use lora_sync=merged",
+            "experts (down_proj); name others in lora_target_modules, such as o_proj, or use lora_sync=merged",
         ),
     ],
 )
@@ -161,6 +163,17 @@ def test_what_vllm_does_not_serve_as_an_adapter_is_refused(model, targets, words
     (problem,) = found_in(model, APART | {"lora_target_modules": targets}, EXPERTS)
     assert problem.startswith("lora_sync=adapter does not serve adapters of") and words in problem
     assert found_in(model, LORA | {"lora_target_modules": targets}, EXPERTS) == []
+
+
+def test_an_adapter_of_what_vllm_folds_away_is_refused(model):
+    """Decoding would go without it, while the learner counts it in."""
+    (problem,) = found_in(model, APART, LATENT)
+    assert (
+        "experts (gate_proj, up_proj, down_proj) and of latent vectors (q_a_proj, kv_a_proj_with_mqa, kv_b" in problem
+    )
+    assert "such as q_b_proj o_proj, or" in problem
+    assert found_in(model, APART | {"lora_target_modules": ["q_b_proj", "o_proj"]}, LATENT) == []
+    assert found_in(model, LORA, LATENT) == []
 
 
 def test_the_highest_rank_that_vllm_serves(model):
@@ -200,6 +213,15 @@ def test_attention_alone_is_remarked_on():
     (found,) = warnings(from_values(LORA | {"lora_target_modules": ["q_proj", "v_proj"]}), world_size=1)
     assert found.startswith("lora_target_modules=q_proj v_proj leaves the MLP without adapters")
     assert warnings(from_values(LORA | {"lora_target_modules": ["q_proj", "down_proj"]}), world_size=1) == []
+
+
+def test_experts_in_one_tensor_have_no_adapter(model):
+    """A user who asks for all layers, or for experts by name, must learn that attention alone would be trained."""
+    said = warnings(from_values(LORA), world_size=1, hf_config=FUSED)
+    assert any("all-linear is attention alone in this model (q_proj, k_proj, v_proj, o_proj)" in one for one in said)
+    assert not any("attention alone" in one for one in warnings(from_values(LORA), world_size=1, hf_config=EXPERTS))
+    (problem,) = found_in(model, LORA | {"lora_target_modules": ["q_proj", "down_proj"]}, FUSED)
+    assert "must be of this model's q_proj, k_proj, v_proj, o_proj, or all-linear (experts that share one" in problem
 
 
 def test_an_adapter_to_start_from_brings_its_own_shape(tmp_path, model):

@@ -19,6 +19,7 @@ DENSE = {
     "num_hidden_layers": 24,
 }
 QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 88, "intermediate_size": 100}
+HYBRID = DENSE | {"model_type": "qwen3_5_text", "linear_num_key_heads": 4}
 DEEPSEEK = DENSE | {"num_key_value_heads": 16, "kv_lora_rank": 64, "first_k_dense_replace": 24}
 MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 88}
 
@@ -67,6 +68,17 @@ def found(hf_config, **values):
             {"context_parallel_size": 8, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
             "context_parallel_size=8 does not divide the 2 of num_key_value_heads=4 that each tensor rank holds, as "
             "cp_comm_type=a2a needs; choose from {1, 2}, or use all_gather",
+        ),
+        (
+            HYBRID,
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
+            "context_parallel_size=4 does not divide the 2 of linear_num_key_heads=4 that each tensor rank holds, as gated "
+            "delta nets need; choose from {1, 2}",
+        ),
+        (
+            HYBRID,
+            {"tensor_model_parallel_size": 8},
+            "tensor_model_parallel_size=8 does not divide linear_num_key_heads=4; choose from {1, 2, 4}",
         ),
         (
             DEEPSEEK,
@@ -173,6 +185,7 @@ def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, se
         ),
         (DENSE, {"context_parallel_size": 8, "cp_comm_type": "all_gather"}),
         (DENSE, {"context_parallel_size": 4, "cp_comm_type": "a2a"}),
+        (HYBRID, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}),
         # Experts that are shared out stay whole, and no layer has an MLP of intermediate_size.
         (QWEN_MOE, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
         (MIXTRAL, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}),

@@ -27,6 +27,7 @@ MODELS = {
     "olmo3": HF | {"model_type": "olmo3", "num_key_value_heads": 8},
     "gemma2-tied": HF | {"model_type": "gemma2"},
     "mixtral": HF | {"model_type": "mixtral", "num_local_experts": 4},
+    "gpt_oss": HF | {"model_type": "gpt_oss", "num_local_experts": 4},
     "qwen3_moe": HF
     | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     "glm4_moe": HF | {"model_type": "glm4_moe", "n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 16},
@@ -57,9 +58,8 @@ def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
 def is_whole(model, tensor: str) -> bool:
     """Whether every tensor rank holds all of it: norms, routers and latents, but not a norm of whole projections."""
     is_split_norm = model.qk_norm == "whole" and ("q_norm" in tensor or "k_norm" in tensor)
-    return ("norm" in tensor and not is_split_norm) or any(
-        part in tensor for part in (".gate.", ".q_a_proj.", ".kv_a_proj_with_mqa.")
-    )
+    parts = (".gate.", ".router.", "o_proj.bias", ".q_a_proj.", ".kv_a_proj_with_mqa.")
+    return ("norm" in tensor and not is_split_norm) or any(part in tensor for part in parts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -71,7 +71,8 @@ def test_training_ranks_hold_everything_once_a_replica(name, layout):
     for tensor, number in held.items():
         expected = layout.data * layout.context
         if ".experts." in tensor:
-            expected = layout.expert_data
+            # A bias that is added to a sum over tensor ranks is whole on each.
+            expected = layout.expert_data * (layout.expert_tensor if tensor.endswith("down_proj_bias") else 1)
         elif is_whole(model, tensor):
             expected *= layout.tensor
         if tensor == "model.embed_tokens.weight" and model.tied and layout.pipeline > 1:

@@ -17,14 +17,14 @@ from mgrpo.parallel import backend
 def attention():
     """The module under test; the stand-in must be there before Megatron is imported, also for the tests that follow."""
     backend.install()
-    from mgrpo.parallel import attention
+    from mgrpo.parallel.packed import attention
 
     return attention
 
 
 def describe(*pack: np.ndarray, **context: Any) -> Any:
     """The pack as the model sees it."""
-    from mgrpo.parallel import packs
+    from mgrpo.parallel.packed import packs
 
     return packs.describe(*pack, **context)
 

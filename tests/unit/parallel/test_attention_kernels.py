@@ -66,6 +66,7 @@ def one_sequence_after_another(
 ) -> torch.Tensor:
     """varlen_attn by its documentation: the last query of a sequence is aligned with its last key."""
     parts = []
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
     assert longest_q == cu_seqlens_q.diff().max() and longest_kv == cu_seqlens_kv.diff().max()
     for q, k in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_kv), strict=True):
@@ -80,14 +81,14 @@ def one_sequence_after_another(
 
 
 def attention(**model: Any) -> Any:
-    from mgrpo.parallel.attention import PackedAttention
+    from mgrpo.parallel.packed.attention import PackedAttention
 
     return PackedAttention(SimpleNamespace(kv_channels=HEAD_DIM), **model)
 
 
 def described(documents: list[list[int]], **context: int) -> Any:
     """Documents as lengths of a trunk and its branches."""
-    from mgrpo.parallel import packs
+    from mgrpo.parallel.packed import packs
 
     cu_seqlens = np.append(0, np.cumsum([sum(document) for document in documents])).astype(np.int32)
     positions = [np.arange(n) + (place and document[0]) for document in documents for place, n in enumerate(document)]
@@ -125,6 +126,22 @@ def test_variable_length_attention_equals_the_padded_call(device: str, kv_heads:
         lambda q, k, v: core._padded(q, k, v, pack, pack.all_queries),
         operands(sum(LENGTHS), kv_heads, device),
         has_backward=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_shared", [False, True], ids=["plain", "branches"])
+def test_values_may_have_fewer_dimensions_than_keys(device: str, is_shared: bool) -> None:
+    """Latent attention: the kernels of variable-length attention take one number for queries, keys and values."""
+    core, pack = attention(), described(BRANCHED if is_shared else [[length] for length in LENGTHS])
+    query, key, value = operands(sum(map(sum, BRANCHED)) if is_shared else sum(LENGTHS), HEADS, device)
+    compare(
+        lambda q, k, v: (
+            core._flex(q, k, v, pack.all_queries) if is_shared else core._flash(q, k, v, pack, pack.all_queries)
+        ),
+        lambda q, k, v: core._padded(q, k, v, pack, pack.all_queries),
+        [query, key, value[..., : HEAD_DIM - 12].contiguous()],
+        has_backward=device == "cuda" or not is_shared,
     )
 
 

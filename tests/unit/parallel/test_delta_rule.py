@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgrpo.parallel.delta_rule import Chunks, causal_convolution, chunked_delta_rule
+from mgrpo.parallel.packed.delta_rule import Chunks, causal_convolution, chunked_delta_rule
 
 LENGTHS = (1, 150, 3, 64, 65, 2, 128, 129)
 HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 3, 16, 24, 10, 4
@@ -63,11 +63,17 @@ def definition(
 
 
 @pytest.mark.parametrize(
-    ("oracle", "dtype", "limit"), [(transformers_rule, torch.float32, 2e-5), (definition, torch.float64, 1e-12)]
+    ("oracle", "dtype", "its_dtype", "limit"),
+    [
+        (transformers_rule, torch.float32, torch.float32, 2e-5),
+        (definition, torch.float64, torch.float64, 1e-12),
+        # Also where decays are strong; from differences of sums over a chunk it would be 1.2e-6.
+        (definition, torch.float32, torch.float64, 7e-7),
+    ],
 )
-def test_packed_documents_equal_each_alone(oracle, dtype, limit):
+def test_packed_documents_equal_each_alone(oracle, dtype, its_dtype, limit):
     """A state that passes from a document to the next, or a chunk that holds two, trains on what was never sampled."""
-    mine, alone = operands(dtype), operands(dtype)
+    mine, alone = operands(dtype), operands(its_dtype)
     out = chunked_delta_rule(*mine, chunks_of_pack())
     expected = by_document(oracle, alone)
     weights = torch.randn_like(out)

@@ -53,6 +53,19 @@ def test_an_8_bit_cache_holds_twice_the_tokens() -> None:
     assert memory_of(4, vllm_kv_cache_dtype="fp8").cache == memory_of(4).cache
 
 
+def test_whole_experts_weigh_as_much_as_their_cuts_unless_one_is_left_over() -> None:
+    """Of 129 experts among 8 workers the first has 17, and 129 / 8 of each cut: 48 layers of 3 x 768 x 2048 for the difference."""
+    shape = shape_of(shipped_config("qwen3-30b-a3b"))
+    assert shape.experts is not None
+    one_more = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, count=129))
+    whole, cut = (
+        [engine_memory(each, Engine(vllm_tensor_parallel_size=8, **given), HARDWARE, longest=1024, dtype_bytes=2).weights for each in (shape, one_more)]
+        for given in ({"vllm_enable_expert_parallel": True}, {})
+    )  # fmt: skip
+    assert whole[0] == cut[0]
+    assert whole[1] - cut[1] == (17 - 129 / 8) * 48 * 3 * 768 * 2048 * 2
+
+
 def cache_of(name: str, workers: int) -> SequenceCache:
     return sequence_cache(shape_of(shipped_config(name)), workers=workers, dtype_bytes=2, element_bytes=2)
 

@@ -18,7 +18,7 @@ POSITIONS = torch.tensor([0, 1, 2, 1, 2, 40000, 3])
 @pytest.fixture(scope="module")
 def rotary():
     backend.install()
-    from mgrpo.policy import rotary
+    from mgrpo.policy.layers import rotary
 
     return rotary
 
@@ -61,7 +61,7 @@ def test_turns_of_a_packs_shares_equal_float64s(
     rotary, dtype: torch.dtype, rank: int, size: int, held: list[int]
 ) -> None:
     """A token's angle is that of its place in its own sequence, on whichever context rank and in whichever branch it lies."""
-    from mgrpo.parallel import packs
+    from mgrpo.parallel.packed import packs
 
     positions = np.array([0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 40000])
     branches = np.array([0, 0, 0, 1, 1, 2, 2, 2, 0, 0, 0, 0])

@@ -23,7 +23,9 @@ def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
     config = from_values({})
     for gpus, learners, expected in ((["0", "1"], 1, ["has_gpus=True"]), ([], 1, ["has_gpus=False"]), ([], 0, [])):
         monkeypatch.setattr(engine_arguments, "serving_gpus", lambda gpus=gpus: gpus)
-        found = engine_arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=True)
+        found = engine_arguments.machine_problems(
+            config, num_local_learners=learners, hf_config={"head_dim": 64}, starts_engines=True
+        )
         assert found == expected
 
 
@@ -31,7 +33,10 @@ def test_a_model_of_float32_may_be_served_and_trained_on_gpus(monkeypatch):
     """The quickstart and the proof of the layouts are float32."""
     monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1"])
     config = from_values({"model_dtype": "float32"})
-    assert engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True) == []
+    assert (
+        engine_arguments.machine_problems(config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_engines_need_gpus_on_rank_0s_machine_alone(monkeypatch, learners, start
     monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: list("01234567"))
     config = from_values({"vllm_num_engines": 4})
     found = engine_arguments.machine_problems(
-        config, num_local_learners=learners, head_dim=64, starts_engines=starts_engines
+        config, num_local_learners=learners, hf_config={"head_dim": 64}, starts_engines=starts_engines
     )
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
@@ -59,7 +64,10 @@ def test_a_reward_model_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1", "2"])
     for gpu, count in ((None, 0), (3, 0), (2, 1)):
         found = engine_arguments.machine_problems(
-            from_values({"reward_model_gpu": gpu}), num_local_learners=1, head_dim=64, starts_engines=True
+            from_values({"reward_model_gpu": gpu}),
+            num_local_learners=1,
+            hf_config={"head_dim": 64},
+            starts_engines=True,
         )
         assert len(found) == count and all("reward_model_gpu=2 is one of the GPUs" in sentence for sentence in found)
 
@@ -112,7 +120,9 @@ def test_what_engines_cannot_do_with_adapters_is_said(monkeypatch, tmp_path, on_
 
     def found(**values):
         config = from_values({"model_name_or_path": str(tmp_path), **APART, **values})
-        return engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        return engine_arguments.machine_problems(
+            config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True
+        )
 
     assert found() == found(model_dtype="float16") == found(model_dtype="float32", lora_sync="merged") == []
     precise = found(model_dtype="float32")
@@ -393,7 +403,9 @@ def test_an_8_bit_cache_needs_a_kernel_of_this_cpu(monkeypatch, tmp_path, flags,
     monkeypatch.setattr(engine_arguments, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(engine_arguments, "serving_gpus", list)
     config = from_values({"vllm_kv_cache_dtype": dtype})
-    found = engine_arguments.machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
+    found = engine_arguments.machine_problems(
+        config, num_local_learners=0, hf_config={"head_dim": head_dim}, starts_engines=True
+    )
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
@@ -412,7 +424,7 @@ def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     monkeypatch.setattr(engine_arguments, "kernel_problems", lambda config, *, has_gpus: ["a kernel is missing"])
     monkeypatch.setattr(engine_arguments, "serving_gpus", list)
     sentences = engine_arguments.machine_problems(
-        from_values({}), num_local_learners=1, head_dim=48, starts_engines=True
+        from_values({}), num_local_learners=1, hf_config={"head_dim": 48}, starts_engines=True
     )
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
 
@@ -448,7 +460,7 @@ def test_workers_share_the_learners_gpus_one_each(monkeypatch, learners, setting
     """A cache sized by what is free when the engine starts leaves the learner nothing, or ends it out of memory."""
     monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: list("0123"))
     found = engine_arguments.machine_problems(
-        from_values(SHARED | settings), num_local_learners=learners, head_dim=64, starts_engines=True
+        from_values(SHARED | settings), num_local_learners=learners, hf_config={"head_dim": 64}, starts_engines=True
     )
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 

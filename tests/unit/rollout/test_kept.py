@@ -204,7 +204,9 @@ def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, run
     server = {"vllm_mode": "server", "vllm_server_base_url": ["http://127.0.0.1:1"]}
     for values, is_asked in (({"top_k": 512}, True), ({"top_k": 64}, False), ({"top_k": 512, **server}, False)):
         config = from_values({"model_dtype": "float32", **values})
-        problems = engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        problems = engine_arguments.machine_problems(
+            config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True
+        )
         expected = [words] if words and is_asked else []
         assert len(problems) == len(expected) and all(w in p for w, p in zip(expected, problems, strict=True))
 
@@ -222,7 +224,9 @@ def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch, extra, names):
     values = {"vllm_extra_args": json.dumps(extra), "model_dtype": "float32"}
     for top_k, count in ((0, 0), (4, 1)):
         config = from_values(values | {"top_k": top_k})
-        problems = engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        problems = engine_arguments.machine_problems(
+            config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True
+        )
         assert len(problems) == count and all(f"cannot hold {names} with top_k=4" in problem for problem in problems)
 
 

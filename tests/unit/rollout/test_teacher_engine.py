@@ -89,11 +89,11 @@ def test_a_machine_without_gpus_for_its_teachers_is_refused_before_anything_star
     monkeypatch.setattr(engine_arguments, "machine_problems", lambda *args, **kwargs: [])
     monkeypatch.setattr(teacher_engine, "serving_gpus", lambda: list(map(str, range(gpus))))
     config = config_of("math:a", "code:b", **values)
-    found = start.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=True)
+    found = start.machine_problems(config, num_local_learners=learners, hf_config={"head_dim": 64}, starts_engines=True)
     assert found == ([problem] if problem else [])
     # An evaluation starts none of them, and other machines than rank 0's neither.
-    assert start.machine_problems(config, num_local_learners=0, head_dim=64, starts_engines=True) == []
-    assert start.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=False) == []
+    assert start.machine_problems(config, num_local_learners=0, hf_config={"head_dim": 64}, starts_engines=True) == []
+    assert start.machine_problems(config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=False) == []
 
 
 def test_on_a_cpu_a_teachers_heads_must_be_of_a_size_that_vllm_serves(monkeypatch, tmp_path) -> None:
@@ -102,7 +102,7 @@ def test_on_a_cpu_a_teachers_heads_must_be_of_a_size_that_vllm_serves(monkeypatc
     monkeypatch.setattr(teacher_engine, "serving_gpus", list)
     good, bad = folder(tmp_path / "good"), folder(tmp_path / "bad", head_dim=48)
     (found,) = start.machine_problems(
-        config_of(f"a:{good}", f"b:{bad}"), num_local_learners=1, head_dim=64, starts_engines=True
+        config_of(f"a:{good}", f"b:{bad}"), num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True
     )
     assert found.startswith(f"teacher_model_name_or_path={bad} has head_dim=48, which is not served by vLLM on a CPU")
 

@@ -24,6 +24,25 @@ def test_shards_add_up_to_the_whole(dtype, monkeypatch):
     assert parts == everything
 
 
+@pytest.mark.parametrize("chunk", [4, 64, 1 << 20])
+def test_matrices_of_all_experts_have_one_digest_however_they_lie(chunk, monkeypatch):
+    """The learner has an expert's rows, the engine the same transposed: both count places in the checkpoint's tensor."""
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    shape = (3, 4, 6)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    everything = digest(Box("w", (0, 0, 0), shape), whole, shape)
+    assert digest(Box("w", (0, 0), (12, 6)), whole.view(12, 6), (12, 6)) == everything
+    transposed = whole.transpose(1, 2).contiguous()
+    assert digest(Box("w", (0, 0, 0), shape), transposed.transpose(1, 2), shape) == everything
+    parts = 0
+    for expert in range(3):
+        for columns in (slice(0, 2), slice(2, 6)):
+            view = whole[expert, None, :, columns]
+            parts += digest(Box("w", (expert, 0, columns.start), tuple(view.shape)), view, shape)
+    assert parts == everything
+    assert digest(Box("w", (0, 0, 0), shape), transposed.view(shape), shape) != everything
+
+
 def test_swapped_rows_and_single_bits_are_noticed():
     """What goes wrong in a sync is mostly order: a sum without places would not see it."""
     whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))

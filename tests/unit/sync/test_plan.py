@@ -135,7 +135,12 @@ def test_a_missing_shard_is_named():
 
 def test_buckets_are_bounded_and_complete():
     """A bucket larger than its bound is the memory peak the bound is there to prevent."""
-    boxes = [Box("a", (0, 0), (100, 7)), Box("b", (5,), (3,)), Box("c", (0, 2), (1, 900))]
+    boxes = [
+        Box("a", (0, 0), (100, 7)),
+        Box("b", (5,), (3,)),
+        Box("c", (0, 2), (2, 900)),
+        Box("an expert", (3, 0, 5), (1, 64, 20)),
+    ]
     cut = buckets(boxes, itemsize=4, bucket_bytes=400)
     assert all(sum(box.size for box in bucket) <= 100 for bucket in cut if bucket[0].name != "c")
     assert sum(box.size for bucket in cut for box in bucket) == sum(box.size for box in boxes)

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.packs import PackedDocuments, Queries
-from mgrpo.parallel.sinks import flash_with_sinks, kept_share, with_sink_key
+from mgrpo.parallel.packed.attention_sinks import flash_with_sinks, kept_share, with_sink_key
+from mgrpo.parallel.packed.packs import PackedDocuments, Queries
 
 
 def shared_prompts_pay() -> bool:

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.models.shape import DeltaNet
 from mgrpo.parallel import backend
-from mgrpo.parallel.context import heads_for_tokens, tokens_for_heads
-from mgrpo.parallel.delta_rule import Chunks, causal_convolution, gated_delta_rule
 from mgrpo.parallel.norms import GatedNorm
-from mgrpo.parallel.packs import PackedDocuments
+from mgrpo.parallel.packed.context import heads_for_tokens, tokens_for_heads
+from mgrpo.parallel.packed.delta_rule import Chunks, causal_convolution, gated_delta_rule
+from mgrpo.parallel.packed.packs import PackedDocuments
 
 
 class GatedDeltaNet(MegatronModule):
@@ -62,7 +62,7 @@ class GatedDeltaNet(MegatronModule):
         pack, chunks = packed_seq_params, packed_seq_params.chunks
         inputs, _ = self.in_proj(hidden_states)
         mixed, gate, beta, alpha = inputs.squeeze(1).split(self.widths, -1)
-        operands = (mixed, beta, alpha, self.conv1d["weight"], self.A_log, self.dt_bias)
+        operands: tuple[torch.Tensor, ...] = (mixed, beta, alpha, self.conv1d["weight"], self.A_log, self.dt_bias)
         if pack.gathered_rows is not None:
             operands = self._exchanged(*operands, pack.gathered_rows)
 

@@ -144,18 +144,22 @@ def chunked_delta_rule(
     q, k = (padded(_unit(x.to(wide))) for x in (query, key))
     v, b = padded(value.to(wide)), padded(beta.to(wide)[..., None])
     q = q * query.shape[-1] ** -0.5
-    g = padded(decay.to(wide)[..., None])[..., 0].cumsum(-1)
+    log_decay = padded(decay.to(wide)[..., None])[..., 0]
+    # Each pair's decays are summed by themselves: a difference of two sums from the chunk's start would lose the digits of the
+    # small one of two large numbers.
+    before, after = log_decay.cumsum(-1), F.pad(log_decay.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+    pairs = log_decay[..., None].expand(*log_decay.shape, CHUNK).tril(-1).cumsum(-2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between = (g[..., :, None] - g[..., None, :]).masked_fill(later, -torch.inf).exp()
+    between = pairs.masked_fill(later, -torch.inf).exp()
     # What a token writes is its value less what the state holds of its key, also from earlier tokens of the chunk.
     system = (k * b) @ k.mT * between
-    known = torch.cat((v * b, k * b * g.exp()[..., None]), -1)
+    known = torch.cat((v * b, k * b * before.exp()[..., None]), -1)
     own, read = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
         (v.shape[-1], k.shape[-1]), -1
     )
     within = q @ k.mT * between
-    q, k = q * g.exp()[..., None], k * (g[..., -1:] - g).exp()[..., None]
-    kept = g[..., -1].exp()[..., None, None]
+    q, k = q * before.exp()[..., None], k * after.exp()[..., None]
+    kept = before[..., -1].exp()[..., None, None]
 
     state = q.new_zeros(chunks.alive[0], q.shape[1], k.shape[-1], v.shape[-1])
     outputs = []

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.experts import install, without_idle
+from mgrpo.parallel.moe.experts import install, without_idle
 
 _ALPHA = 1.702
 """With it `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.models.shape import LatentAttention
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.norms import RMSNorm
-from mgrpo.policy.rotary import turned_neighbours
+from mgrpo.parallel.packed.attention import PackedAttention
+from mgrpo.policy.layers.rotary import turned_neighbours
 
 
 class LatentSelfAttention(MegatronModule):

@@ -21,16 +21,16 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import PackedAttention
-from mgrpo.parallel.clamped_experts import ClampedExperts
-from mgrpo.parallel.context import core_attention
-from mgrpo.parallel.experts import GroupedExperts
+from mgrpo.parallel.moe.clamped_experts import ClampedExperts
+from mgrpo.parallel.moe.experts import GroupedExperts
+from mgrpo.parallel.moe.routers import BiasedRouter
 from mgrpo.parallel.norms import NormThenAdd, RMSNorm
-from mgrpo.parallel.routers import BiasedRouter
-from mgrpo.policy import transformer_engine
-from mgrpo.policy.delta_net import GatedDeltaNet
-from mgrpo.policy.latent_attention import LatentSelfAttention
-from mgrpo.policy.rotary import RotaryAttention
+from mgrpo.parallel.packed.attention import PackedAttention
+from mgrpo.parallel.packed.context import core_attention
+from mgrpo.policy.layers import transformer_engine
+from mgrpo.policy.layers.delta_net import GatedDeltaNet
+from mgrpo.policy.layers.latent_attention import LatentSelfAttention
+from mgrpo.policy.layers.rotary import RotaryAttention
 
 
 def transformer_config(

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention.flex_attention import BlockMask
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.delta_rule import Chunks
+from mgrpo.parallel.packed.delta_rule import Chunks
 
 
 class Queries:

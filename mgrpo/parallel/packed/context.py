@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from mgrpo.parallel.attention import PackedAttention
-from mgrpo.parallel.packs import PackedDocuments
+from mgrpo.parallel.packed.attention import PackedAttention
+from mgrpo.parallel.packed.packs import PackedDocuments
 
 
 class GatheredAttention(PackedAttention):

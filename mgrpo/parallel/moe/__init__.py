@@ -1,0 +1,1 @@
+"""The parts of a mixture of experts: its router and its experts."""

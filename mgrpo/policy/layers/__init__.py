@@ -1,0 +1,1 @@
+"""What a layer of the model is made of, by its shape."""
