@@ -136,14 +136,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    import torch.distributed as dist
+    from mgrpo.parallel import backend
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder, args.layers)
         with ProcessPoolExecutor(1, get_context("spawn")) as engine:
             samples = engine.submit(sampled, folder).result()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        backend.install()
+        backend.init_process_group(rank=0, world_size=1, timeout_minutes=2)
         rows = {how: distances(folder, samples, how) for how in ("none", "rollout")}
         share = differing(folder, samples)
     result = {
