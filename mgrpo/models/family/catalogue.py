@@ -75,7 +75,13 @@ def _hybrid(hf: HfConfig, names: Literal["by_head", "apart"]) -> dict[str, Any]:
         conv=hf["linear_conv_kernel_dim"],
         names=names,
     )
-    return {"delta": delta, "gated_attention": True, "qk_norm": "head", "zero_centred_norms": True}
+    return {
+        "delta": delta,
+        "gated_attention": True,
+        "qk_norm": "head",
+        "zero_centred_norms": True,
+        "draft_layers": hf.get("mtp_num_hidden_layers", 1),
+    }
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
@@ -365,4 +371,7 @@ FAMILIES = {
         activation=GELU,
     ),
 }
-NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
+NOT_BUILT = {
+    name: f"it has an image encoder; give the text model alone, model_type '{name}_text', which docs/models.md says how to write"
+    for name in ("gemma3", "qwen3_5", "qwen3_5_moe")
+}
