@@ -495,8 +495,8 @@ class Keywords(TypedDict, total=False):
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe. (default: core_attn mlp)"""
-    moe_enable_routing_replay: bool
-    """Route every token to the experts that were chosen when the policy scored the batch before its first update. (default: false)"""
+    routing_replay: Literal["auto", "none", "learner", "rollout"]
+    """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts if engines say what they chose, else none. (default: auto)"""
     pack_length: int
     """Maximum tokens of a pack, the unit of a micro-batch. (default: 512)"""
     logits_chunk: int | Literal["auto"]

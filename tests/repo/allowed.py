@@ -105,6 +105,7 @@ INNER = {
     "environments.offered": {"environment"},
     "environments.tools": {"environment", "offered"},
     "environments.workers": {"adaptors", "environment", "loop", "offered"},
+    "models.family": {"hf_config", "rope", "shape"},
     "models.hf_files": {"placement", "shape", "table"},
     "models.placement": {"shape"},
     "parallel.moe": {"backend"},

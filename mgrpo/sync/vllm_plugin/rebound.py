@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mgrpo.sync.vllm_plugin import routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
@@ -178,6 +179,14 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         load_model_class,
         "the module of Qwen3.5's language models imports image processors, and these torchvision",
     ),
+    (
+        "vllm.config.vllm:VllmConfig",
+        "_verify_aux_output_compatibility",
+        lambda self: None,
+        "on a CPU vLLM does not return the experts of tokens, `routed_experts` does",
+    ),
+    (routed_experts.RUNNER, "execute_model", routed_experts.execute_model, "the same"),
+    (routed_experts.RUNNER, "sample_tokens", routed_experts.sample_tokens, "the same"),
 )
 
 
