@@ -13,7 +13,9 @@ import json
 import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,8 @@ def sampled(folder: Path) -> list[Any]:
     import torch
 
     from mgrpo.moving import from_values
+    from mgrpo.rollout.mixtures import mixtures
     from mgrpo.rollout.vllm.engine_arguments import engine_args, environment_of
-    from mgrpo.rollout.vllm.mixtures import mixtures
     from mgrpo.types import TrainSample
 
     os.environ.update(environment_of(workers=1, threads=1, on_gpu=False, is_local=True))
@@ -134,14 +136,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    import torch.distributed as dist
+    from mgrpo.parallel import backend
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder, args.layers)
-        samples = sampled(folder)
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        with ProcessPoolExecutor(1, get_context("spawn")) as engine:
+            samples = engine.submit(sampled, folder).result()
+        backend.install()
+        backend.init_process_group(rank=0, world_size=1, timeout_minutes=2)
         rows = {how: distances(folder, samples, how) for how in ("none", "rollout")}
         share = differing(folder, samples)
     result = {

@@ -524,7 +524,7 @@ class Keywords(TypedDict, total=False):
     vllm_enforce_eager: bool
     """Run without CUDA graphs; always on CPU. (default: false)"""
     vllm_enable_prefix_caching: bool
-    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU). (default: true)"""
+    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU). Models with gated delta nets have no such cache on a CPU. (default: true)"""
     vllm_extra_args: Mapping[str, object] | str
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows. (default: {})"""
     vllm_server_base_url: Sequence[str] | str

@@ -81,7 +81,7 @@ class RoutingReplay:
             for module in chunk.modules():
                 if getattr(module, "router_replay", None) is not None:
                     own.append(Choices())
-                    module.router_replay = own[-1]  # type: ignore[assignment]
+                    module.router_replay = own[-1]
             self.routers.append(own)
         mixtures = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         held = [layout.chunk_layers(shape.num_layers, coordinate.pipeline, chunk) for chunk in range(len(chunks))]

@@ -4,7 +4,8 @@ Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, algo `TrainS
 Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts at 0 and ends at the total.
 """
 
-from mgrpo.types.groups import (
+from mgrpo.types.per_token import KeptTokens, Routes, TeacherScores, lengthened, unrouted
+from mgrpo.types.sampled import (
     AgentRecord,
     Branch,
     Completion,
@@ -22,8 +23,7 @@ from mgrpo.types.groups import (
     TrajectoryRecord,
     Turn,
 )
-from mgrpo.types.per_token import KeptTokens, Routes, TeacherScores, lengthened, unrouted
-from mgrpo.types.samples import PackedBatch, PackLengths, TrainSample
+from mgrpo.types.trained import PackedBatch, PackLengths, TrainSample
 
 __all__ = [
     "AgentRecord",

@@ -117,7 +117,7 @@ INNER = {
     "rewards.verifiers": {"constraints", "judges", "rubrics", "verifier"},
     "rewards.verifiers.answers": set(),
     "rollout.engines": {"engine", "requests"},
-    "rollout.vllm": {"engine"},
+    "rollout.vllm": {"engine", "mixtures"},
     "run.ranks": set(),
     "run.inputs": {"ranks"},
     "run.produce": {"inputs", "ranks", "records"},

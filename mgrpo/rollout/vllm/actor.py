@@ -19,9 +19,9 @@ from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
+from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.printed import print_into
 from mgrpo.types import KeptTokens
 

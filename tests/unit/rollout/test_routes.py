@@ -15,9 +15,9 @@ from mgrpo.algo.training_samples import train_samples
 from mgrpo.environments.agents.recorded_tree import RecordedTree
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.rollout.engine import WrongAnswerError
+from mgrpo.rollout.mixtures import Mixtures
 from mgrpo.rollout.requests import to_groups
 from mgrpo.rollout.vllm.calls import flattened, joined
-from mgrpo.rollout.vllm.mixtures import Mixtures
 from mgrpo.rollout.vllm.server.server_answers import ServerChoice
 from mgrpo.types import Completion, Routes, lengthened, unrouted
 from tests import builders

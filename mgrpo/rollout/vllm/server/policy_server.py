@@ -18,9 +18,9 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.shape import ModelShape
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
+from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import num_logprobs
-from mgrpo.rollout.vllm.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.server.server_answers import ExpectedAnswer, ServerChoice, read_answer
 from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
 from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ANSWER_S, ServerRefusal

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from mgrpo.rollout.engine import UNSYNCED, EngineError, WrongAnswerError
+from mgrpo.rollout.mixtures import Mixtures
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.mixtures import Mixtures
 from mgrpo.types import KeptTokens, Routes
 
 LEAST_LOGPROB = -9999.0

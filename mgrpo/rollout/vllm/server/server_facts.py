@@ -100,12 +100,8 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's max_logprobs is {model['max_logprobs']}, expected at least {least} for top_k={config.rollout.top_k}, "
             f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
         )
-    says_experts = found["aux_output_config"]["enable_return_routed_experts"]
-    if (
-        config.parallel.routing_replay == "rollout"
-        and num_experts(read_hf_config(config.model_path))
-        and not says_experts
-    ):
+    replays = config.parallel.routing_replay == "rollout" and num_experts(read_hf_config(config.model_path))
+    if replays and not found["aux_output_config"]["enable_return_routed_experts"]:
         yield (
             "the server does not say which experts it has chosen, which routing_replay=rollout needs; start it with "
             "--enable-return-routed-experts, or use routing_replay=none"
