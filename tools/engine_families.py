@@ -58,29 +58,28 @@ def token_by_token(model: Any) -> None:
         own.torch_chunk_gated_delta_rule = own.torch_recurrent_gated_delta_rule
 
 
-def distances(found: Sequence[Any], folder: Path, dtype: Any) -> dict[str, dict[str, float]]:
-    """Of vLLM's outputs from transformers with the weights in `folder`."""
+def distances(sampled: Sequence[Mapping[str, Any]], folder: Path, dtype: str) -> dict[str, dict[str, float]]:
+    """Of an engine's answers from transformers with the weights in `folder`. vLLM must not be loaded: it changes classes of transformers."""
     import numpy as np
     import torch
 
     from tests.tiny_models import load_hf
 
-    model = load_hf(folder, dtype)
+    model = load_hf(folder, getattr(torch, dtype))
     token_by_token(model)
     apart: dict[str, list[float]] = {"prefill": [], "decode": []}
-    for each in found:
-        prompt, answer = each.prompt_token_ids, each.outputs[0]
+    for each in sampled:
+        ids, length = torch.tensor(each["tokens"]), len(each["prompt"])
         with torch.no_grad():
-            own = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0].float().log_softmax(-1)
-        given = [(place, token, each.prompt_logprobs[place]) for place, token in enumerate(prompt) if place]
-        apart["prefill"] += [abs(of[token].logprob - own[place - 1, token].item()) for place, token, of in given]
-        pairs = enumerate(zip(answer.token_ids, answer.logprobs, strict=True), start=len(prompt) - 1)
-        apart["decode"] += [abs(of[token].logprob - own[place, token].item()) for place, (token, of) in pairs]
+            own = model(ids[None]).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+        far = np.abs(own - np.array(each["logprobs"], np.float32))
+        apart["prefill"] += [*far[: length - 1]]
+        apart["decode"] += [*far[length - 1 :]]
     return {kind: {"mean": float(np.mean(each)), "max": float(np.max(each))} for kind, each in apart.items()}
 
 
 def measure(folder: Path, dtype: str) -> dict[str, Any]:
-    """In a process of its own: the distances of an engine."""
+    """In a process of its own: the answers of an engine, with the weights in `folder` and with those that it writes to `folder/changed`."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -107,11 +106,17 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     ]
     asked = {"max_tokens": TOKENS, "logprobs": 1, "prompt_logprobs": 1, "detokenize": False, "ignore_eos": True}
 
-    def compared(weights: Path) -> dict[str, dict[str, float]]:
+    def answers() -> list[dict[str, Any]]:
         found = [each for seed in (3, 4) for each in engine.generate(prompts, SamplingParams(seed=seed, **asked))]
-        return distances(found, weights, getattr(torch, dtype))
+        return [answer(each) for each in found]
 
-    rows = {"loaded": compared(folder)}
+    def answer(found: Any) -> dict[str, Any]:
+        prompt, tokens = found.prompt_token_ids, [*found.prompt_token_ids, *found.outputs[0].token_ids]
+        given = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs]
+        logprobs = [of[token].logprob for of, token in zip(given, tokens[1:], strict=True)]
+        return {"prompt": prompt, "tokens": tokens, "logprobs": logprobs}
+
+    loaded = answers()
     worker: Any = engine.llm_engine.model_executor.driver_worker
     model = worker.worker.model_runner.model
     shape = shape_of(read_hf_config(folder))
@@ -137,7 +142,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     (other / "config.json").write_text((folder / "config.json").read_text())
     save_file(changed, other / "model.safetensors", {"format": "pt"})
     engine.reset_prefix_cache()
-    return rows | {"synced": compared(other)}
+    return {"loaded": loaded, "synced": answers()}
 
 
 def row(case: str, dtype: str) -> dict[str, Any]:
@@ -149,7 +154,11 @@ def row(case: str, dtype: str) -> dict[str, Any]:
         model, result = save_tiny(Path(folder), family, **settings), Path(folder, "result.json")
         command = [sys.executable, __file__, "--measure", str(model), str(result), "--dtypes", dtype]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        return json.loads(result.read_text())
+        found = json.loads(result.read_text())
+        return {
+            when: distances(found[when], weights, dtype)
+            for when, weights in (("loaded", model), ("synced", model / "changed"))
+        }
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:

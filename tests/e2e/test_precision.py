@@ -65,7 +65,9 @@ def test_logits_in_fp32_bring_trainer_and_engine_together(run_ranks, tmp_path): 
 def test_an_8_bit_cache_is_another_policy(run_ranks, tmp_path):  # noqa: F811
     """The setting reaches the engine, whose log-probabilities are then those of rounded keys and values."""
     config = from_values({"vllm_kv_cache_dtype": "fp8"})
-    if problems := engine_arguments.machine_problems(config, num_local_learners=0, hf_config={"head_dim": 32}, starts_engines=True):
+    if problems := engine_arguments.machine_problems(
+        config, num_local_learners=0, hf_config={"head_dim": 32}, starts_engines=True
+    ):
         pytest.skip(problems[0])
     folder = save_tiny(tmp_path, "llama", heads=2, vocab_size=160)
     rows = engines(folder, FP32, FP8_CACHE)

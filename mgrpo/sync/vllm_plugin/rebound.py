@@ -1,6 +1,6 @@
-"""What mgrpo puts in the place of vLLM's own on a CPU, and why.
+"""What mgrpo puts in the place of vLLM's own, and why.
 
-There vLLM packs weights into private copies, which can be neither written in place nor compared, and some of its kernels compute
+Almost all of it concerns the CPU. There vLLM packs weights into private copies, which can be neither written in place nor compared, and some of its kernels compute
 with packed weights only, in bfloat16 only, or something else than the model says.
 """
 
@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import ModuleType
@@ -18,12 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mgrpo.sync.vllm_plugin import routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
 """In the place of what is taken away."""
 CLAMP, SLOPE = 7.0, 1.702
 """Of the activation "swigluoai". vLLM's kernel for a CPU knows no others."""
+LATENT_NORM_EPS = 1e-6
+"""As in the code that DeepSeek, Moonshot and Z.ai publish with their weights, and in transformers."""
 IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 """What transformers' image processors of Qwen import at their top."""
 
@@ -104,7 +108,25 @@ def rotated(
 def load_model_class(self: Any) -> type:
     """`_LazyRegisteredModel.load_model_cls`, also where torchvision is missing, which a language model needs for nothing."""
     with _images_missing():
-        return getattr(importlib.import_module(self.module_name), self.class_name)
+        module = importlib.import_module(self.module_name)
+    if latent := sys.modules.get("vllm.model_executor.models.deepseek_v2"):
+        _mend_latent_norms(latent.DeepseekV2MLAAttention)
+    return getattr(module, self.class_name)
+
+
+def _mend_latent_norms(attention: type) -> None:
+    """Let the norms of latent vectors have the epsilon of the published models, not `rms_norm_eps`."""
+    own: Any = attention.__init__
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        for norm in filter(None, (self.q_a_layernorm if self.q_lora_rank else None, self.kv_a_layernorm)):
+            norm.variance_epsilon = LATENT_NORM_EPS
+
+    attention.__init__ = init
 
 
 @contextmanager
@@ -130,8 +152,19 @@ def _images_missing() -> Iterator[None]:
             del sys.modules[name]
 
 
+EVERYWHERE: tuple[tuple[str, str, Any, str], ...] = (
+    (
+        "vllm.model_executor.models.registry:_LazyRegisteredModel",
+        "load_model_cls",
+        load_model_class,
+        "the module of Qwen3.5's language models imports image processors, and these torchvision; and the norms inside latent "
+        "attention have an epsilon of their own, which vLLM does not know",
+    ),
+)
+"""Before a model is made, on all devices."""
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REBOUND: tuple[tuple[str, str, Any, str], ...] = (
+    *EVERYWHERE,
     # (module or module:class, name, value, why)
     ("vllm._custom_ops", "_supports_onednn", False, "keeps linear weights as live parameters instead of oneDNN copies"),
     (
@@ -173,17 +206,20 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         "vLLM's kernel turns the queries and keys of latent attention by other angles",
     ),
     (
-        "vllm.model_executor.models.registry:_LazyRegisteredModel",
-        "load_model_cls",
-        load_model_class,
-        "the module of Qwen3.5's language models imports image processors, and these torchvision",
+        "vllm.config.vllm:VllmConfig",
+        "_verify_aux_output_compatibility",
+        lambda self: None,
+        "on a CPU vLLM does not return the experts of tokens, `routed_experts` does",
     ),
+    (routed_experts.RUNNER, "execute_model", routed_experts.execute_model, "the same"),
+    (routed_experts.RUNNER, "sample_tokens", routed_experts.sample_tokens, "the same"),
 )
+"""On a CPU."""
 
 
-def rebind() -> None:
+def rebind(*, on_cpu: bool) -> None:
     """Once or several times in a process."""
-    for place, name, value, _ in REBOUND:
+    for place, name, value, _ in REBOUND if on_cpu else EVERYWHERE:
         owner = resolve_name(place)
         if value is not ABSENT:
             setattr(owner, name, value)

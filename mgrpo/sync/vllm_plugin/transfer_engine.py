@@ -1,6 +1,6 @@
 """The engine of a weight transfer that vLLM makes in each of its workers: it receives exactly what the worker holds, in place.
 
-It does nothing unless the engine's environment asks for it. What it rebinds in vLLM (`rebound`) concerns the CPU only.
+It does nothing unless the engine's environment asks for it. What it rebinds in vLLM: `rebound`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def register() -> None:
     tqdm.set_lock(threading.RLock())
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
-    if current_platform.is_cpu():
-        # vLLM's attention may be the first user of AMX in its process, and dies without the kernel's permission.
-        if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()
-        rebind()
+    rebind(on_cpu=current_platform.is_cpu())
+    # vLLM's attention may be the first user of AMX in its process, and dies without the kernel's permission.
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _engine_class() -> type:

@@ -150,7 +150,7 @@ CASES: dict[str, Case] = {
     "experts": Case(learners=4, settings={"expert_model_parallel_size": 2}, model=EXPERTS),
     "experts, routing replay": Case(
         learners=4,
-        settings={"expert_model_parallel_size": 2, "moe_enable_routing_replay": True, "num_mini_batches": 2},
+        settings={"expert_model_parallel_size": 2, "routing_replay": "learner", "num_mini_batches": 2},
         model=EXPERTS,
     ),
     "latent, tensor": Case(learners=4, settings=TENSOR | SHARED, model=LATENT),

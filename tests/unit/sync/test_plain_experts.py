@@ -10,7 +10,7 @@ import torch
 
 from mgrpo.layout import InferLayout
 from mgrpo.sync.vllm_plugin.live_weights import check_experts
-from mgrpo.sync.vllm_plugin.rebound import plain_apply
+from mgrpo.sync.vllm_plugin.rebound import plain_apply, plain_experts
 
 Kernel = enum.Enum("Kernel", ["TRITON", "FLASHINFER_TRTLLM"])
 """Of vLLM's `UnquantizedMoeBackend`."""
@@ -81,3 +81,24 @@ def test_vllm_places_experts_where_the_weight_sync_writes_them(count):
             own = layout.experts(worker, count)
             assert len(own) == number and own == range(count)[own.start : own.stop]
             assert places.tolist() == [expert - own.start if expert in own else -1 for expert in range(count)]
+
+
+def test_clamped_experts_with_biases_equal_transformers():
+    """gpt-oss: rows of gates and ups alternate, and some of both lie beyond the clamp."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=5, experts_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    oracle = GptOssExperts(config)
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        tokens = torch.randn(7, 16, generator=generator)
+        weights, experts = torch.rand(7, 5, generator=generator).topk(2)
+        got = torch.full_like(tokens, 9.0)
+        matrices = (oracle.gate_up_proj.mT, oracle.down_proj.mT, oracle.gate_up_proj_bias, oracle.down_proj_bias)
+        plain_experts(got, tokens, *matrices, weights, experts.int(), "swigluoai")
+        torch.testing.assert_close(got, oracle(tokens, experts, weights), rtol=1e-5, atol=1e-4)
+        with pytest.raises(NotImplementedError, match="activation 'gelu'"):
+            plain_experts(got, tokens, *matrices, weights, experts.int(), "gelu")
