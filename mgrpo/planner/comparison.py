@@ -184,7 +184,8 @@ def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
     work = _rehearsed_work(plan, found)
     per_stage = stage_flops(plan.shape, layout, work, settings, stage=stage, logits_chunk=plan.logits_chunk)
     layers = layer_flops(plan.shape, work)
-    core = sum(layers[layer].core.total for layer in stage_layers(layout, plan.shape.num_layers, stage))
+    held = [layer for layer in stage_layers(layout, plan.shape.num_layers, stage) if plan.shape.has_attention(layer)]
+    core = sum(layers[layer].core.total for layer in held)
     ranks = layout.tensor * layout.context
     attention = core * (passes.in_forward + passes.train * settings.recomputes("core_attn")) / ranks
     whole = (per_stage.forward.total * passes.in_forward + per_stage.repeated.total * passes.train) / ranks

@@ -153,18 +153,21 @@ def layer_flops(shape: ModelShape, work: Workload) -> tuple[LayerFlops, ...]:
         pairs[window] = work.sequences * seen_pairs(work.length, window)
         if work.shares_prompts:
             pairs[window] -= (work.sequences - work.prompts) * seen_pairs(work.prompt_tokens, window)
-    return _layer_flops(shape, work.trained_tokens, pairs)
+    # The delta rule runs over a copy of the prompt for every completion.
+    return _layer_flops(shape, work.trained_tokens, pairs, in_states=work.sequences * work.length)
 
 
-def _layer_flops(shape: ModelShape, tokens: float, pairs: Mapping[int | None, float]) -> tuple[LayerFlops, ...]:
-    """Per layer; `pairs` of a query and a visible key by the layer's window."""
+def _layer_flops(
+    shape: ModelShape, tokens: float, pairs: Mapping[int | None, float], *, in_states: float
+) -> tuple[LayerFlops, ...]:
+    """Per layer; `pairs` of a query and a visible key by the layer's window, and tokens that the delta rule computes."""
     flops = []
     for layer, weights in enumerate(active_weights(shape)):
         experts = shape.experts_of(layer)
         whole = 3 * shape.hidden * (experts.shared_ffn if experts else shape.ffn)
         chosen = 3 * shape.hidden * experts.ffn * experts.top_k if experts else 0
         if shape.delta and not shape.has_attention(layer):
-            core = delta_flops(shape.delta) * tokens
+            core = delta_flops(shape.delta) * in_states
         else:
             core = 2 * shape.heads * (shape.head_dim + shape.v_dim) * pairs[shape.windows[layer]]
         flops.append(
@@ -230,7 +233,8 @@ def packed_flops(shape: ModelShape, runs: np.ndarray, *, responses: int) -> Flop
     """
     first, length = runs.T
     pairs = {w: float((_seen_up_to(first + length, w) - _seen_up_to(first, w)).sum()) for w in set(shape.windows)}
-    layers = _layer_flops(shape, int(length.sum()), pairs)
+    tokens = int(length.sum())
+    layers = _layer_flops(shape, tokens, pairs, in_states=tokens)
     return sum((layer.total for layer in layers), head_flops(shape, responses))
 
 

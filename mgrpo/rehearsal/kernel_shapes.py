@@ -27,10 +27,13 @@ class _Flex(torch.autograd.Function):
     """FlexAttention: keeps its operands, its output, and one logarithm a row and head. Compiling it needs a device."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,6 +76,17 @@ def install() -> None:
     def rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
         return _Norm.apply(x, weight) if x.is_cuda and weight is not None else norm(x, shape, weight, eps)
 
+    def flex_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        return_aux: flex.AuxRequest | None = None,
+        **options: Any,
+    ) -> Any:
+        out, lse = _Flex.apply(query, key, value)
+        return out if return_aux is None else (out, flex.AuxOutput(lse=lse))
+
     functional["rms_norm"] = rms_norm
     functional["scaled_dot_product_attention"] = scaled_dot_product_attention
-    attention["flex_attention"] = lambda query, key, value, **options: _Flex.apply(query, key, value)
+    attention["flex_attention"] = flex_attention

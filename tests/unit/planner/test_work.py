@@ -216,7 +216,7 @@ def test_a_shared_expert_is_cut_like_an_mlp() -> None:
     layout = Layout(world_size=4, tensor=2, pipeline=2, expert=2, sequence_parallel=True)
     ring = 1 / 2 * 1000 * 4096 * 2
     forward, _ = sent(glm, layout, stage=1, tokens=1000)
-    assert forward.tensor == ring * 23 * 4
+    assert forward.tensor == ring * (23 * 4 + 1)  # and the LM head's input
     once, again = (sent(glm, layout, stage=1, tokens=1000, **options)[1].tensor for options in ({}, MOE_AGAIN))
     assert again - once == ring * 23 * 2
 

@@ -25,6 +25,42 @@ EXPERTS = WIDE | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+MIXTURE = WIDE | {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True}
+LATENT = MIXTURE | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+DELTA = MIXTURE | {
+    "model_type": "qwen3_next",
+    "num_experts": 8,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 512,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+CLAMPED = WIDE | {
+    "model_type": "gpt_oss",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 512,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 CAPPED = WIDE | {
     "model_type": "gemma2",
     "attn_logit_softcapping": 50.0,
@@ -81,6 +117,7 @@ class Case:
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
+SHARED = {"expert_model_parallel_size": 2}
 # Almost all tokens are responses, of which the plan takes all to be.
 FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_length": 1008}
 CASES: dict[str, Case] = {
@@ -116,6 +153,19 @@ CASES: dict[str, Case] = {
         settings={"expert_model_parallel_size": 2, "routing_replay": "learner", "num_mini_batches": 2},
         model=EXPERTS,
     ),
+    "latent, tensor": Case(learners=4, settings=TENSOR | SHARED, model=LATENT),
+    "latent, all_gather": Case(learners=4, settings=CONTEXT | SHARED, model=LATENT),
+    "latent, a2a": Case(learners=4, settings=CONTEXT | SHARED | {"cp_comm_type": "a2a"}, model=LATENT),
+    "latent, queries of hidden states": Case(
+        learners=4, settings=TENSOR | SHARED, model=LATENT | {"q_lora_rank": None, "v_head_dim": 96}
+    ),
+    "delta": Case(learners=2, settings=SHARED, model=DELTA),
+    "delta, tensor": Case(learners=4, settings=TENSOR | SHARED, model=DELTA),
+    "delta, context": Case(learners=4, settings=CONTEXT | SHARED, model=DELTA),
+    "delta, shared prompts": Case(learners=2, settings=SHARED | {"shared_prompt_packing": "true"}, model=DELTA),
+    "clamped, tensor": Case(learners=4, settings=TENSOR | SHARED, model=CLAMPED),
+    "clamped, context": Case(learners=4, settings=CONTEXT | SHARED, model=CLAMPED),
+    "clamped, shared prompts": Case(learners=2, settings=SHARED | {"shared_prompt_packing": "true"}, model=CLAMPED),
     "recompute full": Case(learners=2, settings=TENSOR | {"recompute_granularity": "full"}),
     "recompute selective": Case(
         learners=2,

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 WATCHED = [
     path
     for room in ("policy", "parallel", "sync", "checkpoint", "ops")
-    for path in (ROOT / "mgrpo" / room).glob("*.py")
+    for path in (ROOT / "mgrpo" / room).rglob("*.py")
 ]
 QUIET = {"forward", "backward", "score", "teach"}
 """Phases in which the host may not wait."""
@@ -56,6 +56,7 @@ UNREACHED = {
     "backend.py synchronize": "the same",
     "channel.py _apart": "engines on the learners' GPUs",
     "shared.py _tell": "weights for an engine on the learner's GPU; a test with the mark `gpu`",
+    "transfer_engine.py update_weights": "runs in an engine, not in a learner",
     "train_state.py restore_optimizer": "refuses to continue with offloaded states",
 }
 """What only CUDA reaches and no rehearsal does, by `file function` or file, and why."""
