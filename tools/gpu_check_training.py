@@ -88,7 +88,7 @@ MODES: dict[str, Mode] = {
     "experts fp32": Mode(model="experts", settings={"model_dtype": "float32"}, steps=2, equals=None),
     "experts, routing replay": Mode(
         model="experts",
-        settings={"moe_enable_routing_replay": True, "num_mini_batches": 2, "use_vllm_logprobs": False},
+        settings={"routing_replay": "learner", "num_mini_batches": 2, "use_vllm_logprobs": False},
         equals=None,
     ),
     "softcap": Mode(model="softcap", equals="softcap fp32"),

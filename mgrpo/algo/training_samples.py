@@ -10,7 +10,7 @@ import torch
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.turn_credit import TurnCredit, token_advantages
-from mgrpo.types import Branch, Completion, KeptTokens, Lesson, Prompt, ScoredGroup, TrainSample
+from mgrpo.types import Branch, Completion, KeptTokens, Lesson, Prompt, Routes, ScoredGroup, TrainSample, unrouted
 
 OLDEST = 127
 """Tokens that are older count as that old."""
@@ -77,6 +77,7 @@ def train_samples(
     if distillation_only:
         by_group, turn_credit = torch.zeros(rewards.shape, dtype=torch.float64), None
     is_cut = any(c.kept is not None for scored in groups for c in scored.group.completions)
+    routed = next((own for scored in groups for c in scored.group.completions for own in c.routes), None)
     samples = [
         _sample(
             scored.group.prompt,
@@ -92,24 +93,32 @@ def train_samples(
         for completion, advantage in zip(scored.group.completions, own, strict=True)
     ]
     if turn_credit is None:
-        return _taught(samples, groups, is_rewarded=not distillation_only)
+        return _taught(samples, groups, is_rewarded=not distillation_only, routed=routed)
     by_turn = turn_credit.advantages(batch, masks, normalization=normalization, ddof=ddof, eps=eps)
     credited = [
         token_advantages(completion, turns)
         for scored, completions in zip(groups, by_turn, strict=False)
         for completion, turns in zip(scored.group.completions, completions, strict=True)
     ]
-    return _taught([_credited(*pair) for pair in zip(samples, credited, strict=True)], groups, is_rewarded=True)
+    credited_samples = [_credited(*pair) for pair in zip(samples, credited, strict=True)]
+    return _taught(credited_samples, groups, is_rewarded=True, routed=routed)
 
 
-def _taught(samples: Sequence[TrainSample], groups: Sequence[ScoredGroup], *, is_rewarded: bool) -> list[TrainSample]:
-    """Each divided into its branches, with its teacher; a token is trained where it was sampled, and is context in later branches."""
+def _taught(
+    samples: Sequence[TrainSample], groups: Sequence[ScoredGroup], *, is_rewarded: bool, routed: Routes | None
+) -> list[TrainSample]:
+    """Each divided into its branches, with its teacher and, where any is `routed`, its routes.
+
+    A token is trained where it was sampled, and is context in later branches.
+    """
     found: list[TrainSample] = []
     each = iter(samples)
     for scored in groups:
         lessons = scored.lessons or [()] * len(scored.scores)
         for completion, score, own in zip(scored.group.completions, scored.scores, lessons, strict=True):
             parts = _branches(next(each), completion)
+            if routed is not None:
+                parts = _routed(parts, completion.routes, routed)
             for (part, span), lesson in zip(parts, own or [NO_LESSON] * len(parts), strict=True):
                 teacher = -1 if lesson.prompt is None else scored.group.prompt.teacher
                 has_score = is_rewarded and not np.isnan(score.reward)
@@ -134,6 +143,19 @@ def _with_teacher(
         taught=taught,
         teacher_prompt=lesson.prompt if has_own else None,
     )
+
+
+def _routed(
+    parts: Sequence[tuple[TrainSample, slice]], routes: Sequence[Routes], like: Routes
+) -> list[tuple[TrainSample, slice]]:
+    found = []
+    lengths = [len(sample.prompt_tokens) + len(sample.tokens) - 1 for sample, _ in parts]
+    routes = routes or [unrouted(length, like) for length in lengths]
+    for (sample, span), own, num_tokens in zip(parts, routes, lengths, strict=True):
+        assert len(own) == num_tokens, f"routes of {len(own)} tokens, the sample reads {num_tokens}"
+        assert own.shape[1:] == like.shape[1:] and own.dtype == like.dtype, "all routes are of one model"
+        found.append((replace(sample, routes=own), span))
+    return found
 
 
 def _branches(sample: TrainSample, completion: Completion) -> list[tuple[TrainSample, slice]]:

@@ -14,8 +14,8 @@ from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
 from mgrpo.config.schema import Config, Engine
 from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.cuts import size_of
-from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.cuts import num_experts, size_of
+from mgrpo.models.hf_config import HfConfig, read_hf_config
 
 COUNTED = ("total_episodes", "save_freq", "local_eval_every", "max_prompt_token_length", "pack_length")
 """Settings that may follow from the number of training prompts and their lengths, all of them whole numbers."""
@@ -101,6 +101,41 @@ def widest_cut(config: Config, vocab: int | None) -> Config:
     )
     notes = (*(note for note in own.notes if not note.startswith("top_k is ")), note)
     return build(flat(config) | {"top_k": most}, replace(own, notes=notes, sources={**own.sources, "top_k": "derived"}))
+
+
+def with_routing(config: Config, hf_config: HfConfig | None, *, on_gpu: bool) -> Config:
+    """`config` with what routing_replay=auto means: the engines' experts for a mixture, if they say what they chose."""
+    own = config.provenance
+    if config.parallel.routing_replay != "auto" or hf_config is None:
+        return config
+    mode, notes = "none", own.notes
+    if num_experts(hf_config):
+        missing = untold_routes(config, on_gpu=on_gpu)
+        mode = "none" if missing else "rollout"
+        said = f": {missing}" if missing else ", the experts that engines choose are also those that are trained"
+        notes = (*notes, f"routing_replay is {mode}{said}")
+    values = flat(config) | {"routing_replay": mode}
+    return build(values, replace(own, notes=notes, sources={**own.sources, "routing_replay": "derived"}))
+
+
+def untold_routes(config: Config, *, on_gpu: bool) -> str:
+    """Why engines do not say which experts they chose; "" if they do."""
+    settings = config.engine
+    if settings.vllm_mode == "server" and config.parallel.routing_replay == "auto":
+        return "vLLM servers say what they chose if they were started for it; see docs/servers.md"
+    if on_gpu and settings.vllm_mode != "server" and not settings.vllm_enable_prefix_caching:
+        return "on GPUs vLLM says what it chose with vllm_enable_prefix_caching=true alone"
+    if on_gpu and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner of vLLM that does not say what it chose; unset it"
+    return ""
+
+
+def routing_problems(config: Config, hf_config: HfConfig | None, *, on_gpu: bool) -> list[str]:
+    """A sentence if the experts of engines are to be replayed that do not say them."""
+    missing = untold_routes(config, on_gpu=on_gpu)
+    if config.parallel.routing_replay != "rollout" or not num_experts(hf_config) or not missing:
+        return []
+    return [f"routing_replay=rollout needs the engines' choices of experts, but {missing}; or use learner or none"]
 
 
 def bounded(config: Config, positions: int | None) -> Config:

@@ -31,14 +31,6 @@ PRECISION_AWARE = Needs(
     "use_precision_aware_optimizer=true", lambda use_precision_aware_optimizer: use_precision_aware_optimizer
 )
 SELECTIVE = Needs("recompute_granularity=selective", lambda recompute_granularity: recompute_granularity == "selective")
-SEVERAL_UPDATES = Needs(
-    "a second optimizer step on the same batch (num_epochs, num_mini_batches)",
-    lambda num_epochs, num_mini_batches: num_epochs * num_mini_batches > 1,
-)
-OWN_LOGPROBS = Needs(
-    "use_vllm_logprobs=false, because the policy does not score the batch",
-    lambda use_vllm_logprobs: not use_vllm_logprobs,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +84,10 @@ class Parallel:
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe."""
-    moe_enable_routing_replay: Annotated[bool, MEGATRON, SEVERAL_UPDATES, OWN_LOGPROBS] = False
-    """Route every token to the experts that were chosen when the policy scored the batch before its first update."""
+    routing_replay: Literal["auto", "none", "learner", "rollout"] = "auto"
+    """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when
+    the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts
+    if engines say what they chose, else none."""
     pack_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 512
     """Maximum tokens of a pack, the unit of a micro-batch."""
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
@@ -101,6 +95,11 @@ class Parallel:
     shared_prompt_packing: bool | Literal["auto"] = "auto"
     """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether routers are told which experts to choose."""
+        return self.routing_replay in ("learner", "rollout")
 
     def recomputes(self, module: str) -> bool:
         """Whether the backward pass computes this part of a layer again.
@@ -134,21 +133,6 @@ def _recompute_modules(recompute_modules: tuple[str, ...], recompute_granularity
             yield f"recompute_modules={module} must be of {', '.join(RECOMPUTABLE)}; {advice}"
     if recompute_granularity == "selective" and not recompute_modules:
         yield f"recompute_granularity=selective recomputes nothing without recompute_modules; name some of {', '.join(RECOMPUTABLE)}"
-
-
-def _routing_replay(
-    moe_enable_routing_replay: bool,
-    pipeline_model_parallel_size: int,
-    recompute_granularity: str,
-    recompute_modules: tuple[str, ...],
-) -> Iterator[str]:
-    recomputes = _recomputes("moe", recompute_granularity, recompute_modules)
-    if moe_enable_routing_replay and pipeline_model_parallel_size != 1 and recomputes:
-        yield (
-            "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} and recomputed routers, which would replay the choices of another pack; "
-            "use recompute_granularity=selective with recompute_modules core_attn"
-        )
 
 
 def _optimizer_memory(
@@ -212,7 +196,7 @@ def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterato
         )
 
 
-RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _routing_replay, _optimizer_memory, _shared_prompts)
+RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _optimizer_memory, _shared_prompts)
 LAYOUT: tuple[Rule, ...] = (_layout,)
 LEARNERS: tuple[Rule, ...] = (_learners,)
 
@@ -258,18 +242,31 @@ def _split_matrices(layout: Layout, num_learners_per_node: tuple[int, ...]) -> I
 
 
 def _no_experts(
-    hf_config: HfConfig | None,
-    moe_enable_routing_replay: bool,
-    recompute_granularity: str,
-    recompute_modules: tuple[str, ...],
+    hf_config: HfConfig | None, routing_replay: str, recompute_granularity: str, recompute_modules: tuple[str, ...]
 ) -> Iterator[str]:
     if hf_config is None or num_experts(hf_config):
         return
-    if moe_enable_routing_replay:
-        yield "moe_enable_routing_replay=true has no effect on a model without experts"
+    if routing_replay in ("learner", "rollout"):
+        yield f"routing_replay={routing_replay} has no effect on a model without experts"
     if recompute_granularity == "selective" and "moe" in recompute_modules:
         yield "recompute_modules: moe has no effect on a model without experts"
 
 
+def _nothing_to_replay(
+    hf_config: HfConfig | None, routing_replay: str, num_epochs: int, num_mini_batches: int, use_vllm_logprobs: bool
+) -> Iterator[str]:
+    if routing_replay != "learner" or not num_experts(hf_config):
+        return
+    if num_epochs * num_mini_batches == 1:
+        yield (
+            "routing_replay=learner has no effect without a second optimizer step on the same batch (num_epochs, num_mini_batches)"
+        )
+    elif use_vllm_logprobs:
+        yield (
+            "routing_replay=learner has no effect with use_vllm_logprobs=true, because the policy does not score the batch; "
+            "routing_replay=rollout replays the experts of the engine"
+        )
+
+
 LAYOUT_WARNINGS: tuple[Rule, ...] = (_idle_ranks, _rounded_pack, _nothing_to_shard, _split_matrices)
-EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts,)
+EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts, _nothing_to_replay)

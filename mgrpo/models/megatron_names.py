@@ -104,12 +104,17 @@ def problem(model: ModelShape) -> str | None:
             "Megatron's checkpoints keep the experts of gpt-oss transposed and with gate above up, which is not written or "
             "read here; use our own format (--format safetensors) or the Hugging Face folder"
         )
+    if model.delta:
+        return (
+            "Megatron's checkpoints keep the parts of a gated delta net's projection and convolution in tensors of their own, which "
+            "are not written or read here; use our own format (--format safetensors) or the Hugging Face folder"
+        )
     return None
 
 
 def is_homogeneous(model: ModelShape) -> bool:
     """Whether checkpoints are written by model; Megatron-core names a mixture of experts by layer unless told otherwise."""
-    return model.experts is None and model.delta is None
+    return model.experts is None
 
 
 def _by_model(model: ModelShape, layer: int, name: str, shape: Shape) -> list[Slab]:

@@ -133,8 +133,8 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
     boxes: list[list[Box]] = []
-    # The workers of a copy of attention share out its tokens before the experts, but not in vLLM's GLM-4.5.
-    is_alike = layout.data > 1 and model.family != "glm4_moe"
+    # The workers of a copy of attention share out its tokens before the experts, but not in vLLM's GLM-4.5 and 4.7.
+    is_alike = layout.data > 1 and not model.family.startswith("glm4_moe")
     for worker in range(layout.workers):
         tensor = worker % layout.tensor
         own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None

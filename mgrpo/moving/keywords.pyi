@@ -495,8 +495,8 @@ class Keywords(TypedDict, total=False):
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe. (default: core_attn mlp)"""
-    moe_enable_routing_replay: bool
-    """Route every token to the experts that were chosen when the policy scored the batch before its first update. (default: false)"""
+    routing_replay: Literal["auto", "none", "learner", "rollout"]
+    """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts if engines say what they chose, else none. (default: auto)"""
     pack_length: int
     """Maximum tokens of a pack, the unit of a micro-batch. (default: 512)"""
     logits_chunk: int | Literal["auto"]
@@ -524,7 +524,7 @@ class Keywords(TypedDict, total=False):
     vllm_enforce_eager: bool
     """Run without CUDA graphs; always on CPU. (default: false)"""
     vllm_enable_prefix_caching: bool
-    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU). (default: true)"""
+    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU). Models with gated delta nets have no such cache on a CPU. (default: true)"""
     vllm_extra_args: Mapping[str, object] | str
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows. (default: {})"""
     vllm_server_base_url: Sequence[str] | str

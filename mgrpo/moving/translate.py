@@ -42,6 +42,7 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "use_fp8_kv_cache": lambda value: "fp8" if value else "auto",
     "inflight_updates_recompute_kv_cache": lambda value: "recompute" if value else "keep",
     "masked_mean_denominator": str,
+    "moe_enable_routing_replay": lambda value: "learner" if value else "none",
     "accumulate_inference_batches_timeout": lambda value: math.ceil(value) if math.isfinite(value) else value,
 }
 """Value of the target, for renames that change it."""

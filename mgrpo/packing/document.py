@@ -1,7 +1,7 @@
 """Samples into documents, and documents into one pack.
 
 A document is a prompt followed by the completions that share it, each without its last token (`PackedBatch` in
-types.py), and padding where ranks share its tokens.
+types), and padding where ranks share its tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.lengths import cumulative
-from mgrpo.types import KeptTokens, PackedBatch, TeacherScores, TrainSample
+from mgrpo.types import KeptTokens, PackedBatch, Routes, TeacherScores, TrainSample, lengthened, unrouted
 
 
 def documents(
@@ -67,8 +67,9 @@ def document_length(
 
 
 def as_taught(sample: TrainSample) -> TrainSample:
-    """The sample as its teacher reads it."""
-    return sample if sample.teacher_prompt is None else replace(sample, prompt_tokens=sample.teacher_prompt)
+    """The sample as its teacher reads it, with experts of its own."""
+    prompt = sample.prompt_tokens if sample.teacher_prompt is None else sample.teacher_prompt
+    return replace(sample, prompt_tokens=prompt, routes=None)
 
 
 def taught_documents(
@@ -170,7 +171,29 @@ def assemble(
             else None
         ),
         taught=_taught(chosen, is_predicted),
+        routes=_routes(samples, documents, num_tokens + num_padding, document_multiple_of),
     )
+
+
+def _routes(
+    samples: Sequence[TrainSample] | Mapping[int, TrainSample],
+    documents: Sequence[Sequence[int]],
+    num_tokens: int,
+    document_multiple_of: int,
+) -> Routes | None:
+    """Of all tokens in their order; see `assemble` for the padding."""
+    parts: list[Routes] = []
+    for members in documents:
+        for number, index in enumerate(members):
+            sample, own = samples[index], samples[index].routes
+            if own is None:
+                continue
+            prompt = len(sample.prompt_tokens)
+            assert len(own) == prompt + len(sample.tokens) - 1, "a row for each token that is read"
+            parts.append(own if number == 0 else own[prompt:])
+        if parts:
+            parts.append(unrouted(-document_length(samples, members) % document_multiple_of, parts[0]))
+    return lengthened(np.concatenate(parts), num_tokens) if parts else None
 
 
 def _taught(samples: Sequence[TrainSample], is_predicted: np.ndarray) -> TeacherScores | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import numpy as np
 from mgrpo.packing.document import as_taught, assemble, taught_documents
 from mgrpo.packing.lengths import Documents, cumulative
 from mgrpo.packing.slices import TRAINED, sections
-from mgrpo.types import KeptTokens, PackedBatch, TeacherScores, TrainSample
+from mgrpo.types import KeptTokens, PackedBatch, Routes, TeacherScores, TrainSample
 
 
 def from_slice(index: Mapping[str, np.ndarray], data: np.ndarray) -> list[list[PackedBatch]]:
@@ -83,6 +83,8 @@ def _samples(part: Mapping[str, np.ndarray], index: Mapping[str, np.ndarray]) ->
     has_sets = part["kept_sizes"].size > 0
     kept = KeptTokens.of_sizes(part["kept_ids"], at_tokens(part["kept_sizes"])) if has_sets else None
     prompts = _cut(part["prompt_tokens"], part["prompt_lengths"])
+    prompt_lengths = part["prompt_lengths"][part["prompt_of"]]
+    routes = _routes(part["routes"], index, (prompt_lengths + part["lengths"] - 1).tolist())
     samples = {
         number: TrainSample(
             prompt_tokens=prompts[prompt],
@@ -95,17 +97,26 @@ def _samples(part: Mapping[str, np.ndarray], index: Mapping[str, np.ndarray]) ->
             is_sampled=is_predicted[start:end] if has_turns else None,
             token_advantages=token_advantages[start:end] if has_token_advantages else None,
             kept=kept and kept.part(start, end),
+            routes=own,
         )
-        for number, prompt, advantage, start, end in zip(
+        for number, prompt, advantage, start, end, own in zip(
             part["numbers"].tolist(),
             part["prompt_of"].tolist(),
             part["advantages"].tolist(),
             starts[:-1],
             starts[1:],
+            routes,
             strict=True,
         )
     }
     return _with_teachers(samples, part, index) if part["teachers"].size else samples
+
+
+def _routes(data: np.ndarray, index: Mapping[str, np.ndarray], lengths: list[int]) -> Sequence[Routes | None]:
+    if "routes" not in index:
+        return [None] * len(lengths)
+    layers, top_k, itemsize = index["routes"].tolist()
+    return _cut(data.view(f"u{itemsize}").reshape(-1, layers, top_k), lengths)
 
 
 def _with_teachers(
@@ -136,7 +147,7 @@ def _scores(part: Mapping[str, np.ndarray], start: int, end: int, num_likeliest:
     )
 
 
-def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+def _cut(values: np.ndarray, lengths: np.ndarray | list[int]) -> list[np.ndarray]:
     """Views of the parts that lie end to end."""
     starts = cumulative(lengths).tolist()
     return [values[start:end] for start, end in pairwise(starts)]

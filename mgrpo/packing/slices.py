@@ -3,13 +3,15 @@
 A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
 turns; where the sampling was cut, 4 more for a response token and for each token of its set; where a teacher on an engine or
 a server has spoken, 4 for a response token of which it has, and 8 for each of its likeliest tokens; the prompts of teachers
-on the learners that read others than the policy; and which of the samples form a document, which documents a pack. All else is
-a function of lengths: the receiver lays its packs out itself.
+on the learners that read others than the policy; where engines have said which experts they chose, these, layers x top_k bytes for
+each token that a sample reads, or twice as many; and which of the samples form a document, which documents a pack. All else is a
+function of lengths: the receiver lays its packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
 `[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
 `samples`, `completions` and `trained_tokens` `[sequences]`, of the sequences of all ranks, mini-batch after mini-batch. In a
-step with a sample that has a teacher also `teachers` `[sequences]` int8, and if these have spoken `num_likeliest` `[1]`.
+step with a sample that has a teacher also `teachers` `[sequences]` int8, and if these have spoken `num_likeliest` `[1]`. In one with
+routes `routes [3]`: MoE layers, top_k and bytes of a number.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ _COUNTS = (
     "packs",
     "documents",
     "sequences",
+    "route_bytes",
 )
 # A slice begins with its counts, int64. Then, without gaps, name -> (type, the count that is its length).
 _SECTIONS: dict[str, tuple[type, str]] = {
@@ -75,6 +78,8 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "teachers": (np.int8, "teachers"),
     # A bit for each token; none where all tokens are predicted.
     "is_predicted": (np.uint8, "mask_bytes"),
+    # Of each sample's prompt and tokens but the last; their shape and type are in the index.
+    "routes": (np.uint8, "route_bytes"),
 }
 TRAINED = 1
 """Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions."""
@@ -124,6 +129,7 @@ class Slice:
             "packs": len(packs),
             "documents": len(documents),
             "sequences": len(self.order),
+            "route_bytes": sum(sample.routes.nbytes for sample in self.samples if sample.routes is not None),
         }
         self.num_bytes = _num_bytes(self.counts)
 
@@ -153,6 +159,7 @@ class Slice:
             by_token = [(sample.token_advantages, own) for sample, own in each if sample.token_advantages is not None]
             np.concatenate([values[own] for values, own in by_token], out=part["token_advantages"])
         self._fill_taught(part)
+        self._fill_routes(part["routes"])
         if self.sets:
             # What is not predicted has an empty set.
             np.concatenate([kept.ids for kept in self.sets], out=part["kept_ids"])
@@ -178,6 +185,14 @@ class Slice:
             part["taught_logprobs"][:] = scores.logprobs
             if scores.ids is not None and scores.likeliest is not None:
                 part["taught_ids"][:], part["taught_likeliest"][:] = scores.ids.ravel(), scores.likeliest.ravel()
+
+    def _fill_routes(self, part: np.ndarray) -> None:
+        start = 0
+        for sample in self.samples:
+            if sample.routes is not None:
+                end = start + sample.routes.nbytes
+                part[start:end].view(sample.routes.dtype).reshape(sample.routes.shape)[:] = sample.routes
+                start = end
 
     def filled(self) -> np.ndarray:
         """The slice in memory of its own."""
@@ -216,6 +231,10 @@ def to_slices(
         index["teachers"] = np.array([sample.teacher for sample in samples], dtype=np.int8)[order]
     if known := next((sample.taught for sample in samples if sample.taught is not None), None):
         index["num_likeliest"] = np.array([known.num_likeliest], dtype=np.int64)
+    routed = [sample.routes for sample in samples if sample.routes is not None]
+    assert len(routed) in (0, len(samples)), "all samples of a step have routes, or none has"
+    if routed:
+        index["routes"] = np.array([*routed[0].shape[1:], routed[0].itemsize], dtype=np.int64)
     slices = [Slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]
     return index, slices
 

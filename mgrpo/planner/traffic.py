@@ -7,7 +7,8 @@ that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden):
                2205.05198), of which latent attention has both latent vectors and the rotated part of the key in place of its
                input, and experts nothing but their shared one's half; on the first stage the embedding's sum and its
                gradient, on the last the LM head's input and the sum of that input's gradient, in fp32 where the head runs in
-               chunks
+               chunks; once per optimizer step the sum of the fp32 gradients of weights of latent attention that each rank has
+               whole, where sequence parallelism gives it a part of the tokens
     context    per layer keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the
                output. Gated delta nets always exchange: what their convolution takes, rates and decays, and the output
     expert     per layer 2 x tokens x top_k x h in each direction
@@ -206,7 +207,13 @@ def data_traffic(
     is_tied_end = shape.tied and layout.pipeline > 1 and stage in (0, layout.pipeline - 1)
     embedding = holdings(shape, tensor=layout.tensor, expert=layout.expert).embedding
     # The two copies of the embedding sum their gradients: an all-reduce of two ranks.
-    return Traffic(data=data, pipeline=FP32_BYTES * embedding if is_tied_end else 0.0)
+    pipeline = FP32_BYTES * embedding if is_tied_end else 0.0
+    tensor = 0.0
+    if layout.sequence_parallel and (latent := shape.latent):
+        whole = shape.hidden * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_dim)
+        layers = len(stage_layers(layout, shape.num_layers, stage))
+        tensor = 2 * _ring(layout.tensor) * FP32_BYTES * whole * layers
+    return Traffic(data=data, pipeline=pipeline, tensor=tensor)
 
 
 def _shared(held: Elements, layout: Layout) -> float:

@@ -15,7 +15,7 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.packed.packs import PackedDocuments, describe
 from mgrpo.policy.model import ResponseRows
 from mgrpo.policy.routing import Routing
-from mgrpo.types import KeptTokens, PackedBatch, TeacherScores
+from mgrpo.types import KeptTokens, PackedBatch, Routes, TeacherScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class Microbatch:
     """From the pack, or by a teacher beside the policy, then on the last stage only. None: nothing is learned from any."""
     routing: Routing = field(default_factory=dict)
     """The experts chosen in the score that recorded them; replayed in training."""
+    routes: Routes | None = None
+    """Those that engines chose for this context rank's tokens, on the host; replayed in the policy's own scores and in training."""
 
     def with_candidates(self, temperature: float) -> Microbatch:
         """The same, whose teacher's likeliest tokens are scored as well, at this temperature."""
@@ -112,6 +114,7 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
             teachers=None if pack.teachers is None else backend.to_device(_by_response(pack, pack.teachers), np.int8),
         ),
         taught=None if pack.taught is None else _taught(pack.taught),
+        routes=None if pack.routes is None else pack.routes[documents.local_queries.tokens],
     )
 
 

@@ -22,14 +22,18 @@ from mgrpo.policy.routing import RoutingReplay
 
 @record_function("mgrpo: score")
 def forward(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], *, routing: RoutingReplay
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[Microbatch],
+    *,
+    routing: RoutingReplay,
+    replays: bool = False,
 ) -> list[torch.Tensor]:
-    """The model's output for each micro-batch."""
+    """The model's output for each micro-batch; with `replays` under the experts that engines chose."""
 
     def use(microbatch: Microbatch, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         return output
 
-    return _run(chunks, microbatches, use, routing=routing, forward_only=True)
+    return _run(chunks, microbatches, use, routing=routing, replays=replays, forward_only=True)
 
 
 @record_function("mgrpo: forward and backward")
@@ -48,7 +52,7 @@ def forward_backward(
         # Megatron wants a count of tokens to divide by. Nothing divides by it: the loss has its global denominator.
         return value, torch.zeros((), dtype=torch.int, device=value.device), reported
 
-    return _run(chunks, microbatches, use, routing=routing, forward_only=False)
+    return _run(chunks, microbatches, use, routing=routing, replays=True, forward_only=False)
 
 
 def _run(
@@ -57,14 +61,17 @@ def _run(
     use: Callable[..., Any],
     *,
     routing: RoutingReplay,
+    replays: bool,
     forward_only: bool,
 ) -> list[Any]:
     chunk_index = {id(chunk): index for index, chunk in enumerate(chunks)}
 
     def forward_step(batches: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         microbatch, index = next(batches), chunk_index[id(chunk)]
-        if not forward_only and index in microbatch.routing:
-            routing.replay(index, microbatch.routing[index])
+        choices = microbatch.routing.get(index) if replays else None
+        if choices is None and replays and microbatch.routes is not None:
+            choices = routing.of(index, microbatch.routes)
+        routing.replay(index, choices, is_training=not forward_only)
         output = chunk(
             microbatch.tokens,
             microbatch.positions,

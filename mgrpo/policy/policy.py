@@ -97,7 +97,7 @@ class Policy:
             scores_entropy=scores_entropy,
         )
         self.chunks: Sequence[ResponseModel | WrappedChunk] = chunks
-        self.routing = RoutingReplay(chunks)
+        self.routing = RoutingReplay(chunks, shape, layout, self.coordinate)
         self.parameters = ShardedParameters(chunks, shape, layout, self.rank)
         self.adapters = Adapters(chunks, self.parameters, lora, seed=seed) if lora else None
         self.optimizer: PolicyOptimizer | None = None
@@ -233,15 +233,15 @@ class Policy:
         ]
 
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Microbatch], name: str, *, records_routing: bool = False) -> None:
+    def score(self, microbatches: Sequence[Microbatch], name: str, *, replays_routing: bool = False) -> None:
         """Log-probabilities under the current weights, stored in `microbatch.logprobs[name]` on the last stage.
 
-        With `records_routing` a later `train_step` on these micro-batches replays the experts chosen here, if the model
-        was built for it (`moe_enable_routing_replay`).
+        With `replays_routing` under the same experts as a later `train_step` on these micro-batches, as far as `routing_replay` says:
+        those of the engines, or those that are chosen here.
         """
-        if records_routing:
+        if replays_routing and self.parallel.routing_replay == "learner":
             self.routing.record()
-        outputs = passes.forward(self.chunks, microbatches, routing=self.routing)
+        outputs = passes.forward(self.chunks, microbatches, routing=self.routing, replays=replays_routing)
         if self.is_last_stage:
             for microbatch, output in zip(microbatches, outputs, strict=True):
                 microbatch.logprobs[name] = output[0]

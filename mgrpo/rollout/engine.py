@@ -25,6 +25,10 @@ were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` fl
 Under `Sampling.has_sets` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
 int32, 0 where the engine does not know the whole set.
 
+With `Sampling.keeps_routes`, from engines that say which experts they chose, also `Completion.routes` end to end: `routes [sum(
+route_sizes), MoE layers, top_k]`, and how many tokens of each sample have them, `route_sizes [samples]` int64: those of the prompt and its
+own except the last, or none.
+
 Under `Sampling.prompt_logprobs` also what was asked of the prompts' tokens: `prompt_sizes [groups]` int64 counts them, `prompt_logprobs
 [sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest at their places,
 with -1 and NaN where the engine gave fewer."""
@@ -60,6 +64,8 @@ class Sampling:
     top_k: int = 0
     keeps_sets: bool = True
     """With `top_k`: the sets that tokens are sampled from are kept, see `Completion.kept`."""
+    keeps_routes: bool = True
+    """The experts of tokens are kept, see `Completion.routes`, if the engine says them."""
     min_p: float = 0.0
     regex: str | None = None
     """An expression that completions match; only for engines that were started with a tokenizer."""

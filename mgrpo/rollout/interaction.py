@@ -217,6 +217,7 @@ class Interaction:
                     policy_versions=completion.policy_versions,
                     finish_reason=completion.finish_reason,
                     kept=completion.kept,
+                    routes=completion.routes[0] if completion.routes else None,
                 )
                 for completion in group.completions
             ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, PromptBatch, Sampling
-from mgrpo.types import Completion, KeptTokens, Prompt, RolloutGroup
+from mgrpo.types import Completion, KeptTokens, Prompt, RolloutGroup, Routes
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Token arrays -> texts."""
@@ -185,6 +185,7 @@ def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Samp
         top_p=rollout.eval_top_p,
         top_k=rollout.top_k if rollout.needs_masks else 0,
         keeps_sets=False,
+        keeps_routes=False,
         regex=rollout.vllm_guided_decoding_regex,
         stop_strings=rollout.stop_strings,
     )
@@ -264,6 +265,7 @@ def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) ->
     """The groups of these prompts from an engine's answer; each completion is decoded once."""
     cuts = list(itertools.pairwise(arrays["cu_seqlens"].tolist()))
     sets = KeptTokens.of_sizes(arrays["kept_ids"], arrays["kept_sizes"]) if "kept_ids" in arrays else None
+    routes = _routes(arrays) if "routes" in arrays else [()] * len(cuts)
     texts = decode([arrays["tokens"][a:b] for a, b in cuts])
     completions = iter(
         Completion(
@@ -273,10 +275,17 @@ def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) ->
             finish_reason=FINISH_REASONS[reason],
             text=text,
             kept=sets and sets.part(a, b),
+            routes=own,
         )
-        for (a, b), text, reason in zip(cuts, texts, arrays["finish_reasons"].tolist(), strict=True)
+        for (a, b), text, reason, own in zip(cuts, texts, arrays["finish_reasons"].tolist(), routes, strict=True)
     )
     return [
         RolloutGroup(prompt=prompt, completions=tuple(itertools.islice(completions, size)))
         for prompt, size in zip(prompts, arrays["sizes"].tolist(), strict=True)
     ]
+
+
+def _routes(arrays: Completions) -> list[tuple[Routes, ...]]:
+    ends = np.cumsum(arrays["route_sizes"]).tolist()
+    assert len(arrays["routes"]) == (ends[-1] if ends else 0), "as many rows as the completions have"
+    return [(arrays["routes"][a:b],) if a < b else () for a, b in itertools.pairwise([0, *ends])]

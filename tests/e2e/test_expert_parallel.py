@@ -28,12 +28,12 @@ LAYOUTS = [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}]
 HOST = "127.0.0.1"
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "gpt_oss"])
 def models(tmp_path_factory, request):
     """The weights that an engine starts with, and those that it is sent. Of 5 experts the first worker has 3; one layer has none."""
     folder = tmp_path_factory.mktemp("models")
-    experts = {"qwen3_moe": {"num_experts": 5}, "glm4_moe": {}}[request.param]
-    sent = save_tiny(folder / "sent", request.param, moe_intermediate_size=32, **experts)
+    settings = {"qwen3_moe": {"num_experts": 5}, "gpt_oss": {"intermediate_size": 64}}
+    sent = save_tiny(folder / "sent", request.param, **settings.get(request.param, {}))
     torch.manual_seed(123)
     model = load_hf(sent)
     with torch.no_grad():

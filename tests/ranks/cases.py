@@ -558,7 +558,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
 
 def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], replays: bool) -> dict[str, Any]:
     """How many choices of experts differ between the score before an update and the training pass after it."""
-    policy = make_policy(model_dir, layout, settings={"moe_enable_routing_replay": True})
+    policy = make_policy(model_dir, layout, settings={"routing_replay": "learner"})
     policy.prepare_training(Optimizer(learning_rate=0.05), num_optimizer_steps=2)
     packs, num_trained = own_packs(policy, samples, share_prompts=True, pack_length=512)
     microbatches = policy.microbatches(packs)
@@ -570,7 +570,7 @@ def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], 
     def loss(logprobs, entropy, batch):
         return -logprobs.sum() / num_trained, float(logprobs.detach().sum())
 
-    policy.score(microbatches, "old", records_routing=True)
+    policy.score(microbatches, "old", replays_routing=True)
     before, chosen[:] = list(chosen), []
     if not replays:
         for microbatch in microbatches:
@@ -580,6 +580,30 @@ def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], 
     result = policy.train_step(microbatches, loss)
     changed = sum(int((a != b).sum()) for a, b in zip(before, chosen, strict=True))
     return {"changed": changed, "loss": sum(result.measured)}
+
+
+def replayed_scores(model_dir: str, layout: dict[str, Any], samples: list[TrainSample]) -> dict[str, Any]:
+    """How scores of the policy and of a reference differ from those in training, under experts that engines chose."""
+    policy = make_policy(model_dir, layout, settings={"routing_replay": "rollout"})
+    policy.prepare_training(Optimizer(learning_rate=0.0), num_optimizer_steps=1)
+    packs, num_trained = own_packs(policy, samples, share_prompts=True, pack_length=64)
+    microbatches = policy.microbatches(packs)
+    policy.score(microbatches, "old", replays_routing=True)
+    policy.score(microbatches, "ref")
+
+    def loss(logprobs, entropy, batch):
+        ratio = (logprobs.detach() - batch.logprobs["old"]).exp()
+        return -logprobs.sum() / num_trained, (ratio, (logprobs.detach() - batch.logprobs["ref"]).abs())
+
+    measured = policy.train_step(microbatches, loss).measured
+    fixed, differing = policy.routing.take_counts()
+    ratios, distances = (torch.cat(parts) for parts in zip(*measured, strict=True))
+    return {
+        "ratio": float(ratios[(ratios - 1).abs().argmax()]),
+        "reference": float(distances.max()),
+        "fixed": fixed,
+        "differing": differing,
+    }
 
 
 def visible_gpus() -> str | None:

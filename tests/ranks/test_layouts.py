@@ -5,6 +5,7 @@ Adam and clipping hide a gradient that is wrong by a factor, so gradients themse
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from mgrpo import algo
 from mgrpo.config.loss import LossConfig
 from tests.ranks import cases
+from tests.routed import fixed_experts
 from tests.tiny_models import load_hf, save_tiny, saved_gradients
 
 TEMPERATURE = 0.8
@@ -30,7 +32,8 @@ def oracle(model_dir, samples, loss):
     for number, sample in enumerate(samples):
         ids = torch.from_numpy(np.concatenate((sample.prompt_tokens, sample.tokens))).long()[None]
         first = len(sample.prompt_tokens) - 1
-        logits = model(ids).logits[0, first:-1].double() / TEMPERATURE
+        with nullcontext() if sample.routes is None else fixed_experts(model, sample.routes):
+            logits = model(ids).logits[0, first:-1].double() / TEMPERATURE
         if sample.kept is not None:
             is_kept = torch.zeros_like(logits, dtype=torch.bool)
             sets = np.split(sample.kept.ids, sample.kept.offsets[1:-1])

@@ -20,7 +20,7 @@ HEAVY = {
     "vllm": {
         *("rollout/vllm/actor.py", "rollout/vllm/local_core.py", "rollout/vllm/teacher_engine.py"),
         *("sync/vllm_plugin/transfer_engine.py", "sync/vllm_plugin/delta_core.py", "sync/vllm_plugin/live_weights.py"),
-        "sync/vllm_plugin/rebound.py",
+        *("sync/vllm_plugin/rebound.py", "sync/vllm_plugin/routed_experts.py"),
         "environments/formats/vllm_door.py",
     },
 }

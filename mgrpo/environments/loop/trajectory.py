@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mgrpo.types import Branch, Completion, KeptTokens, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, KeptTokens, Routes, TrajectoryRecord, Turn, lengthened
 
 ScoredText = Literal["final", "assistant", "all"]
 EndedBy = Literal["stop", "done", "length", "max_calls", "error"]
@@ -35,6 +35,8 @@ class Sampled:
     """"stop": by itself, or at a stop string."""
     kept: KeptTokens | None = None
     """One entry for each token, see `Completion.kept`."""
+    routes: Routes | None = None
+    """Of all that it was sampled after and its tokens but the last, see `Completion.routes`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,10 @@ class Trajectory:
     """The place in the list where the present branch begins."""
     branches: list[Branch] = field(default_factory=list)
     """Branches that have ended."""
+    routes: list[Routes | None] = field(default_factory=list)
+    """Those of the branches that have ended."""
+    routed: Routes | None = None
+    """Those of the present branch: of each token the turn's that read it first, under which what follows it was sampled."""
     parent: int = -1
     after: int = -1
     """Of the present branch, see `Branch`."""
@@ -74,6 +80,11 @@ class Trajectory:
 
     def add_sampled(self, sampled: Sampled) -> None:
         """A turn that the model has sampled."""
+        if sampled.routes is not None:
+            num_read = self.num_preceding + len(sampled.tokens) - 1
+            assert len(sampled.routes) == num_read, f"routes of {len(sampled.routes)} tokens, the turn read {num_read}"
+            known = sampled.routes[:0] if self.routed is None else self.routed
+            self.routed = np.concatenate([known, sampled.routes[len(known) :]])
         self._add(sampled)
         self.turns.append(Turn(start=self.num_tokens - len(sampled.tokens), end=self.num_tokens))
 
@@ -118,6 +129,8 @@ class Trajectory:
         """
         if self.turns:
             self.branches.append(self._branch())
+            self.routes.append(self.routed)
+        self.routed = None
         self.parent = len(self.branches) - 1 if parent is None else parent
         self.after = len(self.turns) - 1 if after is None else after
         self.context, self.start, self.branch_messages = context, self.num_tokens, tuple(messages)
@@ -168,6 +181,7 @@ class Trajectory:
             finish_reason="stop" if self.ended_by == "done" else self.ended_by,
             text=text,
             kept=self._kept(),
+            routes=self._routes(),
             trajectory=TrajectoryRecord(
                 is_sampled=_joined([np.full(len(p.tokens), bool(p.finish_reason)) for p in self.parts], np.bool_),
                 turns=tuple(self.turns),
@@ -190,6 +204,19 @@ class Trajectory:
         if not self.has_own_context:
             first = replace(first, messages=first.messages[self.num_opening :])
         return (first, *others)
+
+    def _routes(self) -> tuple[Routes, ...]:
+        """Those of all branches, or of the only one."""
+        found = [*self.routes, self.routed]
+        known = next((routes for routes in found if routes is not None), None)
+        if known is None or not self.turns:
+            return ()
+        branches = [*self.branches, self._branch()]
+        lengths = [len(branch.prompt_tokens) + branch.end - branch.start - 1 for branch in branches]
+        return tuple(
+            lengthened(known[:0] if routes is None else routes, length)
+            for routes, length in zip(found, lengths, strict=True)
+        )
 
     def _kept(self) -> KeptTokens | None:
         """The kept sets of all tokens: those between turns have none."""

@@ -288,6 +288,9 @@ CONVERT: dict[str, Callable[[Text], object]] = {
     "turns": lambda text: int(_text(text)) - 1,
     "rounds": lambda text: int(_text(text)) or None,
     "parser": lambda text: f"vllm_{text}",
+    "learner": lambda text: "learner" if _text(text).lower() == "true" else None,
+    "rollout": lambda text: "rollout" if _text(text).lower() == "true" else None,
+    "routing": lambda text: {"disabled": "none", "r2": "learner", "r3": "rollout"}[_text(text).lower()],
     "fp16": lambda text: "float16" if _text(text).lower() == "true" else None,
 }
 """From a text to the value of the targets, a list to one value for each; None leaves a target as it is."""

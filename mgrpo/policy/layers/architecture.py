@@ -42,7 +42,7 @@ def transformer_config(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
         **_recompute_settings(settings or Parallel()),
-        moe_enable_routing_replay=bool(shape.experts and settings and settings.moe_enable_routing_replay),
+        moe_enable_routing_replay=bool(shape.experts and settings and settings.replays_routing),
         moe_permute_fusion=uses_te and shape.experts is not None,
         # Megatron-FSDP hands out its gradient buffers by itself.
         gradient_accumulation_fusion=backend.accumulates_gradients() and layout.sharding < 2,

@@ -64,7 +64,7 @@ class GatedDeltaNet(MegatronModule):
         mixed, gate, beta, alpha = inputs.squeeze(1).split(self.widths, -1)
         operands: tuple[torch.Tensor, ...] = (mixed, beta, alpha, self.conv1d["weight"], self.A_log, self.dt_bias)
         if pack.gathered_rows is not None:
-            operands = self._exchanged(*operands, pack.gathered_rows)
+            operands = self._exchanged(*operands, gathered_rows=pack.gathered_rows)
 
         def core(*operands: torch.Tensor) -> torch.Tensor:
             return self._core(*operands, chunks=chunks)
@@ -109,6 +109,7 @@ class GatedDeltaNet(MegatronModule):
         convolution: torch.Tensor,
         A_log: torch.Tensor,
         dt_bias: torch.Tensor,
+        *,
         gathered_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """The operands of `_core` for all tokens and this context-parallel rank's heads, from its tokens and all heads."""

@@ -62,7 +62,7 @@ class LatentSelfAttention(MegatronModule):
         self.linear_kv_down_proj = ReplicatedLinear(hidden, latent.kv_rank + latent.rope_dim, config)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, latent.norm_eps)
         self.linear_kv_up_proj = column(latent.kv_rank, heads * key_value)
-        self.core_attention = core_attention(config)
+        self.core_attention: Any = core_attention(config)
         self.linear_proj = RowParallelLinear(
             heads * latent.v_dim,
             hidden,

@@ -19,6 +19,7 @@ from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
+from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
 from mgrpo.rollout.vllm.printed import print_into
@@ -87,6 +88,7 @@ class EngineActor(EngineCalls):
             local_core.install()
         self.num_logprobs = args.get("max_logprobs", 0)
         self.has_masks = args.get("return_sampling_mask", False)
+        self.mixtures = mixtures(args["model"]) if args.get("enable_return_routed_experts") else None
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo") if teacher_temperature is None else None
@@ -180,7 +182,11 @@ class EngineActor(EngineCalls):
             params = [SamplingParams(**settings)] * len(prompts)
         else:
             params = [SamplingParams(**(settings | own)) for own in own_settings(batch)]
-        reading = {"num_logprobs": settings["logprobs"], "has_masks": self.has_masks and batch.sampling.has_sets}
+        reading = {
+            "num_logprobs": settings["logprobs"],
+            "has_masks": self.has_masks and batch.sampling.has_sets,
+            "mixtures": self.mixtures if batch.sampling.keeps_routes else None,
+        }
         starts = [None] * len(prompts) if batch.starts is None else batch.starts.tolist()
         asked = zip(batch.numbers.tolist(), prompts, salts(batch), params, starts, strict=True)
         for number, prompt, salt, own, start in asked:
@@ -200,7 +206,13 @@ def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
 
 
 async def _group(
-    number: int, request: Any, *, num_logprobs: int = 0, has_masks: bool = False, start: int | None = None
+    number: int,
+    request: Any,
+    *,
+    num_logprobs: int = 0,
+    has_masks: bool = False,
+    mixtures: Mixtures | None = None,
+    start: int | None = None,
 ) -> Completions:
     """The group of a request, from its last output.
 
@@ -208,6 +220,7 @@ async def _group(
         start: the first token of the prompt that was asked about; None: none was.
         num_logprobs: log-probabilities at each position beside the sampled token's; above 0 they show the set that was sampled from.
         has_masks: masks show it.
+        mixtures: the engine says which experts it chose in these layers.
     """
     while not (output := await request.get()).finished:
         pass
@@ -219,7 +232,11 @@ async def _group(
         kept = [masked_tokens(c.token_ids, c.sampling_mask and c.sampling_mask.token_ids) for c in completions]
     elif num_logprobs:
         kept = [_kept(completion, step) for completion in completions]
-    group = flattened(number, completions, logprobs, kept)
+    routes = None
+    if mixtures is not None:
+        prompt = len(output.prompt_token_ids)
+        routes = [mixtures.routes(c.routed_experts, prompt, len(c.token_ids)) for c in completions]
+    group = flattened(number, completions, logprobs, kept, routes)
     return group if start is None else group | _prompt_logprobs(output, start)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions, Pause, PromptBatch, Sampling
-from mgrpo.types import KeptTokens
+from mgrpo.types import KeptTokens, Routes
 
 
 class Caller(ABC):
@@ -295,11 +295,13 @@ def flattened(
     completions: Sequence[CallOutput],
     logprobs: Sequence[Sequence[float]],
     kept: Sequence[KeptTokens] | None = None,
+    routes: Sequence[Routes] | None = None,
 ) -> Completions:
     """One group, with `lengths [samples]` instead of `cu_seqlens`.
 
     Args:
         logprobs, kept: for each completion, those of its tokens.
+        routes: for each completion those of prompt and tokens but the last, or none.
     """
     lengths = [len(completion.token_ids) for completion in completions]
     assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"
@@ -320,6 +322,7 @@ def flattened(
         "lengths": np.array(lengths, dtype=np.int64),
         "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason or "") for c in completions], dtype=np.int8),
         **({"kept_ids": sets.ids, "kept_sizes": sets.sizes} if sets else {}),
+        **({} if routes is None else {"routes": np.concatenate(routes), "route_sizes": np.array([*map(len, routes)])}),
     }
 
 
@@ -342,6 +345,9 @@ def joined(groups: Sequence[Completions]) -> Completions:
     """Several groups of `flattened`."""
     if any("kept_ids" in group for group in groups):
         groups = [_with_sets(group) for group in groups]
+    if (routes := next((group["routes"] for group in groups if "routes" in group), None)) is not None:
+        none = {"routes": routes[:0]}
+        groups = [none | {"route_sizes": np.zeros(len(group["lengths"]), np.int64)} | group for group in groups]
     whole = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
     lengths = whole.pop("lengths")
     return {**whole, "cu_seqlens": np.concatenate(([0], np.cumsum(lengths)))}

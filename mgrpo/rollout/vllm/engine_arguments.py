@@ -52,6 +52,7 @@ OWNED = {
     "skip_tokenizer_init": "stop_strings decides it",
     "max_logprobs": "use top_k",
     "return_sampling_mask": "use top_k",
+    "enable_return_routed_experts": "use routing_replay",
     "trust_remote_code": "code that comes with a model is never run",
     **dict.fromkeys(
         ("quantization", "quantization_config", "allow_deprecated_quantization"),
@@ -350,6 +351,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
         **kept_args(config),
+        **({"enable_return_routed_experts": True} if config.parallel.routing_replay == "rollout" else {}),
         **_adapter_args(config.adapter.lora),
     }
     if config.model.cast_lm_head_to_fp32:

@@ -22,6 +22,7 @@ from mgrpo.types import (
     KeptTokens,
     Prompt,
     RolloutGroup,
+    Routes,
     Score,
     ScoredGroup,
     TeacherScores,
@@ -39,8 +40,8 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
     """For each group a record in JSON of where its completions lie in the arrays, end to end.
 
     The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories,
-    `contexts` int32 if these have branches, `kept_ids` and `kept_sizes`, both int32, if the sampling was cut, and
-    `taught_logprobs` float32, `taught_ids` int32 and `taught_likeliest` float32, of the completions of which a teacher has spoken.
+    `contexts` int32 if these have branches, `routes` if engines said which experts they chose, `kept_ids` and `kept_sizes`, both
+    int32, if the sampling was cut, and `taught_logprobs` float32, `taught_ids` int32 and `taught_likeliest` float32, of the completions of which a teacher has spoken.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
@@ -51,6 +52,8 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
     taught = [completion.taught for completion in completions if completion.taught]
     taught_ends = iter(itertools.accumulate(len(scores.logprobs) for scores in taught))
     text_ends = iter(itertools.accumulate(map(len, texts)))
+    routes = [own for completion in completions for own in completion.routes]
+    route_ends = iter(itertools.accumulate(map(len, routes)))
     start = text_start = 0
     for number, group in groups.items():
         size = len(group.completions)
@@ -64,6 +67,13 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
             records[number]["taught"] = [
                 c.taught and [next(taught_ends), c.taught.num_likeliest] for c in group.completions
             ]
+        if any(completion.routes for completion in group.completions):
+            # A state has no type for uint16: its bytes are kept as int16.
+            places = [
+                [[end - len(own), end] for own, end in zip(c.routes, route_ends, strict=False)]
+                for c in group.completions
+            ]
+            records[number]["routes"] = {"row": routes[0].shape[1:], "places": places}
         if group.prompt.opening:
             records[number]["opening"] = group.prompt.opening
         start, text_start = cuts[-1], text_cuts[-1]
@@ -74,6 +84,9 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
         kept = KeptTokens.joined([c.kept or KeptTokens.none(len(c.tokens)) for c in completions])
         arrays |= {"kept_ids": kept.ids, "kept_sizes": kept.sizes}
     arrays |= _scores_as_arrays(taught)
+    if routes:
+        whole = np.concatenate(routes).ravel()
+        arrays["routes"] = whole.view(np.int16) if whole.itemsize == 2 else whole
     if contexts:
         arrays["contexts"] = np.concatenate(contexts)
     return records, arrays | ({"texts": np.array(bytearray(b"".join(texts)))} if completions else {})
@@ -89,6 +102,8 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
     contexts = arrays.get("contexts", np.zeros(0, np.int32))
     sizes = arrays.get("kept_sizes")
     taught = record.get("taught", [None] * len(reasons))
+    routed = record.get("routes", {"places": [()] * len(reasons)})
+    routes = _routes(arrays["routes"], routed["row"]) if "row" in routed else np.zeros(0)
     kept = None if sizes is None else KeptTokens.of_sizes(arrays.get("kept_ids", np.zeros(0, np.int32)), sizes)
     return RolloutGroup(
         prompt=prompt,
@@ -102,8 +117,11 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 trajectory=own and _trajectory(own, is_sampled[a:b], contexts),
                 kept=kept and kept.part(a, b),
                 taught=spoken and _scores(arrays, spoken[0] - (b - a), *spoken),
+                routes=tuple(routes[first:last] for first, last in places),
             )
-            for (a, b), (c, d), reason, own, spoken in zip(cuts, text_cuts, reasons, trajectories, taught, strict=True)
+            for (a, b), (c, d), reason, own, spoken, places in zip(
+                cuts, text_cuts, reasons, trajectories, taught, routed["places"], strict=True
+            )
         ),
     )
 
@@ -143,6 +161,10 @@ def _scores(arrays: Mapping[str, np.ndarray], start: int, end: int, k: int) -> T
         return TeacherScores(logprobs=logprobs)
     ids, likeliest = (arrays[name].reshape(-1, k)[start:end] for name in ("taught_ids", "taught_likeliest"))
     return TeacherScores(logprobs=logprobs, ids=ids, likeliest=likeliest)
+
+
+def _routes(flat: np.ndarray, row: Sequence[int]) -> Routes:
+    return flat.view(np.uint16 if flat.itemsize == 2 else np.uint8).reshape(-1, *row)
 
 
 def _branches(completion: Completion) -> tuple[Branch, ...]:

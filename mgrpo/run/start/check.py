@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import bounded, counted, fitted, widest_cut
+from mgrpo.config.derived import bounded, counted, fitted, routing_problems, widest_cut, with_routing
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
@@ -56,8 +56,10 @@ def check_run(
     """
     hf_config, shape, about_model = _model(config)
     config = bounded(config, size_of(hf_config or {}, "max_position_embeddings"))
-    if serving_gpus():
+    on_gpu = bool(serving_gpus())
+    if on_gpu:
         config = widest_cut(config, size_of(hf_config or {}, "vocab_size"))
+    config = with_routing(config, hf_config, on_gpu=on_gpu)
     find = partial(
         found_problems,
         world_size=world_size(),
@@ -66,7 +68,7 @@ def check_run(
         has_eval_dataset=eval_dataset is not None,
         num_reward_funcs=len(functions),
     )
-    problems = find(config)
+    problems = find(config) + routing_problems(config, hf_config, on_gpu=on_gpu)
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
     problems += _loss_problems(config, loss)

@@ -150,7 +150,7 @@ class HeldModels:
         )
 
     def _untrained(self, shape: ModelShape) -> UntrainedPolicy:
-        settings = replace(self.config.parallel, moe_enable_routing_replay=False)
+        settings = replace(self.config.parallel, routing_replay="none")
         # A teacher may cap its logits where the policy does not; it has as many as the policy.
         chunk = 0 if shape.logit_softcap else self.logits_chunk
         return self._make(UntrainedPolicy, shape, settings, logits_chunk=chunk)

@@ -35,6 +35,7 @@ Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 ENTROPY = "policy/entropy_avg"
 BONUS = "loss/entropy_avg"
+ROUTING = "policy/routing_differs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ class Learner:
             index, own: see `Batch`: what all ranks know of the packs, and this rank's slice.
         """
         results = self._optimize(index, own)
-        metrics = self._reduce(results, maxima=backend.peak_memory())
+        metrics = self._reduce(results, beside=algo.MetricSums(self._routing(), backend.peak_memory()))
         if self.policy.adapters:
             self.policy.wait_for_weights()
             metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
@@ -166,7 +167,7 @@ class Learner:
                 with self.policy.adapters_off():
                     self.policy.score(mini_batch.microbatches, "ref")
             if self.scores_itself:
-                self.policy.score(mini_batch.microbatches, "old", records_routing=True)
+                self.policy.score(mini_batch.microbatches, "old", replays_routing=True)
             if algorithm.top_entropy_quantile < 1:
                 self._choose_uncertain_tokens(mini_batch)
             self.on_progress()
@@ -194,15 +195,20 @@ class Learner:
         has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
         return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
 
-    def _reduce(self, results: Sequence[StepResult], *, maxima: Mapping[str, float] | None = None) -> dict[str, float]:
+    def _routing(self) -> dict[str, list[float]]:
+        """Of the replayed choices of experts, how many the policy's own routers would not have made."""
+        fixed, differing = self.policy.routing.take_counts()
+        return {ROUTING: [differing, fixed]} if fixed else {}
+
+    def _reduce(self, results: Sequence[StepResult], *, beside: algo.MetricSums | None = None) -> dict[str, float]:
         """Metrics over all mini-batches and ranks; every trained token counts once.
 
         Args:
-            maxima: figures of this rank, of which the largest of all ranks counts.
+            beside: what this rank measured elsewhere.
         """
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
-        own.append(algo.MetricSums({}, maxima or {}))
+        own.append(beside or algo.MetricSums({}, {}))
         everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mgrpo.sync.vllm_plugin import routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
@@ -204,6 +205,14 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         rotated,
         "vLLM's kernel turns the queries and keys of latent attention by other angles",
     ),
+    (
+        "vllm.config.vllm:VllmConfig",
+        "_verify_aux_output_compatibility",
+        lambda self: None,
+        "on a CPU vLLM does not return the experts of tokens, `routed_experts` does",
+    ),
+    (routed_experts.RUNNER, "execute_model", routed_experts.execute_model, "the same"),
+    (routed_experts.RUNNER, "sample_tokens", routed_experts.sample_tokens, "the same"),
 )
 """On a CPU."""
 

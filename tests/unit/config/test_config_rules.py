@@ -591,15 +591,3 @@ def test_no_values_make_the_validator_raise(values, world_size):
     shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
     for sentence in problems(build(values), world_size=world_size, hf_config=shape, has_dataset=True):
         assert isinstance(sentence, str)
-
-
-@pytest.mark.parametrize(
-    "how", [{"recompute_granularity": "full"}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]
-)
-def test_replay_and_recomputed_routers_do_not_share_a_pipeline(how):
-    """A router that is computed again while another pack goes forward would follow that pack's choices."""
-    values = {"moe_enable_routing_replay": True, "pipeline_model_parallel_size": 2, **how}
-    found = problems(from_values(values), world_size=2)
-    assert any("moe_enable_routing_replay=true cannot be combined" in sentence for sentence in found)
-    plain = problems(from_values(values | {"recompute_granularity": "none"}), world_size=2)
-    assert not any("moe_enable_routing_replay" in sentence for sentence in plain)

@@ -366,8 +366,8 @@ def test_the_layout_follows_the_parallel_section():
             "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 has no effect without use_precision_aware_optimizer=true",
         ),
         (
-            {"moe_enable_routing_replay": True, "num_epochs": 2},
-            "moe_enable_routing_replay=true has no effect on a model without experts",
+            {"routing_replay": "learner", "num_epochs": 2},
+            "routing_replay=learner has no effect on a model without experts",
         ),
         (
             {
@@ -409,13 +409,13 @@ def test_what_is_probably_not_meant_is_a_warning(model, values, words):
         ({"num_epochs": 2}, None),
         ({"num_mini_batches": 2}, None),
         ({}, "without a second optimizer step on the same batch (num_epochs, num_mini_batches)"),
-        ({"num_epochs": 2, "use_vllm_logprobs": True}, "without use_vllm_logprobs=false"),
+        ({"num_epochs": 2, "use_vllm_logprobs": True}, "with use_vllm_logprobs=true"),
     ],
 )
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_routing_is_replayed_where_there_is_something_to_replay(values, words, key):
     """The first update sees the weights that chose the experts: replaying their choice changes nothing."""
-    config = from_values({"moe_enable_routing_replay": True} | values)
+    config = from_values({"routing_replay": "learner"} | values)
     found = warnings(config, world_size=1, hf_config={key: 8})
     assert len(found) == (words is not None)
     assert all(words in sentence for sentence in found)

@@ -145,11 +145,11 @@ def test_settings_that_share_a_need_are_named_together():
 
 def test_a_setting_may_need_two_things():
     """Each missing one is a warning of its own."""
-    values = {"moe_enable_routing_replay": True, "use_vllm_logprobs": True}
+    values = {"turn_discount": 0.5, "turn_credit": "trajectory"}
     found = validate.warnings(build(values, Provenance(sources=dict.fromkeys(values, "flag"))), world_size=1)
     assert [sentence.partition(" without ")[2].split(",")[0] for sentence in found] == [
-        "a second optimizer step on the same batch (num_epochs",
-        "use_vllm_logprobs=false",
+        "tools or an agent",
+        "turn_credit=return",
     ]
 
 

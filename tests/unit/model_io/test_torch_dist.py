@@ -31,6 +31,10 @@ from mgrpo.models.table import hf_tensors
 from tests.tiny_models import FAMILIES
 
 LAYERS = "decoder.layers."
+KEPT_OTHERWISE = {
+    "gpt_oss": "experts of gpt-oss transposed",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "parts of a gated delta net"),
+}
 FC2 = f"{LAYERS}mlp.linear_fc2.weight"
 
 
@@ -83,14 +87,15 @@ def export(checkpoint: Path, out: Path) -> Callable[[], None]:
     return lambda: megatron_to_hf(checkpoint, out)
 
 
-def test_experts_that_megatron_keeps_otherwise_are_refused(model, tmp_path):
-    """Megatron would load their gate and up projections, each half of the other, without a word."""
-    with pytest.raises(ValueError, match=r"experts of gpt-oss transposed.*--format safetensors"):
-        hf_to_megatron(model("gpt_oss"), tmp_path / "megatron", None)
+@pytest.mark.parametrize(("family", "what"), KEPT_OTHERWISE.items())
+def test_what_megatron_keeps_otherwise_is_refused(model, tmp_path, family, what):
+    """Megatron would load gate and up projections of gpt-oss, each half of the other, without a word, and not find delta nets."""
+    with pytest.raises(ValueError, match=rf"{what}.*--format safetensors"):
+        hf_to_megatron(model(family), tmp_path / "megatron", None)
     assert not (tmp_path / "megatron").exists()
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in KEPT_OTHERWISE])
 def test_every_bit_comes_back(model, tmp_path, family):
     """A row lost or swapped in a conversion is another model, which nobody notices before it is trained."""
     hf_to_megatron(model(family), tmp_path / "megatron", None)

@@ -20,6 +20,14 @@ HF = {
     "intermediate_size": 96,
     "vocab_size": 125,
 }
+HYBRID = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 8,
+}
 MODELS = {
     "qwen3": HF,
     "qwen2-tied": HF | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -30,6 +38,8 @@ MODELS = {
     "gpt_oss": HF | {"model_type": "gpt_oss", "num_local_experts": 4},
     "qwen3_moe": HF
     | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_next": HF | HYBRID | {"model_type": "qwen3_next", "num_experts": 8, "mlp_only_layers": [1]},
+    "qwen3_5_text": HF | HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2},
     "glm4_moe": HF | {"model_type": "glm4_moe", "n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 16},
     "deepseek_v3": HF
     | {"model_type": "deepseek_v3", "num_key_value_heads": 8, "n_routed_experts": 16, "first_k_dense_replace": 1},
@@ -58,7 +68,7 @@ def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
 def is_whole(model, tensor: str) -> bool:
     """Whether every tensor rank holds all of it: norms, routers and latents, but not a norm of whole projections."""
     is_split_norm = model.qk_norm == "whole" and ("q_norm" in tensor or "k_norm" in tensor)
-    parts = (".gate.", ".router.", "o_proj.bias", ".q_a_proj.", ".kv_a_proj_with_mqa.")
+    parts = (".gate.", ".router.", "o_proj.bias", ".q_a_proj.", ".kv_a_proj_with_mqa.", ".shared_expert_gate.")
     return ("norm" in tensor and not is_split_norm) or any(part in tensor for part in parts)
 
 
@@ -143,3 +153,42 @@ def test_query_key_value_rows_are_interleaved_by_group():
         for piece in parameter.pieces
     ]
     assert rows == [("q_proj", 2, 2, 0), ("k_proj", 1, 1, 2), ("v_proj", 1, 1, 3)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_rows_of_a_delta_net_are_those_of_whole_key_heads(family):
+    """Worked by hand: two key heads of one dimension, two value heads to each, on the second of two ranks: q, k, v, z, b, a."""
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 1,
+        "linear_value_head_dim": 1,
+    }
+    model = shape_of(HF | HYBRID | sizes | {"model_type": family, "num_experts": 8})
+    places = local_parameters(model, Layout(world_size=2, tensor=2, sequence_parallel=True), 1)
+    at = "decoder.layers.0.self_attention."
+    rows = [
+        (piece.box.name.split("_")[-1].removesuffix(".weight"), piece.box.start[0], piece.box.shape[0])
+        for piece in places[at + "in_proj.weight"].pieces
+    ]
+    # Rows of the first head: q 0, k 1, v 2 and 3, z 4 and 5; b 0 and 1, a 2 and 3.
+    by_head = [("qkvz", 6, 1), ("qkvz", 7, 1), ("qkvz", 8, 2), ("qkvz", 10, 2), ("ba", 4, 2), ("ba", 6, 2)]
+    apart = [("qkv", 1, 1), ("qkv", 3, 1), ("qkv", 6, 2), ("z", 2, 2), ("b", 2, 2), ("a", 2, 2)]
+    assert rows == (by_head if family == "qwen3_next" else apart)
+    convolution = places[at + "conv1d.weight"]
+    assert convolution.shape == (4, 4)
+    assert [(piece.box.start, piece.box.shape, piece.local) for piece in convolution.pieces] == [
+        ((1, 0, 0), (1, 1, 4), (0, 0)),
+        ((3, 0, 0), (1, 1, 4), (1, 0)),
+        ((6, 0, 0), (2, 1, 4), (2, 0)),
+    ]
+
+
+def test_gates_of_attention_lie_behind_the_queries_of_their_group():
+    """Worked by hand: four heads of one dimension in two groups; the checkpoint has query, gate, query, gate."""
+    model = shape_of(HF | HYBRID | {"model_type": "qwen3_5_text", "num_attention_heads": 4, "head_dim": 1})
+    place = local_parameters(model, Layout(world_size=2, tensor=2), 1)[
+        "decoder.layers.3.self_attention.linear_qkv.weight"
+    ]
+    rows = [(piece.box.name.split(".")[-2][0], piece.box.start[0]) for piece in place.pieces]
+    assert rows == [("q", 4), ("q", 6), ("q", 5), ("q", 7), ("k", 1), ("v", 1)]

@@ -140,7 +140,7 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
 
 
 def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
-    special = ("kept", "teachers", "taught")
+    special = ("kept", "teachers", "taught", "routes")
     names = [field.name for field in dataclasses.fields(PackedBatch) if field.name not in special]
     sets = [pack.kept and sets_of(pack.kept) for pack in (left, right)]
     teachers = [None if pack.teachers is None else pack.teachers.tolist() for pack in (left, right)]

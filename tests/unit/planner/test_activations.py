@@ -9,7 +9,15 @@ import pytest
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
-from mgrpo.planner.activations import chunks_in_flight, layer_activations, loss_bytes, stage_activations
+from mgrpo.planner.activations import (
+    LayerActivations,
+    chunks_in_flight,
+    dropped_bytes,
+    layer_activations,
+    loss_bytes,
+    stage_activations,
+)
+from mgrpo.planner.plan_command import shipped_config
 
 # GPT-3 175B (arXiv:2205.05198, table 3) with SwiGLU: 3 matrices of 8/3 h are as many weights as 2 of 4 h.
 GPT_175B = shape_of(
@@ -111,6 +119,49 @@ def test_context_ranks_share_the_tokens_but_not_the_gathered_keys() -> None:
     # Of 8 stretches the first rank has the first and the last, which see 1 + 8 of them: 9/8 of the pack.
     assert keep["all_gather"] == own * 2 * 2 * 12288 + TOKENS * 2 * key * 2 * 9 // 8
     assert keep["a2a"] == own * 2 * (3 * 12288 + 2 * key)
+
+
+def parts_of(name: str, **options) -> LayerActivations:
+    """One layer of a published model without parallelism, 1000 tokens in bf16."""
+    shape = shape_of(shipped_config(name))
+    layout = Layout(world_size=1)
+    return layer_activations(shape, layout, pack_length=1000, dtype_bytes=2, settings=Parallel(), **options)
+
+
+def test_latent_attention_keeps_latents_and_whole_heads() -> None:
+    """By hand: both latent vectors before and after their norms, with one fp32 factor a row; then per head, DeepSeek-V3: queries,
+    keys and padded values of 192, a padded output and its part of 128. GLM-4.7-Flash, whose values are as wide as its
+    keys, has 192 + 256 of the latent vector's second projection in place of padded values."""
+    latents = 2 * 1000 * (2 * 1536 + 2 * 512 + 64) + 2 * 4 * 1000
+    assert parts_of("deepseek-v3", has_experts=False).attention == latents + 2 * 1000 * 128 * (4 * 192 + 128)
+    latents = 2 * 1000 * (2 * 768 + 2 * 512 + 64) + 2 * 4 * 1000
+    flash = parts_of("glm-4.7-flash", has_experts=False)
+    assert flash.attention == latents + 2 * 1000 * 20 * (2 * 256 + (192 + 256) + 256)
+    assert flash.scores == 1000 * 20 * 4
+
+
+def test_a_delta_net_keeps_less_when_its_core_is_recomputed() -> None:
+    """Qwen3-Next, by hand: 2 x 2048 + 4096 + 4096 + 64 of the input projection, 2 x 4096 behind the rule, a factor for each of 32 norms;
+    between them the convolution's 8192, a query and a key of 128 for each value head, 64 scores, a rate, and four fp32 numbers."""
+    layer = parts_of("qwen3-next-80b-a3b", has_experts=True, has_attention=False)
+    assert layer.attention == 1000 * (2 * (12_288 + 64 + 2 * 4096) + 4 * 32)
+    assert layer.scores == 1000 * (2 * (8192 + 32 * (2 * 128 + 64 + 1)) + 4 * 4 * 32)
+    core = Parallel(recompute_granularity="selective", recompute_modules=("core_attn",))
+    assert dropped_bytes(layer, has_experts=True, settings=core) == layer.scores
+
+
+def test_gates_and_shared_experts_keep_what_they_multiply() -> None:
+    """Qwen3-Next's attention: 3q + 3k, its gate in the same projection, the gated output, a sigmoid in fp32, and the factors of the norms
+    of 16 + 2 heads. GLM-4.5-Air's shared expert: gate, up and product of 1408."""
+    gated = parts_of("qwen3-next-80b-a3b", has_experts=True)
+    query, key = 16 * 256, 2 * 256
+    norms = 2 * query + 4 * (16 + 2)
+    assert gated.attention == 1000 * (2 * (3 * query + 3 * key) + (2 * 2 + 4) * query + norms)
+    shape = shape_of(shipped_config("glm-4.5-air"))
+    alone = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, shared_ffn=0))
+    options = {"has_experts": True, "pack_length": 1000, "dtype_bytes": 2, "settings": Parallel()}
+    one, other = (layer_activations(own, Layout(world_size=1), **options).mlp for own in (shape, alone))
+    assert one - other == 1000 * 3 * 1408 * 2
 
 
 def test_the_loss_has_logits_and_two_gradients() -> None:

@@ -32,6 +32,7 @@ from mgrpo.types import TrainSample
 from tests.unit.planner.test_activations import GPT_175B
 
 MOE = shape_of(shipped_config("qwen3-30b-a3b"))
+MOE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 BATCH = Workload(
     prompts=64,
     sequences=64,
@@ -192,6 +193,41 @@ def test_tensor_ranks_send_the_stream_four_times_a_layer() -> None:
     # All-reduces, none of them for the embedding's gradient or the head's input.
     whole = dataclasses.replace(layout, sequence_parallel=False)
     assert [tensor(stage, whole, responses=1024) for stage in range(3)] == [[130, 128], [128, 128], [128, 129]]
+
+
+def test_latent_vectors_are_gathered_in_place_of_hidden_states() -> None:
+    """DeepSeek-V3's first stage, all dense: 1536 + 512 + 64 elements are gathered where others have 7168, and again but for the
+    last in a backward pass; the gradients of the projections that make them are summed once a step."""
+    deepseek = shape_of(shipped_config("deepseek-v3"))
+    layout = Layout(world_size=4, tensor=2, pipeline=2, sequence_parallel=True, first_stage_layers=3)
+    ring = 1 / 2 * 1000 * 2
+    forward, backward = sent(deepseek, layout, tokens=1000)
+    assert forward.tensor == ring * (7168 + 3 * (2 * 7168 + 7168 + 1536 + 512 + 64))
+    assert backward.tensor == ring * (7168 + 3 * (3 * 7168 + 7168 + 2 * (1536 + 512) + 64))
+    step = data_traffic(deepseek, layout, stage=0, dtype_bytes=2, num_micro_batches=1)
+    assert step.tensor == 3 * 2 * 1 / 2 * 4 * 7168 * (1536 + 512 + 64)
+    alone = dataclasses.replace(layout, tensor=1, world_size=2, sequence_parallel=False)
+    assert data_traffic(deepseek, alone, stage=0, dtype_bytes=2, num_micro_batches=1).tensor == 0
+
+
+def test_a_shared_expert_is_cut_like_an_mlp() -> None:
+    """GLM-4.5-Air: it gathers and scatters the stream beside the experts' exchange, and is recomputed with them."""
+    glm = shape_of(shipped_config("glm-4.5-air"))
+    layout = Layout(world_size=4, tensor=2, pipeline=2, expert=2, sequence_parallel=True)
+    ring = 1 / 2 * 1000 * 4096 * 2
+    forward, _ = sent(glm, layout, stage=1, tokens=1000)
+    assert forward.tensor == ring * 23 * 4
+    once, again = (sent(glm, layout, stage=1, tokens=1000, **options)[1].tensor for options in ({}, MOE_AGAIN))
+    assert again - once == ring * 23 * 2
+
+
+def test_delta_nets_exchange_tokens_for_heads() -> None:
+    """Qwen3-Next: queries, keys and values of 2 x 2048 + 4096, 32 rates and decays, and 4096 back, in three of four layers,
+    also where attention gathers keys and values."""
+    qwen = shape_of(shipped_config("qwen3-next-80b-a3b"))
+    forward, backward = sent(qwen, Layout(world_size=2, context=2), tokens=1000)
+    delta, attention = 1 / 2 * (2 * 2048 + 4096 + 2 * 32 + 4096), 2 * 2 * 256
+    assert forward.context == backward.context == 500 * 2 * (36 * delta + 12 * attention)
 
 
 def test_recomputed_modules_send_again() -> None:

@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
     "experts": Case(learners=4, settings={"expert_model_parallel_size": 2}, model=EXPERTS),
     "experts, routing replay": Case(
         learners=4,
-        settings={"expert_model_parallel_size": 2, "moe_enable_routing_replay": True, "num_mini_batches": 2},
+        settings={"expert_model_parallel_size": 2, "routing_replay": "learner", "num_mini_batches": 2},
         model=EXPERTS,
     ),
     "recompute full": Case(learners=2, settings=TENSOR | {"recompute_granularity": "full"}),

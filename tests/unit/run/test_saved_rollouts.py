@@ -171,3 +171,25 @@ def test_without_trajectories_nothing_is_added():
     assert records[0].keys() == {"cuts", "text_cuts", "finish_reasons"}
     (first, second) = unpacked(builders.prompt(), records[0], arrays).completions
     assert len(first.tokens) == 2 and second.trajectory is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_of_engines_are_kept(dtype):
+    """A group that was saved without them would train other experts than those it was sampled with."""
+    rng = np.random.default_rng(0)
+
+    def routes(*lengths: int) -> tuple[np.ndarray, ...]:
+        return tuple(rng.integers(0, np.iinfo(dtype).max, (n, 3, 2), dtype) for n in lengths)
+
+    one, none, branched = routes(3), (), routes(2, 4)
+    groups = {
+        4: group(*(dataclasses.replace(builders.completion(2), routes=own) for own in (one, none))),
+        7: group(builders.completion(1), index=1),
+        9: group(dataclasses.replace(builders.completion(2), routes=branched), index=2),
+    }
+    found = through_a_state(groups)
+    for number, own in groups.items():
+        for left, right in zip(found[number].completions, own.completions, strict=True):
+            assert len(left.routes) == len(right.routes)
+            for ours, theirs in zip(left.routes, right.routes, strict=True):
+                assert ours.dtype == dtype and np.array_equal(ours, theirs)

@@ -18,6 +18,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.shape import ModelShape
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
+from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import num_logprobs
 from mgrpo.rollout.vllm.server.server_answers import ExpectedAnswer, ServerChoice, read_answer
@@ -39,6 +40,10 @@ class PolicyServer(ServerCalls):
         """Begins the names of the run's requests and cached prompts; an earlier run has had the same numbers."""
         self.aborted: set[str] = set()
         self.has_joined = False
+        self.mixtures: Mixtures | None = None
+        """Where experts are, if the server says which it has chosen."""
+        self.longest = 0
+        """Tokens of a prompt and a completion, at most."""
         self.place: dict[str, Any] = {}
         """Where the run meets its engines, once it has asked the server to join."""
 
@@ -54,6 +59,10 @@ class PolicyServer(ServerCalls):
         shape = shape_of(read_hf_config(config.model_path))
         self.num_logprobs, self.vocab = num_logprobs(config), shape.vocab
         self.has_masks = config.rollout.needs_masks
+        self.mixtures = (
+            mixtures(config.model_path) if config.parallel.routing_replay == "rollout" and shape.experts else None
+        )
+        self.longest = config.max_model_length
         info = await self._known("/server_info?config_format=json", remedy="start it with VLLM_SERVER_DEV_MODE=1")
         problems = config_problems(info, config) + await self._generate_problems()
         if not problems:
@@ -165,10 +174,11 @@ class PolicyServer(ServerCalls):
                 vocab=self.vocab,
                 oldest_version=self.version,
             )
-            self._expect(number, request, self._group(number, body, expected, has_sets=batch.sampling.has_sets))
+            keeps = {"has_sets": batch.sampling.has_sets, "has_routes": batch.sampling.keeps_routes}
+            self._expect(number, request, self._group(number, body, expected, **keeps))
 
     async def _group(
-        self, number: int, body: Mapping[str, Any], expected: ExpectedAnswer, *, has_sets: bool
+        self, number: int, body: Mapping[str, Any], expected: ExpectedAnswer, *, has_sets: bool, has_routes: bool
     ) -> Completions:
         request = body["request_id"]
         async with self.room:
@@ -179,9 +189,15 @@ class PolicyServer(ServerCalls):
         is_aborted = request in self.aborted
         choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)
         kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
-        return flattened(number, choices, [choice.sampled() for choice in choices], kept)
+        routes = None
+        if self.mixtures is not None and has_routes:
+            routes = [choice.routes(self.mixtures, len(body["token_ids"])) for choice in choices]
+        return flattened(number, choices, [choice.sampled() for choice in choices], kept, routes)
 
     def _most_bytes(self, expected: ExpectedAnswer) -> int:
         """Of an answer, which has no end where the server is none."""
         entries = 1 + self.num_logprobs + (expected.vocab // 64 if self.has_masks else 0)
-        return max(ANSWER_BYTES, POSITION_BYTES * entries * expected.num_samples * expected.max_tokens)
+        most = POSITION_BYTES * entries * expected.num_samples * expected.max_tokens
+        if self.mixtures is not None:
+            most += self.mixtures.most_bytes * expected.num_samples * self.longest
+        return max(ANSWER_BYTES, most)

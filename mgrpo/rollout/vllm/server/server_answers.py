@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ import msgspec
 import numpy as np
 
 from mgrpo.rollout.engine import UNSYNCED, EngineError, WrongAnswerError
+from mgrpo.rollout.mixtures import Mixtures
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
-from mgrpo.types import KeptTokens
+from mgrpo.types import KeptTokens, Routes
 
 LEAST_LOGPROB = -9999.0
 """The server's number for a log-probability that is not finite."""
@@ -59,6 +62,8 @@ class ServerChoice(msgspec.Struct):
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
+    """An array as a .npy file, in base64."""
 
     @property
     def content(self) -> list[SampledToken]:
@@ -68,6 +73,24 @@ class ServerChoice(msgspec.Struct):
     def sampled(self) -> list[float]:
         """Log-probability of each token."""
         return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in self.content]
+
+    def routes(self, mixtures: Mixtures, prompt: int) -> Routes:
+        """The experts that were chosen for its tokens and those of the prompt, of which there are so many.
+
+        Raises:
+            WrongAnswerError: they are not those of these tokens in this model.
+        """
+        try:
+            found = None
+            if self.routed_experts:
+                found = np.load(io.BytesIO(base64.b64decode(self.routed_experts)), allow_pickle=False)
+                if found.dtype.kind != "u" or found.max(initial=0) >= mixtures.count:
+                    raise ValueError(f"experts of type {found.dtype}, up to {found.max(initial=0)}")
+            return mixtures.routes(found, prompt, len(self.token_ids))
+        except (ValueError, EOFError, MemoryError) as err:
+            raise WrongAnswerError(
+                f"the answer to a prompt has {str(err)[:200] or 'an empty file'}; the model has {mixtures.count} experts"
+            ) from err
 
     def kept(self, *, has_masks: bool = False) -> KeptTokens:
         """The sets that the tokens were sampled from, from masks or log-probabilities."""

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from mgrpo.config.schema import MOST_KEPT, Config
+from mgrpo.models.cuts import num_experts
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.processes.address import own_address
 from mgrpo.rollout.vllm.kept_sets import num_logprobs, second_model
 
@@ -97,6 +99,12 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield (
             f"the server's max_logprobs is {model['max_logprobs']}, expected at least {least} for top_k={config.rollout.top_k}, "
             f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
+        )
+    replays = config.parallel.routing_replay == "rollout" and num_experts(read_hf_config(config.model_path))
+    if replays and not found["aux_output_config"]["enable_return_routed_experts"]:
+        yield (
+            "the server does not say which experts it has chosen, which routing_replay=rollout needs; start it with "
+            "--enable-return-routed-experts, or use routing_replay=none"
         )
     if model["return_sampling_mask"] != config.rollout.needs_masks:
         yield (

@@ -1,16 +1,14 @@
-"""The records that travel between rooms: frozen, numpy and plain values only, no torch.
-
-Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, algo `TrainSample`, packing `PackedBatch` and `PackLengths`.
-Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts at 0 and ends at the total.
-"""
+"""Prompts, what was sampled after them, and what it is worth: from data through rollout and rewards to the algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+from mgrpo.types.per_token import KeptTokens, Routes, TeacherScores
 
 PromptId = tuple[int, int]
 """(epoch, index of the row in the dataset): unique within a run and stable across restarts."""
@@ -50,112 +48,6 @@ class Prompt:
     """The place of its teacher among `Distillation.teachers`; -1: it has none."""
     criteria: tuple[Criterion, ...] | None = None
     """The criteria that have evolved so far, beside those of its rubric; None: it has no rubric that evolves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptTokens:
-    """The set of each token: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
-
-    The set of a token that was not sampled is empty, and so is one that the engine does not know whole.
-    """
-
-    ids: np.ndarray
-    """`[kept]` int32, set after set; within one in no particular order."""
-    offsets: np.ndarray
-    """`[len + 1]` int64, where each token's set begins in `ids`, and its end: the sets of a large step have billions of ids."""
-
-    @classmethod
-    def of_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> KeptTokens:
-        """Sets of so many ids each."""
-        return cls(ids=ids, offsets=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
-
-    @classmethod
-    def none(cls, num_tokens: int) -> KeptTokens:
-        """An empty set for each token."""
-        return cls(ids=np.zeros(0, np.int32), offsets=np.zeros(num_tokens + 1, np.int64))
-
-    @classmethod
-    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """Those of tokens laid end to end."""
-        empty = cls.none(0)
-        return cls.of_sizes(
-            np.concatenate([empty.ids, *(part.ids for part in parts)]),
-            np.concatenate([empty.sizes, *(part.sizes for part in parts)]),
-        )
-
-    def filled(self, tokens: np.ndarray) -> KeptTokens:
-        """With the token itself where its set is empty; `tokens` `[len]`."""
-        is_empty = self.sizes == 0
-        ids = np.insert(self.ids, self.offsets[:-1][is_empty], tokens[is_empty])
-        return KeptTokens.of_sizes(ids, self.sizes + is_empty)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """`[len]` int32."""
-        return np.diff(self.offsets).astype(np.int32)
-
-    def part(self, start: int, end: int) -> KeptTokens:
-        """Those of the tokens from `start` to `end`, end excluded."""
-        first, last = self.offsets[start], self.offsets[end]
-        return KeptTokens(ids=self.ids[first:last], offsets=self.offsets[start : end + 1] - first)
-
-    def where(self, chosen: np.ndarray) -> KeptTokens:
-        """Those of the tokens that are `chosen`, `[len]` bool."""
-        return KeptTokens.of_sizes(self.ids[np.repeat(chosen, self.sizes)], self.sizes[chosen])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherScores:
-    """A teacher's log-probabilities of a completion's tokens, by which it was not sampled."""
-
-    logprobs: np.ndarray
-    """`[len]` float32; NaN where the token was not sampled by the policy, or the teacher gave none."""
-    ids: np.ndarray | None = None
-    """`[len, k]` int32, the teacher's likeliest tokens at each place; -1 where it gave fewer. None: only the tokens' own were asked for."""
-    likeliest: np.ndarray | None = None
-    """`[len, k]` float32, the log-probabilities of `ids`; NaN where there is none."""
-
-    @classmethod
-    def none(cls, num_tokens: int, num_likeliest: int) -> TeacherScores:
-        """Of tokens of which nothing is known; of each the k likeliest were asked for, 0: none."""
-        shape = num_tokens, num_likeliest
-        return cls(
-            logprobs=np.full(num_tokens, np.nan, np.float32),
-            ids=np.full(shape, -1, np.int32) if num_likeliest else None,
-            likeliest=np.full(shape, np.nan, np.float32) if num_likeliest else None,
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
-        """Those of tokens laid end to end; at least one part, all with the same k."""
-        ids = [part.ids for part in parts if part.ids is not None]
-        likeliest = [part.likeliest for part in parts if part.likeliest is not None]
-        return cls(
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            ids=np.concatenate(ids) if ids else None,
-            likeliest=np.concatenate(likeliest) if likeliest else None,
-        )
-
-    @property
-    def num_likeliest(self) -> int:
-        """k; 0 where only the tokens' own were asked for."""
-        return 0 if self.ids is None else self.ids.shape[1]
-
-    def part(self, chosen: slice | np.ndarray) -> TeacherScores:
-        """Those of some of the tokens: a slice, or `[len]` bool."""
-        return TeacherScores(
-            logprobs=self.logprobs[chosen],
-            ids=None if self.ids is None else self.ids[chosen],
-            likeliest=None if self.likeliest is None else self.likeliest[chosen],
-        )
-
-    def spread(self, places: np.ndarray) -> TeacherScores:
-        """Those of more tokens, of which these are at `places`, `[len of the whole]` bool; nothing is known of the others."""
-        whole = TeacherScores.none(len(places), self.num_likeliest)
-        whole.logprobs[places] = self.logprobs
-        if whole.ids is not None and whole.likeliest is not None:
-            whole.ids[places], whole.likeliest[places] = self.ids, self.likeliest
-        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +146,8 @@ class Completion:
     """The set that each token was sampled from, over which its logprob is normalised. None: the whole vocabulary."""
     taught: TeacherScores | None = None
     """What its teacher, on an engine or a server, says of its tokens. None: it has none, or has not been asked."""
+    routes: tuple[Routes, ...] = ()
+    """Of each branch of it, or of itself: the experts of the context's tokens and its own, except the last. Empty: not known."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -389,111 +283,3 @@ class RewardScale:
         penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
         highest = self.highest(group)
         return (group.rewards - penalties) / (highest if highest > 0 else np.nan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
-    """One completion, or a branch of one, as the optimizer sees it."""
-
-    prompt_tokens: np.ndarray
-    """`[prompt]` int32."""
-    tokens: np.ndarray
-    """`[response]` int32, at least one."""
-    loss_mask: np.ndarray
-    """`[response]` bool, false wherever `is_sampled` is, and where a set of `kept` is empty."""
-    rollout_logprobs: np.ndarray
-    """`[response]` float32."""
-    advantage: float
-    """Where tokens have their own, the mean of these over the completion."""
-    group: int
-    """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
-    ages: np.ndarray | None = None
-    """`[response]` uint8, at most 127: how many versions older than the policy the weights were that sampled each token. None: all 0."""
-    is_sampled: np.ndarray | None = None
-    """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
-    token_advantages: np.ndarray | None = None
-    """`[response]` float32, in place of `advantage`. All samples of a step have them, or none has."""
-    kept: KeptTokens | None = None
-    """The sets of the response's tokens. All samples of a step have them, or none has."""
-    continues: bool = False
-    """A further branch of the completion that the sample before it belongs to."""
-    teacher: int = -1
-    """The place of its teacher among `Distillation.teachers`; -1: nothing is learned from any."""
-    taught: TeacherScores | None = None
-    """What the teacher says of the response's tokens. All samples with a teacher have it, or none has: learners then ask theirs."""
-    teacher_prompt: np.ndarray | None = None
-    """`[len]` int32: what the teacher reads in place of `prompt_tokens`. None: the same."""
-
-    @property
-    def is_predicted(self) -> np.ndarray:
-        """`[response]` bool: the tokens that are responses in a pack, at least one: without any it would have no place there."""
-        if self.is_sampled is None:
-            return np.ones(len(self.tokens), np.bool_)
-        return self.is_sampled if self.is_sampled.any() else np.arange(len(self.tokens)) == 0
-
-    @property
-    def num_predicted(self) -> int:
-        return len(self.tokens) if self.is_sampled is None else max(int(np.count_nonzero(self.is_sampled)), 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch:
-    """Documents laid end to end: one micro-batch of one data-parallel rank.
-
-    Responses are the tokens that are predicted: those of the completions that were sampled. A completion without any keeps
-    its first token among them, untrained.
-
-    A document is a trunk (the prompt) followed by one or more branches (completions, each without its last token, whose
-    output would predict nothing). A token attends to the trunk and to the earlier tokens of its own branch. With one
-    branch per document this is plain causal attention.
-    """
-
-    tokens: np.ndarray
-    """`[tokens]` int32."""
-    positions: np.ndarray
-    """`[tokens]` int32, position in prompt + completion (restarts in every branch)."""
-    branches: np.ndarray
-    """`[tokens]` int32: 0 in the trunk, 1.. in the branches of a document."""
-    cu_seqlens: np.ndarray
-    """`[documents + 1]` int32, over `tokens`."""
-    rows: np.ndarray
-    """`[responses]` int32: the row of `tokens` whose output predicts each response."""
-    targets: np.ndarray
-    """`[responses]` int32: the tokens that are predicted, sequence after sequence."""
-    response_cu_seqlens: np.ndarray
-    """`[sequences + 1]` int32, over `rows` and `targets`."""
-    loss_mask: np.ndarray
-    """`[responses]` bool."""
-    rollout_logprobs: np.ndarray
-    """`[responses]` float32."""
-    ages: np.ndarray
-    """`[responses]` uint8, see `TrainSample`."""
-    advantages: np.ndarray
-    """`[sequences]` float32, or `[responses]` where tokens have their own."""
-    samples: np.ndarray
-    """`[sequences]` int32: the sample each sequence came from."""
-    kept: KeptTokens | None = None
-    """The sets of the responses' tokens, each with its target in it. None: logprobs are normalised over the whole vocabulary."""
-    teachers: np.ndarray | None = None
-    """`[sequences]` int8, `TrainSample.teacher`. None: none of the step's samples has any."""
-    taught: TeacherScores | None = None
-    """Of the responses' tokens; NaN and -1 in sequences without a teacher. None: none of the step's samples has any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackLengths:
-    """The lengths in some packs, from which their metrics follow."""
-
-    runs: np.ndarray
-    """`[runs, 2]` int64: the first position of a prompt, a completion or padding, and its number of rows."""
-    responses: int
-    """Tokens that are predicted."""
-    padding: int
-    """Rows of padding."""
-    filled: int
-    """Packs that are not dummies."""
-
-    @property
-    def tokens(self) -> int:
-        """All rows."""
-        return int(self.runs[:, 1].sum())

@@ -1,23 +1,15 @@
-"""The shape of a model, read from a Hugging Face config.json, for the families that can be built exactly.
-
-What cannot be built exactly is refused with its reason: a silently different model is worse than an error.
-
-A family is one entry of `FAMILIES`: the defaults of transformers, and a small function from the config to those fields
-of `ModelShape` in which the family differs from a Llama. New tensor names go into `table`, new modules into
-`policy.layers.architecture`; `tests/unit/models/test_checkpoints.py` and `tests/ranks/test_families.py` compare the result with
-transformers.
-"""
+"""The families that can be built: in what each differs from a Llama, and the defaults of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import latent_rope_problems, read_rope, rope_parameters, rope_problems, score_factor
-from mgrpo.models.shape import DeltaNet, Experts, LatentAttention, ModelShape
+from mgrpo.models.rope import rope_parameters, score_factor
+from mgrpo.models.shape import DeltaNet, Experts, LatentAttention
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -83,7 +75,13 @@ def _hybrid(hf: HfConfig, names: Literal["by_head", "apart"]) -> dict[str, Any]:
         conv=hf["linear_conv_kernel_dim"],
         names=names,
     )
-    return {"delta": delta, "gated_attention": True, "qk_norm": "head", "zero_centred_norms": True}
+    return {
+        "delta": delta,
+        "gated_attention": True,
+        "qk_norm": "head",
+        "zero_centred_norms": True,
+        "draft_layers": hf.get("mtp_num_hidden_layers", 1),
+    }
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
@@ -155,7 +153,8 @@ def _latent(hf: HfConfig) -> dict[str, Any]:
 def _deepseek(hf: HfConfig) -> dict[str, Any]:
     dense = hf["first_k_dense_replace"]
     has_experts = dense < hf["num_hidden_layers"]
-    return _latent(hf) | {"experts": _sigmoid_experts(hf, dense=dense) if has_experts else None}
+    experts = _sigmoid_experts(hf, dense=dense) if has_experts else None
+    return _latent(hf) | {"experts": experts, "draft_layers": hf["num_nextn_predict_layers"]}
 
 
 def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
@@ -260,24 +259,24 @@ DEEPSEEK = {
     "n_group": 8,
     "topk_group": 4,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
 GLM_LITE = {
+    **DEEPSEEK,
     "max_position_embeddings": 202_752,
     "rms_norm_eps": 1e-5,
     "q_lora_rank": 768,
-    "kv_lora_rank": 512,
     "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
     "v_head_dim": 256,
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1536,
-    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
-    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
     "routed_scaling_factor": 1.8,
 }
 GPT_OSS = {
@@ -372,157 +371,7 @@ FAMILIES = {
         activation=GELU,
     ),
 }
-MXFP4_COPY = (
-    "MXFP4 weights are not trained; write a bfloat16 copy with transformers, AutoModelForCausalLM.from_pretrained(NAME, "
-    "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and give that folder"
-)
-VLLM_CLAMP = (7.0, 1.702)
-NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
-
-
-def shape_of(hf: HfConfig) -> ModelShape:
-    """The model's shape; one ValueError names every reason why it cannot be built exactly."""
-    name = hf.get("model_type")
-    if name not in FAMILIES:
-        reason = f": {NOT_BUILT[name]}" if name in NOT_BUILT else ""
-        raise ValueError(f"model_type={name!r} is not supported{reason}; supported families: {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    hf = {**family.defaults, **hf}
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in needed if key not in hf]
-    if missing:
-        raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
-    wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
-    if wrong:
-        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
-    try:
-        fields, layer_types = family.fields(hf), family.layer_types(hf)
-    except KeyError as err:
-        raise ValueError(f"config.json of a {name} model lacks {err.args[0]}") from err
-    ropes = {kind: _rope_parameters(hf, kind, family) for kind in dict.fromkeys(layer_types)}
-    refused = list(_problems(hf, family, fields, layer_types, ropes))
-    if refused:
-        raise ValueError(f"this {name} model cannot be built exactly: {'; '.join(refused)}")
-    heads, max_positions = hf["num_attention_heads"], hf.get("max_position_embeddings", 2048)
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    read = {kind: read_rope(parameters, max_positions=max_positions) for kind, parameters in ropes.items()}
-    common = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden": hf["hidden_size"],
-        "heads": heads,
-        "kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": head_dim,
-        "ffn": hf["intermediate_size"],
-        "vocab": hf["vocab_size"],
-        "max_positions": max_positions,
-        "tied": bool(hf.get("tie_word_embeddings", False)),
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "ropes": tuple(read[kind] for kind in layer_types),
-        "windows": _windows(hf, layer_types),
-        "attention_scale": head_dim**-0.5,
-    }
-    return ModelShape(family=name, **common | fields)
-
-
-def _windows(hf: HfConfig, layer_types: Sequence[str]) -> tuple[int | None, ...]:
-    return tuple(hf.get("sliding_window") if kind == SLIDING else None for kind in layer_types)
-
-
-def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str, Any]:
-    is_listed = layer_type in (hf.get("rope_parameters") or {})
-    if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
-        return dict(family.windowed_rope(hf))
-    if family.default_rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
-        return rope_parameters({**hf, "rope_parameters": family.default_rope})
-    return rope_parameters(hf, layer_type)
-
-
-def _problems(
-    hf: HfConfig,
-    family: Family,
-    fields: Mapping[str, Any],
-    layer_types: Sequence[str],
-    ropes: Mapping[str, Mapping[str, Any]],
-) -> Iterator[str]:
-    key, expected = family.activation
-    if hf.get(key, expected) != expected:
-        yield f"{key}={hf[key]!r} (expected {expected!r})"
-    if hf.get("mlp_bias"):
-        yield "mlp_bias=true"
-    if hf.get("attention_bias") and family.biased_attention == "refused":
-        yield "attention_bias=true (its output projection has a bias)"
-    if family.biased_attention == "all" and not hf.get("attention_bias"):
-        yield "attention_bias=false (vLLM's attention always has biases in this family)"
-    if hf.get("use_bidirectional_attention"):
-        yield "use_bidirectional_attention=true"
-    if hf.get("attn_logit_softcapping") and "attention_softcap" not in fields:
-        yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
-    if quantization := hf.get("quantization_config"):
-        is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
-        yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
-    if latent := fields.get("latent"):
-        yield from _latent_problems(hf, latent, ropes.values())
-    experts = fields.get("experts")
-    if experts:
-        yield from _router_problems(experts)
-    if experts and experts.clamp and (experts.clamp, hf["swiglu_alpha"]) != VLLM_CLAMP:
-        limit, alpha = VLLM_CLAMP
-        yield (
-            f"swiglu_limit={experts.clamp:g}, swiglu_alpha={hf['swiglu_alpha']} (vLLM computes with {limit:g} and {alpha} whatever "
-            "config.json says)"
-        )
-    delta = fields.get("delta")
-    if delta and delta.value_heads % delta.key_heads:
-        yield f"linear_num_value_heads={delta.value_heads} is no multiple of linear_num_key_heads={delta.key_heads}"
-    if experts and experts.top_k == 1 and experts.normalised and experts.score == "softmax":
-        yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
-    known = {FULL, LINEAR if delta else SLIDING}
-    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - known)
-    if unknown:
-        yield f"layer_types {', '.join(unknown)} (expected {' or '.join(sorted(known))})"
-    elif len(layer_types) != hf["num_hidden_layers"]:
-        yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
-    elif _windows(hf, hf.get("layer_types") or layer_types) != _windows(hf, layer_types):
-        yield "layer_types (layers of this family attend alike)"
-    shares = dict.fromkeys(float(parameters.get("partial_rotary_factor") or 1.0) for parameters in ropes.values())
-    if not family.rotates_part:
-        yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
-    yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
-
-
-def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What transformers or vLLM computes otherwise, or does not read at all."""
-    heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
-    for key, expected in (
-        ("num_key_value_heads", heads),
-        ("rope_interleave", True),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        if hf.get(key, expected) != expected:
-            yield f"{key}={hf[key]!r} (expected {expected!r})"
-    if latent.rope_dim % 2:
-        yield f"qk_rope_head_dim={latent.rope_dim} (expected an even number)"
-    if latent.v_dim > latent.nope_dim + latent.rope_dim:
-        yield f"v_head_dim={latent.v_dim} above qk_nope_head_dim + qk_rope_head_dim={latent.nope_dim + latent.rope_dim}"
-    dense = kinds.count("dense")
-    if "dense" in kinds[dense:]:
-        yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
-    if kinds and hf.get("first_k_dense_replace", dense) != dense:
-        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
-    for parameters in ropes:
-        yield from latent_rope_problems(parameters)
-
-
-def _router_problems(experts: Experts) -> Iterator[str]:
-    """Megatron's router differs from transformers' there."""
-    if experts.score == "sigmoid" and not experts.normalised:
-        yield "norm_topk_prob=false with sigmoid scores (Megatron makes the weights of the chosen experts add up to 1)"
-    if experts.score == "sigmoid" and experts.top_k == 1:
-        yield "num_experts_per_tok=1 with sigmoid scores (Megatron does not normalise a single weight)"
-    if experts.groups > 1 and experts.top_k // experts.top_groups != 2:
-        yield (
-            f"num_experts_per_tok={experts.top_k} of topk_group={experts.top_groups} groups (Megatron scores a group by its best "
-            f"{experts.top_k // experts.top_groups} experts, transformers by its best 2)"
-        )
+NOT_BUILT = {
+    name: f"it has an image encoder; give the text model alone, model_type '{name}_text', which docs/models.md says how to write"
+    for name in ("gemma3", "qwen3_5", "qwen3_5_moe")
+}

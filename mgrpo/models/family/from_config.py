@@ -1,0 +1,64 @@
+"""The shape of a model of one of the families in the catalogue, from its config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mgrpo.models.family.catalogue import FAMILIES, NOT_BUILT, SLIDING, Family
+from mgrpo.models.family.refusals import problems, windows
+from mgrpo.models.hf_config import HfConfig
+from mgrpo.models.rope import read_rope, rope_parameters
+from mgrpo.models.shape import ModelShape
+
+
+def shape_of(hf: HfConfig) -> ModelShape:
+    """The model's shape; one ValueError names every reason why it cannot be built exactly."""
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        reason = f": {NOT_BUILT[name]}" if name in NOT_BUILT else ""
+        raise ValueError(f"model_type={name!r} is not supported{reason}; supported families: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    hf = {**family.defaults, **hf}
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [key for key in needed if key not in hf]
+    if missing:
+        raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+    wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
+    if wrong:
+        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
+    try:
+        fields, layer_types = family.fields(hf), family.layer_types(hf)
+    except KeyError as err:
+        raise ValueError(f"config.json of a {name} model lacks {err.args[0]}") from err
+    ropes = {kind: _rope_parameters(hf, kind, family) for kind in dict.fromkeys(layer_types)}
+    refused = list(problems(hf, family, fields, layer_types, ropes))
+    if refused:
+        raise ValueError(f"this {name} model cannot be built exactly: {'; '.join(refused)}")
+    heads, max_positions = hf["num_attention_heads"], hf.get("max_position_embeddings", 2048)
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    read = {kind: read_rope(parameters, max_positions=max_positions) for kind, parameters in ropes.items()}
+    common = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden": hf["hidden_size"],
+        "heads": heads,
+        "kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "ffn": hf["intermediate_size"],
+        "vocab": hf["vocab_size"],
+        "max_positions": max_positions,
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "ropes": tuple(read[kind] for kind in layer_types),
+        "windows": windows(hf, layer_types),
+        "attention_scale": head_dim**-0.5,
+    }
+    return ModelShape(family=name, **common | fields)
+
+
+def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str, Any]:
+    is_listed = layer_type in (hf.get("rope_parameters") or {})
+    if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
+        return dict(family.windowed_rope(hf))
+    if family.default_rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        return rope_parameters({**hf, "rope_parameters": family.default_rope})
+    return rope_parameters(hf, layer_type)

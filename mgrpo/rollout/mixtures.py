@@ -1,0 +1,58 @@
+"""The layers of a model that have experts, and what vLLM says of them: which experts it has chosen for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.types import Routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixtures:
+    """Where experts are in a model."""
+
+    layers: tuple[int, ...]
+    count: int
+    top_k: int
+    num_layers: int
+    """Of the model, also those without experts."""
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """The type of their numbers; a row of its highest value must not be a choice, see `Routes`."""
+        return np.uint8 if self.count < 256 or (self.count == 256 and self.top_k > 1) else np.uint16
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a token in a server's answer, which is in base64."""
+        return 2 * 2 * (self.num_layers * self.top_k)
+
+    def routes(self, found: np.ndarray | None, prompt: int, sampled: int) -> Routes:
+        """The rows of a completion.
+
+        Args:
+            found: `[tokens, layers, top_k]`, vLLM's answer, of all layers of the model; None: there is none.
+            prompt, sampled: tokens. Of a completion without any there are no rows.
+        Raises:
+            ValueError: the answer is not one for each of these tokens, except the last, or not of this model.
+        """
+        if found is None or not sampled:
+            return np.zeros((0, len(self.layers), self.top_k), self.dtype)
+        num_tokens = prompt + sampled - 1
+        if len(found) != num_tokens or found.ndim != 3 or found.shape[1:] != (self.num_layers, self.top_k):
+            raise ValueError(
+                f"experts of shape {list(found.shape)}, expected {[num_tokens, self.num_layers, self.top_k]}: tokens, layers, experts"
+            )
+        return found[:, self.layers].astype(self.dtype)
+
+
+def mixtures(folder: str) -> Mixtures:
+    """Those of the model in this folder, which has some."""
+    shape = shape_of(read_hf_config(folder))
+    assert shape.experts is not None, "a dense model"
+    layers = tuple(layer for layer in range(shape.num_layers) if shape.has_experts(layer))
+    return Mixtures(layers=layers, count=shape.experts.count, top_k=shape.experts.top_k, num_layers=shape.num_layers)

@@ -1,0 +1,81 @@
+"""Experts that an engine chose, in every layout, against transformers told to choose the same ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from tests.ranks import cases
+from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle
+from tests.routed import routed
+from tests.tiny_models import save_tiny
+
+FULL = {"recompute_granularity": "full"}
+PART = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+STAGES = {"pipeline": 2}
+CHUNKS = {"pipeline": 2, "virtual_pipeline": 2}
+LAYOUTS = {
+    "one rank": (1, {}, {}),
+    "one rank, recomputed": (1, {}, FULL),
+    "tp2+sp": (2, {"tensor": 2, "sequence_parallel": True}, {}),
+    "tp2+sp, recomputed": (2, {"tensor": 2, "sequence_parallel": True}, PART),
+    "pp2": (2, STAGES, {}),
+    "pp2, recomputed": (2, STAGES, FULL),
+    "pp2 in chunks": (2, CHUNKS, {}),
+    "pp2 in chunks, recomputed": (2, CHUNKS, PART),
+    "cp2": (2, {"context": 2}, {}),
+    "ep2": (2, {"expert": 2}, {}),
+    "dp2": (2, {}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders, samples with routes, and what transformers makes of them; dense layers lie between and before the mixtures."""
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    for name in ("qwen3_moe", "glm4_moe"):
+        own = save_tiny(folder, name, layers=4)
+        shape = shape_of(read_hf_config(own))
+        mixtures = sum(map(shape.has_experts, range(shape.num_layers)))
+        samples = routed(SAMPLES, mixtures, shape.experts.count, shape.experts.top_k)
+        found[name] = own, samples, oracle(own, samples, LOSS)
+    return found
+
+
+def run(run_ranks, models, name, world_size, layout, settings, **options):
+    folder, samples, _ = models[name]
+    settings = {"routing_replay": "rollout", **settings}
+    arguments = {"model_dir": str(folder), "layout": layout, "samples": samples, "loss": LOSS}
+    return run_ranks(world_size, cases.gradients, settings=settings, **arguments, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_experts_are_the_engines_in_every_layout(run_ranks, models, name, layout):
+    """A row that is off by one token, layer or rank trains experts that the token never went to."""
+    check(run(run_ranks, models, name, *LAYOUTS[layout]), models[name][2])
+
+
+@pytest.mark.parametrize("share_prompts, pack_length", [(False, 64), (True, 32), (True, 512)])
+def test_experts_do_not_depend_on_packing(run_ranks, models, share_prompts, pack_length):
+    """Rows of a pack are not those of its samples: prompts are shared, last tokens are left out, and documents are padded."""
+    options = {"share_prompts": share_prompts, "pack_length": pack_length}
+    check(run(run_ranks, models, "qwen3_moe", 1, {}, {}, **options), models["qwen3_moe"][2])
+
+
+def test_without_replay_routers_choose(run_ranks, models):
+    """Otherwise the comparisons above compare nothing."""
+    found = run(run_ranks, models, "qwen3_moe", 1, {}, {"routing_replay": "none"})
+    with pytest.raises(AssertionError):
+        check(found, models["qwen3_moe"][2])
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2, "sequence_parallel": True}), (2, {"context": 2})])
+def test_old_logprobs_are_of_the_same_experts(run_ranks, models, layout):
+    """The ratio of the first update would not be 1. A reference model chooses for itself."""
+    folder, samples, _ = models["qwen3_moe"]
+    for rank in run_ranks(layout[0], cases.replayed_scores, model_dir=str(folder), layout=layout[1], samples=samples):
+        assert rank["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert rank["reference"] > 1e-3
+        assert 0 < rank["differing"] < rank["fixed"]
