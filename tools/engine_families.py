@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def token_by_token(model: Any) -> None:
     """Lets transformers compute gated delta nets by their definition."""
-    own = sys.modules[type(model).__module__]
+    own: Any = sys.modules[type(model).__module__]
     if hasattr(own, "torch_chunk_gated_delta_rule"):
         own.torch_chunk_gated_delta_rule = own.torch_recurrent_gated_delta_rule
 

@@ -343,10 +343,14 @@ class Receiver:
         self.channel.close()
 
     def report_digests(self, version: int) -> None:
-        """Tell rank 0 the digest of every tensor's part that this worker holds now."""
+        """Tell rank 0 the digest of every tensor's part that this worker holds now.
+
+        What vLLM keeps in a wider type counts as it was sent.
+        """
         received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
+        held = ((box, values.to(self.live.dtype)) for box, values in itertools.chain(received, self.loaded))
         shapes = proven_tensors(self.model, self.lora, self.live.dtype.itemsize)
-        sums = digests(itertools.chain(received, self.loaded), shapes).tolist()
+        sums = digests(held, shapes).tolist()
         self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
 
 

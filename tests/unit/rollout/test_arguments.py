@@ -476,3 +476,39 @@ def test_an_engine_on_a_shared_gpu_can_sleep_and_has_the_cache_that_it_was_given
     assert "kv_cache_memory_bytes" not in alone
     # The learner has taken some of the GPU when vLLM asks whether this much is free.
     assert on_gpu["gpu_memory_utilization"] == 0.3 and alone["gpu_memory_utilization"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "expected"),
+    [
+        ({"kv_lora_rank": 512}, {"attention_backend": "CPU_MLA"}),
+        ({"linear_num_key_heads": 16}, {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}),
+        ({}, {"enable_prefix_caching": True}),
+    ],
+)
+def test_what_a_model_needs_on_a_cpu_is_set(tmp_path, hf_config, expected):
+    """On a machine with AMX a sync would find the weights of latent attention given up; a hybrid would not start at all."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    config = from_values({"model_name_or_path": str(tmp_path)})
+    args = engine_arguments.engine_args(config, on_gpu=False)
+    assert args.items() >= expected.items()
+    assert "attention_backend" not in engine_arguments.engine_args(config, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "words"),
+    [
+        ({}, (512, 64), None),
+        ({}, (256, 64), "kv_lora_rank=256 is not served by vLLM on a CPU, which supports kv_lora_rank=512, qk_rope_head_dim=64"),
+        ({}, (512, 32), "qk_rope_head_dim=32 is not served"),
+        ({"vllm_kv_cache_dtype": "fp8"}, (512, 64), "vllm_kv_cache_dtype=fp8 is for models without latent attention on a CPU"),
+    ],
+)  # fmt: skip
+def test_a_cpu_serves_latent_attention_of_one_size(monkeypatch, settings, sizes, words):
+    """With another vLLM dies when it loads the model, or at the first prompt."""
+    monkeypatch.setattr(engine_arguments, "serving_gpus", list)
+    hf_config = dict(zip(("kv_lora_rank", "qk_rope_head_dim"), sizes, strict=True)) | {"head_dim": 48}
+    found = engine_arguments.machine_problems(
+        from_values(settings), num_local_learners=0, hf_config=hf_config, starts_engines=True
+    )
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)

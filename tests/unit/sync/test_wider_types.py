@@ -1,0 +1,30 @@
+"""Weights that vLLM keeps in float32 where the model's are bfloat16: routers of GLM-4.5, decays of gated delta nets."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from mgrpo.models.placement.boxes import Box
+from mgrpo.sync import channel
+from mgrpo.sync.digest import digests
+from mgrpo.sync.live import LiveBoxes
+
+
+def test_digests_are_of_what_was_sent(monkeypatch):
+    """Otherwise every check of such a model says that its weights differ."""
+    sent = {name: torch.randn(3, 4).bfloat16() for name in ("a", "b", "c")}
+    shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+    boxes = {name: Box(name, (0, 0), shape) for name, shape in shapes.items()}
+    kept: dict[str, str] = {}
+    receiver = object.__new__(channel.Receiver)
+    vars(receiver).update(
+        live=LiveBoxes([(boxes["a"], sent["a"]), (boxes["b"], sent["b"].float())], torch.bfloat16),
+        loaded=[(boxes["c"], sent["c"].float())],
+        **{"model": None, "lora": None, "engine": 0, "generation": 0, "worker": 0, "store": kept},
+    )
+    monkeypatch.setattr(channel, "proven_tensors", lambda *args: shapes)
+    receiver.store = type("Store", (), {"set": lambda self, key, text: kept.update({"sums": text})})()
+    receiver.report_digests(1)
+    assert json.loads(kept["sums"]) == digests([(boxes[name], sent[name]) for name in sent], shapes).tolist()
