@@ -85,6 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         {**MOE, **HYBRID, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48},
     ),
+    "seed_oss": ("SeedOss", {"head_dim": 32}),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",

@@ -59,7 +59,7 @@ class PolicyOptimizer:
         self.settings, self.num_optimizer_steps = settings, num_optimizer_steps
         # Without CUDA the states are in host memory already.
         self.is_offloaded = parallel.optimizer_cpu_offload and backend.has_cuda()
-        names = {parameter: name for name, parameter in parameters.live.items()}
+        names = {p: name for name, p in parameters.live.items() if isinstance(p, torch.nn.Parameter)}
         self.chunks = _wrap(chunks, self.layout, parallel)
         self._buckets = _buckets(self.chunks) if self.layout.sharding == 1 else []
         self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel, is_offloaded=self.is_offloaded)

@@ -162,6 +162,10 @@ def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
     return _deepseek({**hf, "first_k_dense_replace": kinds.count("dense")})
 
 
+def _seed_oss(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": bool(hf["attention_bias"]), "out_bias": bool(hf["attention_out_bias"])}
+
+
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
     experts = Experts(
         count=hf["num_local_experts"],
@@ -293,6 +297,13 @@ GPT_OSS = {
     "swiglu_limit": 7.0,
 }
 GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+SEED = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524_288,
+    "attention_bias": True,
+    "attention_out_bias": False,
+}
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {
     "num_key_value_heads": 4,
@@ -344,6 +355,7 @@ FAMILIES = {
     "glm4_moe_lite": Family(_glm4_moe_lite, defaults=GLM_LITE),
     "deepseek_v3": Family(_deepseek, defaults=DEEPSEEK),
     "kimi_k2": Family(_deepseek, defaults=DEEPSEEK),
+    "seed_oss": Family(_seed_oss, defaults=SEED, biased_attention="qkv"),
     "olmo2": Family(_olmo, defaults=OLMO),
     "olmo3": Family(
         _olmo,
