@@ -114,9 +114,9 @@ def load_model_class(self: Any) -> type:
     return getattr(module, self.class_name)
 
 
-def _mend_latent_norms(attention: type) -> None:
+def _mend_latent_norms(attention: Any) -> None:
     """Let the norms of latent vectors have the epsilon of the published models, not `rms_norm_eps`."""
-    own: Any = attention.__init__
+    own = attention.__init__
     if hasattr(own, "__wrapped__"):
         return
 
