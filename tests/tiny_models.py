@@ -189,7 +189,7 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
     """The oracle: transformers' own model."""
     import transformers
 
-    settings = json.loads((folder / "config.json").read_text())
+    settings = json.loads((Path(folder) / "config.json").read_text())
     model = getattr(transformers, settings["architectures"][0])
     config = model.config_class.from_dict(settings | {"model_type": model.config_class.model_type})
     return model.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
