@@ -72,9 +72,9 @@ def made_up_samples(count: int, mean_tokens: int) -> tuple[list[TrainSample], in
 
 
 def joined(packs: list[PackedBatch]) -> dict[str, np.ndarray]:
-    """The baseline's arrays: every field of every pack, end to end; it had no ages and no teachers."""
+    """The baseline's arrays: every field of every pack, end to end; it had no ages, no teachers and no experts."""
     sizes = [[len(p.tokens), len(p.cu_seqlens) - 1, len(p.rows), len(p.response_cu_seqlens) - 1] for p in packs]
-    later = ("ages", "kept", "teachers", "taught")
+    later = ("ages", "kept", "teachers", "taught", "routes")
     names = [field.name for field in dataclasses.fields(PackedBatch) if field.name not in later]
     return {
         "sizes": np.array(sizes),

@@ -19,7 +19,8 @@ from mgrpo.models.placement.mlp_rows import EXPERT_MATRICES
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of attention, MLP and experts, as peft calls them."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+PLAIN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = (*PLAIN_ATTENTION, "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM has room; a lower one takes as much as the next of these."""
 LATENT_LAYERS = frozenset(("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
@@ -196,7 +197,7 @@ def _attention_alone(use_peft: bool, lora_target_modules: tuple[str, ...]) -> It
 def _experts_without(use_peft: bool, lora_target_modules: tuple[str, ...], hf_config: HfConfig | None) -> Iterator[str]:
     if use_peft and ALL_LINEAR in lora_target_modules and (hf_config or {}).get("model_type") == "gpt_oss":
         yield (
-            f"lora_target_modules={ALL_LINEAR} is attention alone in this model ({', '.join(ATTENTION)}): experts that share one "
+            f"lora_target_modules={ALL_LINEAR} is attention alone in this model ({', '.join(PLAIN_ATTENTION)}): experts that share one "
             "tensor of the checkpoint have no adapter"
         )
 

@@ -106,15 +106,12 @@ def widest_cut(config: Config, vocab: int | None) -> Config:
 def with_routing(config: Config, hf_config: HfConfig | None, *, on_gpu: bool) -> Config:
     """`config` with what routing_replay=auto means: the engines' experts for a mixture, if they say what they chose."""
     own = config.provenance
-    if config.parallel.routing_replay != "auto" or hf_config is None:
+    if config.parallel.routing_replay != "auto" or not num_experts(hf_config):
         return config
-    mode, notes = "none", own.notes
-    if num_experts(hf_config):
-        missing = untold_routes(config, on_gpu=on_gpu)
-        mode = "none" if missing else "rollout"
-        said = f": {missing}" if missing else ", the experts that engines choose are also those that are trained"
-        notes = (*notes, f"routing_replay is {mode}{said}")
-    values = flat(config) | {"routing_replay": mode}
+    missing = untold_routes(config, on_gpu=on_gpu)
+    mode = "none" if missing else "rollout"
+    said = f": {missing}" if missing else ", the experts that engines choose are also those that are trained"
+    values, notes = flat(config) | {"routing_replay": mode}, (*own.notes, f"routing_replay is {mode}{said}")
     return build(values, replace(own, notes=notes, sources={**own.sources, "routing_replay": "derived"}))
 
 

@@ -9,6 +9,7 @@ import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,8 +80,13 @@ def _transformers_logits(folder: Path, samples: list[TrainSample]) -> list[torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, trust_remote_code=False
+    settings = dict(read_hf_config(folder))
+    # By its class: of Kimi-K2's checkpoints transformers knows the architecture, DeepSeek's, and not the model_type.
+    (architecture,) = settings["architectures"]
+    kind: Any = getattr(transformers, architecture)
+    config = kind.config_class.from_dict(settings | {"model_type": kind.config_class.model_type})
+    model, loading = kind.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     missing = sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"]))
     if missing:

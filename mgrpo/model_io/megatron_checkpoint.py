@@ -33,6 +33,7 @@ from mgrpo.models.megatron_names import (
     is_homogeneous,
     possible_names,
     problem,
+    router_settings,
     stored_names,
 )
 from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
@@ -295,15 +296,8 @@ def _arguments(shape: ModelShape) -> dict[str, Any]:
     if shape.experts:
         arguments |= {
             "num_experts": shape.experts.count,
-            "moe_ffn_hidden_size": shape.experts.ffn,
-            "moe_router_topk": shape.experts.top_k,
-            "moe_router_pre_softmax": shape.experts.score == "softmax" and not shape.experts.normalised,
-            "moe_router_score_function": shape.experts.score,
+            **router_settings(shape.experts),
             "moe_router_enable_expert_bias": shape.experts.choice_bias,
-            "moe_router_num_groups": shape.experts.groups if shape.experts.groups > 1 else None,
-            "moe_router_group_topk": shape.experts.top_groups if shape.experts.groups > 1 else None,
-            "moe_router_topk_scaling_factor": shape.experts.scale if shape.experts.scale != 1 else None,
-            "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
             "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
         }
     return arguments

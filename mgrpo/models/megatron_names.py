@@ -1,4 +1,4 @@
-"""The place of each Megatron parameter of `table` in Megatron-core's own checkpoints: in which tensors, at which rows.
+"""Megatron-core's names: of the settings of a router, and of each parameter of `table` in its own checkpoints, in which tensors, at which rows.
 
 Megatron-core gives a tensor the same name in every layout and counts its elements over the whole model. It has three
 ways to name those of a layer:
@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mgrpo.models.placement.boxes import Shape
-from mgrpo.models.shape import ModelShape
+from mgrpo.models.shape import Experts, ModelShape
 from mgrpo.models.table import FUSED_NORMS
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -75,6 +76,22 @@ class Slab:
         attention, _, layer = module.rpartition(".")
         if layer in ("linear_qkv", "linear_kv_up_proj"):
             yield f"{attention}.core_attention._extra_state{own}"
+
+
+def router_settings(experts: Experts) -> dict[str, Any]:
+    """Megatron's settings of a mixture and its router, as its configuration and its checkpoints name them."""
+    has_groups = experts.groups > 1
+    return {
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_topk": experts.top_k,
+        # Softmax over all experts, with the chosen weights normalised to 1, equals softmax over the chosen ones.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalised,
+        "moe_router_score_function": experts.score,
+        "moe_router_num_groups": experts.groups if has_groups else None,
+        "moe_router_group_topk": experts.top_groups if has_groups else None,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+    }
 
 
 def stored_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab]]:

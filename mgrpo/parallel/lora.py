@@ -22,10 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from mgrpo.parallel.moe.experts import GroupedLinear, without_idle
-
-_ALIGNMENT = 8
-"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
+from mgrpo.parallel.moe.experts import ALIGNMENT, GroupedLinear, without_idle
 
 
 class LoraAdapter(torch.nn.Module):
@@ -97,7 +94,7 @@ class LoraAdapter(torch.nn.Module):
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`matrices_a` and scale times `matrices_b`, rounded to `dtype`; of grouped experts with a width that CUDA can multiply."""
         a, b = self.matrices_a().to(dtype), (self.matrices_b() * self.scale).to(dtype)
-        missing = -a.shape[1] % _ALIGNMENT if self.is_grouped else 0
+        missing = -a.shape[1] % ALIGNMENT if self.is_grouped else 0
         return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
 
     @torch.no_grad()

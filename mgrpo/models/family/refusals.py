@@ -15,6 +15,7 @@ MXFP4_COPY = (
     "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and give that folder"
 )
 VLLM_CLAMP = (7.0, 1.702)
+"""The limit and the slope of clamped experts in vLLM."""
 
 
 def windows(hf: HfConfig, layer_types: Sequence[str]) -> tuple[int | None, ...]:

@@ -12,12 +12,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.moe.experts import install, without_idle
+from mgrpo.parallel.moe.experts import ALIGNMENT, install, without_idle
 
 _ALPHA = 1.702
 """With it `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""
-_WIDTH = 8
-"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
 
 
 class ClampedExperts(torch.nn.Module):
@@ -119,5 +117,5 @@ class _BiasOfRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (ends,) = ctx.saved_tensors
         dy = gradients[0].contiguous()
-        ones = dy.new_ones(len(dy), _WIDTH)
+        ones = dy.new_ones(len(dy), ALIGNMENT)
         return without_idle(F.grouped_mm(ones.T, dy, offs=ends), ends)[:, 0], None, None

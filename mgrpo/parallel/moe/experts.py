@@ -24,6 +24,8 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why)
     ("transformer.moe.token_dispatcher", "permute", "asks the device twice how many rows there are, which is known"),
 )
+ALIGNMENT = 8
+"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
 _NO_PADDING = (None, None) if "align_size" in inspect.signature(megatron_permute).parameters else ()
 
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mgrpo.config.fused_kernels import uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.megatron_names import router_settings
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.moe.clamped_experts import ClampedExperts
@@ -90,15 +91,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     if shape.experts:
         settings |= {
             "num_moe_experts": shape.experts.count,
-            "moe_ffn_hidden_size": shape.experts.ffn,
-            "moe_router_topk": shape.experts.top_k,
-            # Softmax over all experts, with the chosen weights normalised to 1, equals softmax over the chosen ones.
-            "moe_router_pre_softmax": shape.experts.score == "softmax" and not shape.experts.normalised,
-            "moe_router_score_function": shape.experts.score,
-            "moe_router_num_groups": shape.experts.groups if shape.experts.groups > 1 else None,
-            "moe_router_group_topk": shape.experts.top_groups if shape.experts.groups > 1 else None,
-            "moe_router_topk_scaling_factor": shape.experts.scale if shape.experts.scale != 1 else None,
-            "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
+            **router_settings(shape.experts),
             "moe_shared_expert_gate": shape.experts.shared_gate,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mgrpo.models.family.refusals import VLLM_CLAMP
 from mgrpo.sync.vllm_plugin import routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
 """In the place of what is taken away."""
-CLAMP, SLOPE = 7.0, 1.702
+CLAMP, SLOPE = VLLM_CLAMP
 """Of the activation "swigluoai". vLLM's kernel for a CPU knows no others."""
 LATENT_NORM_EPS = 1e-6
 """As in the code that DeepSeek, Moonshot and Z.ai publish with their weights, and in transformers."""

@@ -64,14 +64,15 @@ def test_the_workers_of_an_engine_can_add_an_adapter_to_their_own_weights(name, 
     random = np.random.default_rng(0)
     values = {name: random.normal(size=shape) for name, shape in adapter_tensors(model, APART).items()}
     for weights, adapters in zip(engine_boxes(model, infer), engine_adapter_boxes(model, infer, APART), strict=True):
-        own = {
-            box.name: values[box.name][box.within(Box(box.name, (0, 0), values[box.name].shape))] for box in adapters
-        }
+        own = {box: values[box.name][box.within(Box(box.name, (0, 0), values[box.name].shape))] for box in adapters}
         assert len(own) == len(adapters)
         for box in (box for box in weights if APART.adapts(box.name)):
             a, b = lora_a(box.name), lora_b(box.name)
             expected = (values[b] @ values[a])[box.within(Box(box.name, (0, 0), hf_tensors(model)[box.name]))]
-            np.testing.assert_allclose(own[b] @ own[a], expected, atol=1e-12)
+            # A worker has the rows of several sections of one matrix, such as queries, keys and values.
+            columns = Box(a, (0, box.start[1]), (APART.rank, box.shape[1]))
+            rows = Box(b, (box.start[0], 0), (box.shape[0], APART.rank))
+            np.testing.assert_allclose(own[rows] @ own[columns], expected, atol=1e-12)
 
 
 def sent(made: ReshardPlan, num_sources: int) -> list[int]:
