@@ -171,7 +171,7 @@ def save_tiny(
                 parameter.add_(1.0)
             if "conv1d" in parameter_name:  # values that are almost 0 would be normalised with their rounding errors
                 parameter.mul_(5.0)
-            if parameter_name.endswith("experts.gate_up_proj"):  # so that some are clamped
+            if family == "gpt_oss" and parameter_name.endswith("gate_up_proj"):  # so that some are clamped
                 parameter.mul_(8.0)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

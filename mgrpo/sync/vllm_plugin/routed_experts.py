@@ -73,12 +73,12 @@ class RoutedExperts:
 
 def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
     """The model runner's, after which its `RoutedExperts` have the rows."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     is_asked = scheduler_output.aux_output_connector_metadata is not None
     if is_asked and not hasattr(self, "routed_experts"):
         self.routed_experts = RoutedExperts(self)
-    output = GPUModelRunner.execute_model(self, scheduler_output, *args, **kwargs)
+    output = super(CPUModelRunner, self).execute_model(scheduler_output, *args, **kwargs)
     has_tokens = scheduler_output.total_num_scheduled_tokens > 0
     self.routes_of_step = self.routed_experts.after(self, scheduler_output) if is_asked and has_tokens else None
     return output
@@ -86,9 +86,9 @@ def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -
 
 def sample_tokens(self: Any, grammar_output: Any) -> Any:
     """The model runner's, whose output has the rows as well."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    output = GPUModelRunner.sample_tokens(self, grammar_output)
+    output = super(CPUModelRunner, self).sample_tokens(grammar_output)
     if self.routes_of_step is not None:
         getattr(output, "_model_runner_output", output).aux_output_connector_output = self.routes_of_step
     return output

@@ -205,7 +205,8 @@ def test_the_kernels_of_variable_length_attention_take_these_arguments() -> None
         shapes = ((9, HEADS, 64), (9, 2, 64), (9, 2, 64), (HEADS,))
         leaves = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
         cu_seqlens = torch.empty(3, dtype=torch.int32)
-        out = flash_with_sinks(*leaves, (cu_seqlens, cu_seqlens, 5, 5), scale=0.125, window=4)
+        query, key, value, sinks = leaves
+        out = flash_with_sinks(query, key, value, sinks, (cu_seqlens, cu_seqlens, 5, 5), scale=0.125, window=4)
         gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert out.shape == shapes[0] and out.dtype == torch.bfloat16
     assert [tuple(gradient.shape) for gradient in gradients] == list(shapes)
