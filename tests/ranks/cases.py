@@ -519,7 +519,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
 
     from megatron.core.tensor_parallel import layers
 
-    from mgrpo.models import table
+    from mgrpo.models.placement.layout_rules import Stacked
     from mgrpo.parallel.packed import context
     from mgrpo.policy import model
     from mgrpo.policy.optimizer import PolicyOptimizer
@@ -528,7 +528,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         return reduce(*args, **kwargs) * 2
 
     def swapped(self, tensors, rank, size):
-        return place(table.Stacked(self.names[::-1], self.dim), tensors, rank, size)
+        return place(Stacked(self.names[::-1], self.dim), tensors, rank, size)
 
     def own_only(x, group=None):
         return gather(x, tensor_parallel_output_grad=False, group=group)
@@ -540,14 +540,14 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
 
     # The package has a function of the module's name.
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    reduce, place = layers.reduce_from_tensor_model_parallel_region, table.Stacked.place
+    reduce, place = layers.reduce_from_tensor_model_parallel_region, Stacked.place
     gather, whole = context.gather_from_sequence_parallel_region, model.whole_responses
     broken = {
         "doubled_all_reduce": patch.object(layers, "reduce_from_tensor_model_parallel_region", doubled),
         "missing_sequence_parallel_sum": patch.object(
             finalize, "_allreduce_non_tensor_model_parallel_grads", lambda *args: None
         ),
-        "swapped_gate_and_up": patch.object(table.Stacked, "place", swapped),
+        "swapped_gate_and_up": patch.object(Stacked, "place", swapped),
         "missing_context_sum": patch.object(context, "gather_from_sequence_parallel_region", own_only),
         "boundary_token_untrained": patch.object(model, "whole_responses", without_first),
         "missing_tied_sum": patch.object(PolicyOptimizer, "_sum_tied_gradients", lambda self: None),

@@ -338,11 +338,12 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
 
 def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
     """What a learner reports of figures of each rank when no update was made."""
+    from mgrpo.algo import MetricSums
     from mgrpo.run.train.learner import Learner
 
     forget_groups()
     learner = SimpleNamespace(host_group=host_group())
-    return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
+    return Learner._reduce(learner, [], beside=MetricSums({}, figures[dist.get_rank()]))
 
 
 def digest(tensor: torch.Tensor) -> str:
