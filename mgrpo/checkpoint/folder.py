@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from mgrpo.checkpoint.saving.schedule import superseded
 from mgrpo.checkpoint.space import nearest_folder
 
 MANIFEST = "manifest.json"
@@ -225,18 +226,13 @@ def rotate(folder: Folder, *, keep_last_n: int) -> None:
 
     What cannot be deleted is logged and tried again next time; it must not end the run.
     """
-    steps = _complete(folder)
-    if not steps:
-        return
-    kept = set(steps if keep_last_n < 0 else steps[-max(keep_last_n, 1) :])
-    for step in _steps(folder):
-        if step < steps[-1] and step not in kept:
-            own = folder.child(step_folder(step))
-            try:
-                own.remove(MANIFEST)  # first, so that a partly deleted checkpoint never looks complete
-                own.remove_all()
-            except OSError as err:
-                _log.warning("%s cannot be deleted: %s", own.location, err)
+    for step in superseded(_steps(folder), _complete(folder), keep_last_n=keep_last_n):
+        own = folder.child(step_folder(step))
+        try:
+            own.remove(MANIFEST)  # first, so that a partly deleted checkpoint never looks complete
+            own.remove_all()
+        except OSError as err:
+            _log.warning("%s cannot be deleted: %s", own.location, err)
 
 
 def _steps(folder: Folder) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
+from mgrpo.config.checkpoint import MANY_GPUS, SAVE_COST_S, best_interval_s, mtbf_s
 from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.rollout import MOST_KEPT, MOST_MASKED
 from mgrpo.config.schema import Config, Engine
@@ -44,10 +45,44 @@ def num_exports(config: Config) -> int:
 def num_states(config: Config) -> int:
     """Training states on disk at most: the oldest goes when the newest is complete."""
     own = config.checkpoint
-    if own.checkpoint_state_freq <= 0:
+    if not own.saves_states:
         return 0
-    states = config.num_training_steps // own.checkpoint_state_freq
+    states = config.num_training_steps // (1 if own.save_every_minutes else own.checkpoint_state_freq)
     return min(states, own.keep_last_n_checkpoints + 1) if own.keep_last_n_checkpoints > 0 else states
+
+
+def with_saves(config: Config, num_gpus: int) -> Config:
+    """`config` with states that are saved by time, where nobody has said whether they are and the run has many GPUs."""
+    checkpoint, own = config.checkpoint, config.provenance
+    is_open = checkpoint.save_every_minutes is None and not _is_given(config, "checkpoint_state_freq")
+    if (
+        not is_open
+        or num_gpus < MANY_GPUS
+        or config.parallel.use_precision_aware_optimizer
+        or config.parallel.optimizer_cpu_offload
+    ):
+        return config
+    minutes = max(round(best_interval_s(SAVE_COST_S, mtbf_s(num_gpus)) / 60), 1)
+    note = (
+        f"save_every_minutes is {minutes}: one of {num_gpus} GPUs fails every {mtbf_s(num_gpus) / 3600:.0f} hours; "
+        "save_every_minutes=0 saves no states"
+    )
+    provenance = replace(own, notes=(*own.notes, note), sources={**own.sources, "save_every_minutes": "derived"})
+    return build(flat(config) | {"save_every_minutes": float(minutes)}, provenance)
+
+
+def seconds_between_saves(config: Config, step_s: float, num_gpus: int) -> float:
+    """Seconds between training states in a run whose steps take `step_s`, which end with them; 0: none are saved."""
+    own = with_saves(config, num_gpus).checkpoint
+    by_time = step_s * ceil(60 * own.save_every_minutes / step_s) if own.save_every_minutes else 0
+    by_steps = step_s * own.checkpoint_state_freq if own.checkpoint_state_freq > 0 else 0
+    return min(filter(None, (by_time, by_steps)), default=0)
+
+
+def num_gpus_of(config: Config, learners: int) -> int:
+    """GPUs of the whole run: those of `learners` ranks and of its engines."""
+    serving = infer_layout_of(config.engine)
+    return learners + (serving.engines * serving.workers if config.engine.vllm_mode == "ray" else 0)
 
 
 def layout_of(config: Config, world_size: int) -> Layout:

@@ -140,6 +140,7 @@ def _optimizer_memory(
     optimizer_cpu_offload: bool,
     use_precision_aware_optimizer: bool,
     checkpoint_state_freq: int,
+    save_every_minutes: float | None,
     model_dtype: str,
 ) -> Iterator[str]:
     if optimizer_cpu_offload and zero_stage != 1:
@@ -151,9 +152,14 @@ def _optimizer_memory(
         ("use_precision_aware_optimizer", use_precision_aware_optimizer),
         ("optimizer_cpu_offload", optimizer_cpu_offload),
     ):
-        if is_on and checkpoint_state_freq > 0:
+        if is_on and (checkpoint_state_freq > 0 or save_every_minutes):
+            frequency = (
+                f"checkpoint_state_freq={checkpoint_state_freq}"
+                if checkpoint_state_freq > 0
+                else f"save_every_minutes={save_every_minutes}"
+            )
             yield (
-                f"{name}=true cannot be combined with checkpoint_state_freq={checkpoint_state_freq}: its state cannot be resumed "
+                f"{name}=true cannot be combined with {frequency}: its state cannot be resumed "
                 "yet; turn one of them off"
             )
     if not use_precision_aware_optimizer:

@@ -563,6 +563,8 @@ class Keywords(TypedDict, total=False):
     """Whether the greatest value of metric_for_best_model is the best one; false: the least. (default: true)"""
     checkpoint_state_freq: int
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none. (default: -1)"""
+    save_every_minutes: float | None
+    """Minutes after which the next training step ends with a checkpoint of the training state, beside those of checkpoint_state_freq; 0: none by time. Without either, a run on 64 GPUs or more saves as often as its size asks for (docs/checkpoints.md), and others do not. (default: none)"""
     checkpoint_state_dir: str | None
     """Folder of the training states, or a URL such as s3://bucket/run; none: output_dir/checkpoints. (default: none)"""
     gs_checkpoint_state_dir: str | None

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mgrpo.config.derived import num_exports, num_states
-from mgrpo.models.memory import export_bytes, training_state_bytes
+from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
+from mgrpo.planner.failures import failures, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.plan import RunPlan
@@ -136,6 +137,8 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     )
     if plan.generation and plan.config.has_length:
         yield _whole_run(plan)
+        if sentence := failures(plan):
+            yield sentence
     yield (
         f"operations per step: {plan.training_flops:.2e} in training and logprob passes "
         f"(MFU {plan.learner_utilisation:.0%}), {plan.generation_flops:.2e} in generation"
@@ -146,17 +149,15 @@ def _whole_run(plan: RunPlan) -> str:
     """Hours of all steps, and what the run writes of its model."""
     config, lora = plan.config, plan.config.adapter.lora
     export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)
-    state = training_state_bytes(
-        plan.shape,
-        reference_moves=config.algorithm.ref_policy_update_freq is not None,
-        lora=lora,
-        averages=config.distillation.averages,
-    )
     steps, states = config.num_training_steps, num_states(config)
     return (
         f"whole run: {counted(steps, 'step')}, {_duration(steps * plan.pace_s)} without evaluations; "
-        f"{counted(num_exports(config), 'export')} of {_decimal(export)}; a training state {_decimal(state)}, "
-        + (f"{states} on disk at most" if states else "written only when the run is stopped (checkpoint_state_freq)")
+        f"{counted(num_exports(config), 'export')} of {_decimal(export)}; a training state {_decimal(state_bytes(plan))}, "
+        + (
+            f"{states} on disk at most"
+            if states
+            else "written only when the run is stopped (checkpoint_state_freq, save_every_minutes)"
+        )
     )
 
 

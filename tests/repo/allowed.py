@@ -93,6 +93,7 @@ APPLICATION = {"cli", "__init__", "__main__", "rehearsal", "trl"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 
 INNER = {
+    "checkpoint.saving": set(),
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},
@@ -156,7 +157,7 @@ LARGE = {
     "data": (16, "the stations from a file of rows to token ids, one after the other"),
     "environments.endpoint": (15, "three APIs side by side, and a call's way from its connection to its turn and back"),
     "environments.loop": (13, "a conversation from its messages to its tokens, and the loop that plays it"),
-    "planner": (13, "a cause of memory or time a file, the plan that adds them up, and its page"),
+    "planner": (14, "a cause of memory or time a file, the plan that adds them up, and its page"),
     "policy": (15, "the model, the optimizer and one training step, each with its parts on several ranks"),
     "rewards": (21, "three catalogues as folders; the ways of a reward from a name to a number"),
     "rewards.constraints": (17, "a catalogue: a theme a file, above the few files that they share"),

@@ -37,7 +37,7 @@ def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if why := unwritable(folder):
         yield f"output_dir={folder} cannot be written to: {why}; name another folder"
         return
-    if config.checkpoint.checkpoint_state_freq > 0 or config.checkpoint.resume != "never":
+    if config.checkpoint.saves_states or config.checkpoint.resume != "never":
         try:
             check_root(root)
         except ValueError as err:
@@ -63,7 +63,7 @@ def room_notes(config: Config, shape: ModelShape) -> Iterator[str]:
 def _room_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     own = config.checkpoint
     exports = int(own.save_final or 0 < own.save_freq < config.num_training_steps)
-    states = int(0 < own.checkpoint_state_freq <= config.num_training_steps)
+    states = int(bool(own.save_every_minutes) or 0 < own.checkpoint_state_freq <= config.num_training_steps)
     for place, (needed, what) in _needed(config, shape, exports=exports, states=states).items():
         if needed > free_bytes(place):
             yield (

@@ -18,6 +18,7 @@ from mgrpo.config.derived import state_root
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.best import BestExport
 from mgrpo.run.report.listener import RunListener
+from mgrpo.run.report.lost_time import LostTime
 from mgrpo.run.report.step_metrics import Clock, step_metrics
 from mgrpo.run.report.trackers import new_run_id, opened
 from mgrpo.run.report.upload import Uploads
@@ -108,6 +109,7 @@ class Reporter:
         self.best = BestExport(self.output_dir / "hf", config.checkpoint, resumed=saved.get("best"))
         self.samples = TrainSamples(rollouts, steps, pieces=pieces, resumed_after=after)
         self.uploads = Uploads(config)
+        self.lost_time = LostTime(saved.get("lost_time"))
         abandon(root, after=-1 if after is None else after)
         self.watch = AlertWatch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
@@ -146,7 +148,12 @@ class Reporter:
 
     def begin(self, done: int) -> None:
         """Training begins, after the `done` steps of the state that the run continues."""
+        self.lost_time.begin()
         self.listener.begin(self.config, done=done)
+
+    def saved(self, seconds: float) -> None:
+        """The run's state has been taken, for which training stood still for `seconds`."""
+        self.lost_time.saved(seconds)
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
         """One line of metrics for training step `step`; docs/metrics.md says what each means.
@@ -168,6 +175,9 @@ class Reporter:
             scale=self.scale,
             throughput=self.throughput,
         )
+        lost = self.lost_time.step(sum(clock.seconds.values()))
+        if self.config.checkpoint.saves_states or lost["time/lost"]:
+            metrics |= lost
         advantages = [sample.advantage for sample in batch.samples if not sample.continues]
         with self._writing():
             self.writer.write(step, metrics)
@@ -288,8 +298,13 @@ class Reporter:
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON: the number of lines written, the best export, and the run's id."""
-        return {"num_lines": self.writer.num_lines, "best": self.best.state_dict(), "run_id": self.run_id}
+        """In JSON: the number of lines written, the best export, the run's id, and the time that was lost."""
+        return {
+            "num_lines": self.writer.num_lines,
+            "best": self.best.state_dict(),
+            "run_id": self.run_id,
+            "lost_time": self.lost_time.state_dict(),
+        }
 
     def close(self, cause: str = "") -> None:
         """Close the files with a last report, however the run ended, and give the terminal back.
@@ -328,6 +343,9 @@ class SilentReporter:
         """Nothing."""
 
     def begin(self, done: int) -> None:
+        """Nothing."""
+
+    def saved(self, seconds: float) -> None:
         """Nothing."""
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import bounded, counted, fitted, routing_problems, widest_cut, with_routing
+from mgrpo.config.derived import (
+    bounded,
+    counted,
+    fitted,
+    num_gpus_of,
+    routing_problems,
+    widest_cut,
+    with_routing,
+    with_saves,
+)
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import too_few_prompts, warnings
@@ -59,6 +68,7 @@ def check_run(
     on_gpu = bool(serving_gpus())
     if on_gpu:
         config = widest_cut(config, size_of(hf_config or {}, "vocab_size"))
+        config = with_saves(config, num_gpus_of(config, world_size()))
     config = with_routing(config, hf_config, on_gpu=on_gpu)
     find = partial(
         found_problems,

@@ -10,6 +10,7 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from mgrpo.checkpoint.saving.schedule import Schedule
 from mgrpo.checkpoint.space import OutputError, wait_for_room
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
@@ -85,6 +87,9 @@ class Trainer:
         """The step of this run's newest export."""
         self.clock = Clock()
         """The clock of the present step."""
+        own = config.checkpoint
+        self.schedule = Schedule(every_steps=own.checkpoint_state_freq, every_s=60 * (own.save_every_minutes or 0))
+        """When states are due; rank 0's counts."""
 
     def fit(self) -> TrainResult:
         """The whole run, or the rest of a run that left a checkpoint.
@@ -118,8 +123,7 @@ class Trainer:
         for step in range(self.done + 1, self.config.num_training_steps + 1):
             if not self.step(step):
                 break
-            self.follow_up()
-            if self.lead.share(lambda: self.reporter.wants_end):
+            if not self.follow_up():
                 self.reporter.say(f"step {step}: the caller wants no more; training ends")
                 break
         after = self.evaluate("after training")
@@ -235,16 +239,21 @@ class Trainer:
         else:
             self.weights.keep(self.version, step=self.done + 1, reseed=pauses_after(self.config, self.done))
 
-    def follow_up(self) -> None:
-        """Do what is due after step `done`: an evaluation, an export, a saved state."""
+    def follow_up(self) -> bool:
+        """Do what is due after step `done`: an evaluation, an export, a saved state; False if the caller wants no more steps."""
         config, checkpoint = self.config, self.config.checkpoint
         if evaluates_after(config, self.done):
             self.evaluate(f"step {self.done}")
         if is_due(self.done, checkpoint.save_freq) and self.done < config.num_training_steps:
             self.export()
         self.is_followed_up = True
-        if self.done > self.saved and is_due(self.done, checkpoint.checkpoint_state_freq):
+        may_save = syncs_after(config, self.done)
+        is_saved, ends = self.lead.share(
+            lambda: [self.schedule.is_due(self.done, may_wait=not may_save), self.reporter.wants_end]
+        )
+        if self.done > self.saved and is_saved:
             self.save()
+        return not ends
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
@@ -304,8 +313,11 @@ class Trainer:
         self.lead.pulse.at(f"saving the state of step {self.done}")
         if self.turns:
             self.turns.learners()
+        began = time.monotonic()
+        self.schedule.saved()
         state, rollouts = self.state_dict()
         place = self.states.save(self.done, self.learner, state, rollouts)
+        self.reporter.saved(time.monotonic() - began)
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import ConfigError, to_yaml
-from mgrpo.config.derived import state_root
+from mgrpo.config.checkpoint import best_interval_s, lost_share, mtbf_s
+from mgrpo.config.derived import seconds_between_saves, state_root, with_saves
 from mgrpo.config.validate import problems, warnings
 from mgrpo.moving import GRPOConfig, from_values, load_file
 
@@ -86,8 +87,14 @@ def test_a_state_to_resume_from_is_judged_by_its_path(tmp_path, monkeypatch, res
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"save_total_limit": 5}, "keep_last_n_checkpoints=5 has no effect without checkpoint_state_freq above 0"),
-        ({"checkpoint_async": True}, "checkpoint_async=true has no effect without checkpoint_state_freq above 0"),
+        (
+            {"save_total_limit": 5},
+            "keep_last_n_checkpoints=5 has no effect without checkpoint_state_freq or save_every_minutes above 0",
+        ),
+        (
+            {"checkpoint_async": True},
+            "checkpoint_async=true has no effect without checkpoint_state_freq or save_every_minutes above 0",
+        ),
         (
             {"checkpoint_state_freq": 5, "checkpoint_state_dir": "a", "gs_checkpoint_state_dir": "gs://b/c"},
             "checkpoint_state_dir=a is ignored, because training states are written to gs_checkpoint_state_dir=gs://b/c",
@@ -111,3 +118,50 @@ def test_the_written_config_names_the_same_root(tmp_path):
     config = from_values({"gs_bucket_path": "gs://b", "checkpoint_state_dir": "a", "checkpoint_state_freq": 5})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert state_root(load_file(tmp_path / "config.yaml")) == "gs://b/a"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "minutes"),
+    [
+        (8, {}, None),
+        (63, {}, None),
+        (64, {}, 126),
+        (1024, {}, 31),
+        (4096, {}, 16),
+        (1024, {"save_every_minutes": 0}, 0),
+        (1024, {"save_every_minutes": 5}, 5),
+        (1024, {"checkpoint_state_freq": 25}, None),
+        (1024, {"checkpoint_state_freq": -1}, None),
+        (1024, {"use_precision_aware_optimizer": True}, None),
+    ],
+)
+def test_runs_on_many_gpus_save_by_time_unless_somebody_has_said_otherwise(num_gpus, settings, minutes):
+    """A failure would take days of 1,024 GPUs from who does not know the setting, and disks would fill on a laptop."""
+    config = with_saves(from_values(settings), num_gpus)
+    assert config.checkpoint.save_every_minutes == minutes
+    assert config.checkpoint.saves_states == (bool(minutes) or settings.get("checkpoint_state_freq", -1) > 0)
+    assert any("save_every_minutes is" in note for note in config.notes) == (minutes not in (None, *settings.values()))
+
+
+def test_failures_are_those_of_the_source_and_the_interval_is_the_best():
+    """Another unit or a lost factor of two would be a plausible number."""
+    assert mtbf_s(16384) / 3600 == pytest.approx(54 * 24 / 419)
+    assert mtbf_s(1024) / 3600 == pytest.approx(49.5, abs=0.05)
+
+    def lost(seconds: float) -> float:
+        return lost_share(seconds, save_s=10, restart_s=180, mtbf_s=mtbf_s(1024))
+
+    best = best_interval_s(10, mtbf_s(1024))
+    assert lost(best) < min(lost(best * 0.9), lost(best * 1.1))
+    # By hand: every hour 10 s, and every 178,200 s half an hour and three minutes.
+    assert lost(3600) == pytest.approx(10 / 3600 + 1980 / 178_200, rel=1e-3)
+
+
+def test_an_interval_ends_with_a_step():
+    """A plan of steps of 20 minutes that counted 15 between states would promise too much."""
+    config = from_values({"save_every_minutes": 15})
+    assert seconds_between_saves(config, 1200, 8) == 1200
+    assert seconds_between_saves(config, 400, 8) == 1200
+    assert seconds_between_saves(from_values({"checkpoint_state_freq": 25}), 400, 8) == 10_000
+    assert seconds_between_saves(from_values({"checkpoint_state_freq": 2, "save_every_minutes": 15}), 400, 8) == 800
+    assert seconds_between_saves(from_values({}), 400, 8) == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from mgrpo.checkpoint.saving.schedule import Schedule
 from mgrpo.parallel import backend
 from mgrpo.run.records import Learned
 from mgrpo.run.report.reporter import SilentReporter
@@ -200,3 +202,34 @@ def test_a_run_that_is_stopped_between_two_syncs_says_what_it_goes_on_with(tmp_p
             "weight_sync_steps=3: its engines then begin with the weights of step 4, and not with older ones as in a run that was not stopped"
         ]
         assert clauses[1:] == (more if trainer.done == 4 else [])
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_every_rank_saves_when_rank_0s_clock_says_so(tmp_path, monkeypatch, leads):
+    """A save is collective: a rank whose own clock is ahead would wait for the others for ever, or they for it."""
+    trainer = seven_steps(tmp_path, monkeypatch, save_every_minutes=1, weight_sync_steps=2, local_eval_every=-1)
+    now, saved = [0.0], []
+    trainer.schedule = Schedule(every_steps=-1, every_s=60, clock=lambda: now[0])
+    decisions = iter(
+        [[False, False], [True, False], [False, False], [False, False], [False, False], [False, False], [True, False]]
+    )
+    trainer.lead.share = (lambda make: make()) if leads else (lambda make: next(decisions, None))
+    train = trainer.step
+
+    def step(number):
+        now[0] += 45 if leads else 1000
+        return train(number)
+
+    def save():
+        trainer.schedule.saved()
+        saved.append(trainer.done)
+        trainer.saved = trainer.done
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(trainer, "save", save)
+    monkeypatch.setattr(Ears, "wants_end", False)
+    monkeypatch.setattr(trainer, "evaluate", lambda when: {})
+    trainer.config = replace(trainer.config, checkpoint=replace(trainer.config.checkpoint, save_final=False))
+    trainer.fit()
+    # 60 s are over after step 2; after step 4 again; step 7 is the last, after which weights are always sent.
+    assert saved == ([2, 4, 6] if leads else [2, 7])

@@ -144,7 +144,7 @@ def test_a_model_may_be_a_file_or_a_known_name(tmp_path, capsys) -> None:
         (
             "7b_8gpu",
             "500 steps, about 13 hours without evaluations; 5 exports of 15 GB; a training state 91 GB, written only when "
-            "the run is stopped (checkpoint_state_freq)",
+            "the run is stopped (checkpoint_state_freq, save_every_minutes)",
         ),
         ("quickstart", "120 steps, under a minute without evaluations; 1 export of 1.8 MB; a training state 5.5 MB"),
     ],

@@ -1,0 +1,1 @@
+"""When a state is saved, how it leaves the device, and where its copies lie."""
