@@ -95,12 +95,22 @@ class Layout:
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """Layers of one chunk of a pipeline stage; chunk c of every stage comes before chunk c + 1 of any."""
-        if self.virtual_pipeline > 1:
-            share = num_layers // (self.pipeline * self.virtual_pipeline)
-            start = (chunk * self.pipeline + stage) * share
-            return range(start, start + share)
+        sizes, place = self.chunk_sizes(num_layers), chunk * self.pipeline + stage
+        return range(sum(sizes[:place]), sum(sizes[: place + 1]))
+
+    def chunk_sizes(self, num_layers: int) -> list[int]:
+        """Layers of each chunk, in the order in which a token passes them.
+
+        All are equal but the first chunk of the first stage and the last chunk of the last one, which make up for the
+        layers that these stages have less.
+        """
         sizes = self.stage_sizes(num_layers)
-        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+        if self.virtual_pipeline == 1:
+            return sizes
+        chunks = self.virtual_pipeline
+        share = -(-max(sizes) // chunks) if self._ends else sizes[0] // chunks
+        ends = [size - share * (chunks - 1) if self._ends else share for size in (sizes[0], sizes[-1])]
+        return [ends[0], *[share] * (self.pipeline * chunks - 2), ends[1]]
 
     def stage_sizes(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage."""

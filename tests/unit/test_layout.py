@@ -130,6 +130,30 @@ def test_chunks_cover_every_layer_whatever_the_cut(pipeline):
         assert sorted(layer for chunk in chunks for layer in chunk) == list(range(24 // (pipeline * virtual) * pipeline * virtual))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "first", "last", "num_layers", "expected"),
+    [
+        (8, 4, 11, 11, 94, [2, *[3] * 30, 2]),  # Qwen3-235B-A22B
+        (8, 3, 11, 11, 94, [3, *[4] * 22, 3]),
+        (16, 8, 7, 7, 126, [0, *[1] * 126, 0]),  # Llama 3.1 405B: embedding and head are chunks of their own
+        (2, 2, 3, 4, 7, [1, 2, 2, 2]),
+    ],
+)
+def test_stages_with_fewer_layers_are_cut_into_chunks(pipeline, virtual, first, last, num_layers, expected):
+    """The chunk that embeds and the one that ends in the head have what is left."""
+    layout = Layout(
+        world_size=pipeline,
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        first_stage_layers=first,
+        last_stage_layers=last,
+    )
+    assert layout.chunk_sizes(num_layers) == expected
+    chunks = [layout.chunk_layers(num_layers, stage, chunk) for chunk in range(virtual) for stage in range(pipeline)]
+    assert [layer for chunk in chunks for layer in chunk] == list(range(num_layers))
+    assert sum(map(len, chunks[::pipeline])) == first and sum(map(len, chunks[pipeline - 1 :: pipeline])) == last
+
+
 def test_sizes_that_follow_from_others():
     """Each is a divisor somewhere: of gradients, of experts, of micro-batches."""
     layout = Layout(world_size=32, tensor=2, pipeline=2, context=2, expert=4, zero_stage=3)
