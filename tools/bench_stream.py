@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_stream.py
 
 All seconds are those of a simulated clock. Producer, dispatcher, scoring and the rules that they follow (`run/produce/producer.py`,
-`run/produce/groups.py`, `rollout/dispatch.py`, `rollout/loads.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
+`run/produce/groups.py`, `rollout/dispatch.py`, `rollout/engines/loads.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
 rewards are made up. An engine decodes all its running samples at one speed: a token takes 10 ms + 0.12 ms for each of them + 40 ns for
 each token of their prompts, and a group begins with its prompt at 20,000 tokens a second, during which nothing is decoded. Samples for
 which an engine has no slot wait in it, in order. Answers are log-normal, cut at the longest, and belong to their prompts: all cases of a
@@ -21,7 +21,7 @@ import math
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -37,8 +37,8 @@ from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
 from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.loads import Loads
 from mgrpo.rollout.engines.roster import Roster
-from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import Request
 from mgrpo.run.produce.producer import Producer
 from mgrpo.run.produce.production import _samples_per_engine
@@ -336,7 +336,7 @@ class RoundRobin(Loads):
         super().__init__(samples_per_engine, on_change=on_change)
         self.last = -1
 
-    def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
+    def give(self, request: Request, engines: Collection[int]) -> tuple[int, int] | None:
         for engine in sorted(engines, key=lambda number: (number <= self.last, number)):
             if given := super().give(request, [engine]):
                 self.last = engine

@@ -13,7 +13,7 @@ import numpy as np
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch
-from mgrpo.rollout.engine_queue import EngineQueue
+from mgrpo.rollout.engines.engine_queue import EngineQueue
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.requests import (

@@ -12,8 +12,10 @@ number of steps trained since. The rule promises, for every order in which group
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,9 +40,13 @@ class Stream:
     updates: int = 0
     """Steps after which the engines have gone on, with new weights if these were due."""
     born: dict[int, int] = field(default_factory=dict)
-    """The birth of every group that is out, by number."""
+    """The birth of every group that is out, by number, in the order of the numbers."""
     finished: set[int] = field(default_factory=set)
     """Groups that a step may take."""
+    births: Counter[int] = field(default_factory=Counter)
+    """How many of those that are out have each birth."""
+    births_finished: Counter[int] = field(default_factory=Counter)
+    """How many of those that have finished."""
     next_number: int = 0
 
     @property
@@ -67,41 +73,66 @@ class Stream:
         """Admit groups, which begin now. Their numbers."""
         numbers = range(self.next_number, self.next_number + count)
         self.next_number += count
-        self.born.update((number, self.birth) for number in numbers)
+        for number in numbers:
+            self.restore(number, self.birth)
         return numbers
+
+    def restore(self, number: int, born: int) -> None:
+        """A group is out, and has this birth. Its number is greater than that of every other."""
+        self.born[number] = born
+        self.births[born] += 1
 
     def replay(self, numbers: Collection[int]) -> None:
         """These groups begin again."""
-        self.born.update((number, self.birth) for number in numbers)
-        self.finished.difference_update(numbers)
+        for number in numbers:
+            self._unfinish(number)
+            self.births[self.born[number]] -= 1
+            self.restore(number, self.birth)
 
     def finish(self, number: int) -> None:
         """A step may take this group."""
-        self.finished.add(number)
+        if number not in self.finished:
+            self.finished.add(number)
+            self.births_finished[self.born[number]] += 1
+
+    def _unfinish(self, number: int) -> None:
+        if number in self.finished:
+            self.finished.remove(number)
+            self.births_finished[self.born[number]] -= 1
 
     def give_back(self, number: int) -> None:
         """This group will not be taken, and another may be admitted in its place."""
-        del self.born[number]
+        self._unfinish(number)
+        self.births[self.born.pop(number)] -= 1
 
     def choose(self) -> list[int] | None:
-        """The groups of the next step, in order; None while it has to wait."""
+        """The groups of the next step, in order; None while it has to wait. It is asked after every group, so that it sorts only at last."""
+        count = self.group_count
+        if len(self.finished) < count:
+            return None
         if self.is_ordered:
-            chosen = sorted(self.born)[: self.group_count]
-            return chosen if len(chosen) == self.group_count and self.finished.issuperset(chosen) else None
-        oldest_first = sorted(self.finished, key=lambda number: (self.born[number], number))
-        chosen = sorted(oldest_first[: self.group_count])
+            chosen = list(islice(self.born, count))
+            return chosen if self.finished.issuperset(chosen) else None
         # When all have finished, waiting gains nothing; a run that was resumed with other settings may have too many out.
-        can_go = self.finished.issuperset(self.born) or self._can_follow(chosen)
-        return chosen if len(chosen) == self.group_count and can_go else None
+        if len(self.finished) < len(self.born) and not self._can_follow():
+            return None
+        return sorted(sorted(self.finished, key=lambda number: (self.born[number], number))[:count])
 
-    def _can_follow(self, chosen: Sequence[int]) -> bool:
-        """Whether all other groups that are out can still be taken in time, if these are taken now."""
-        births = sorted(self.born[number] for number in self.born.keys() - set(chosen))
-        return all(born + self.bound >= self.steps + 1 + place // self.group_count for place, born in enumerate(births))
+    def _can_follow(self) -> bool:
+        """Whether all other groups that are out can still be taken in time, if the oldest that have finished are taken now."""
+        to_take, left = self.group_count, 0
+        for birth in sorted(self.births):
+            taken = min(to_take, self.births_finished[birth])
+            to_take -= taken
+            left += self.births[birth] - taken
+            steps_before_last = (left - 1) // self.group_count
+            if left and birth + self.bound < self.steps + 1 + steps_before_last:
+                return False
+        return True
 
     def take(self, numbers: Collection[int]) -> None:
         """The next step trains on these groups."""
         for number in numbers:
-            del self.born[number]
-        self.finished.difference_update(numbers)
+            self.give_back(number)
+        self.births, self.births_finished = +self.births, +self.births_finished
         self.steps += 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from mgrpo.processes.background import Background
 from mgrpo.rollout.engine import Completions, PromptBatch, Sampling
-from mgrpo.rollout.engine_queue import EngineQueue
+from mgrpo.rollout.engines.engine_queue import EngineQueue
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.requests import to_arrays
 from mgrpo.types import TeacherScores

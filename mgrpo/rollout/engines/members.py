@@ -82,6 +82,7 @@ class Members:
         """Whether engines serve only the weights of a sync."""
         self.num_syncs = 0
         """Syncs that were complete with at least one engine."""
+        self._open: list[int] | None = None
 
     def __getitem__(self, number: int) -> Member:
         return self.all[number]
@@ -92,8 +93,13 @@ class Members:
 
     @property
     def open(self) -> list[int]:
-        """Engines that may be given groups."""
-        return self.numbers(lambda member: member.state is State.SERVING)
+        """Engines that may be given groups; the same object until one of them changes."""
+        if self._open is None:
+            self._open = self.numbers(lambda member: member.state is State.SERVING)
+        return self._open
+
+    def _enter(self, member: Member, state: State) -> None:
+        member.state, self._open = state, None
 
     @property
     def sampling(self) -> list[int]:
@@ -131,13 +137,14 @@ class Members:
         """From here on the weights that an engine has loaded itself are not served."""
         self.needs_weights = True
         for number in self.numbers(lambda member: member.state in LOADED):
-            self.all[number].state, self.all[number].is_trusted = State.STALE, False
+            self._enter(self.all[number], State.STALE)
+            self.all[number].is_trusted = False
 
     def loaded(self, number: int) -> None:
         """An engine has started."""
         member = self.all[number]
         if member.state is State.STARTING:
-            member.state = State.STALE if self.needs_weights else State.SERVING
+            self._enter(member, State.STALE if self.needs_weights else State.SERVING)
             member.failed_starts = 0
             member.silent_s, member.is_trusted = 0.0, not self.needs_weights
 
@@ -152,7 +159,9 @@ class Members:
         if not is_synced or member.state not in (State.STALE, State.SERVING):
             return False
         is_new = member.state is State.STALE
-        member.state, member.is_trusted = State.SERVING, True
+        if is_new:
+            self._enter(member, State.SERVING)
+        member.is_trusted = True
         return is_new
 
     def heard(self, number: int) -> bool:
@@ -161,7 +170,7 @@ class Members:
         member.silent_s = 0.0
         if member.state is not State.SUSPECT:
             return False
-        member.state = State.SERVING if member.is_trusted else State.STALE
+        self._enter(member, State.SERVING if member.is_trusted else State.STALE)
         return True
 
     def pass_time(self, seconds: float) -> tuple[list[int], list[int]]:
@@ -174,7 +183,7 @@ class Members:
             if member.silent_s > (self.start_s if member.state is State.STARTING else self.patience_s):
                 late.append(member.number)
             elif member.state in (State.STALE, State.SERVING) and member.silent_s > SUSPECT_SHARE * self.patience_s:
-                member.state = State.SUSPECT
+                self._enter(member, State.SUSPECT)
                 suspects.append(member.number)
         return suspects, late
 
@@ -186,7 +195,7 @@ class Members:
         member.deaths = [*(when for when in member.deaths if when > self.num_syncs - RESTART_WINDOW), self.num_syncs]
         member.failed_starts += member.state is State.STARTING
         is_last = for_good or (self.max_restarts is not None and len(member.deaths) > self.max_restarts)
-        member.state = State.RETIRED if is_last or member.state is State.LEAVING else State.DEAD
+        self._enter(member, State.RETIRED if is_last or member.state is State.LEAVING else State.DEAD)
         member.reason, member.is_trusted, member.is_in_transfer = reason, False, False
         return True
 
@@ -194,7 +203,8 @@ class Members:
         """A dead engine is started again. The seconds to wait before that."""
         member = self.all[number]
         assert member.state is State.DEAD, "only a dead engine is started again"
-        member.state, member.silent_s = State.STARTING, 0.0
+        self._enter(member, State.STARTING)
+        member.silent_s = 0.0
         member.generation += 1
         return AGAIN_S * member.failed_starts
 
@@ -202,10 +212,11 @@ class Members:
         """Have an engine go. Whether it stays until the next weight sync, because it may have groups."""
         member = self.all[number]
         has_groups = number in self.sampling
-        member.state = State.LEAVING if has_groups else State.RETIRED
+        self._enter(member, State.LEAVING if has_groups else State.RETIRED)
         return has_groups
 
     def retire(self, number: int) -> None:
         """An engine that was leaving is gone."""
         member = self.all[number]
-        member.state, member.is_trusted, member.is_in_transfer = State.RETIRED, False, False
+        self._enter(member, State.RETIRED)
+        member.is_trusted = member.is_in_transfer = False

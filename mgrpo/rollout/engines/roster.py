@@ -58,6 +58,8 @@ class Roster:
         self.engines, self.settings, self.keep_logs, self.owner = list(engines), settings, keep_logs, owner
         self._alive: list[Engine | None] = list(engines)
         """By number; None for an engine that has failed and was not replaced."""
+        self._open: dict[int, Engine] = {}
+        self._open_numbers: Sequence[int] = ()
         self.min_engines = settings.min_engines
         self.members = Members(
             len(engines),
@@ -97,10 +99,15 @@ class Roster:
 
     @property
     def open(self) -> dict[int, Engine]:
-        """Engines that may be given groups. What is asked of one of these never reaches another that has taken its place."""
+        """Engines that may be given groups; the same object until one of them changes. What is asked of one of these never reaches
+        another that has taken its place."""
         assert self.listener is not None, "`listen` first: whoever gives engines groups must learn that one is lost"
         with self.lock:
-            return {number: self.engines[number] for number in self.members.open}
+            # An engine that is replaced was not open in between.
+            if self.members.open is not self._open_numbers:
+                self._open_numbers = self.members.open
+                self._open = {number: self.engines[number] for number in self._open_numbers}
+            return self._open
 
     def started(self) -> None:
         """All engines have loaded their models: those that fail from here on are started again."""

@@ -27,6 +27,8 @@ class Cohort:
 
     numbers: list[int]
     context: RewardContext
+    num_there: int = 0
+    """The first of these need nothing before they can be scored."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,7 +137,7 @@ class Groups:
     @property
     def is_complete(self) -> bool:
         """Whether every group that is out has been sampled and scored, and judged by its teacher."""
-        return self.stream.finished.issuperset(self.out)
+        return len(self.stream.finished) == len(self.out)
 
     def admit(self) -> list[int]:
         """Admit as many groups as there is room for, a step's number at a time; the numbers of those that have a prompt."""
@@ -168,12 +170,22 @@ class Groups:
         """A group has been sampled. The groups that can be scored now."""
         group = self.out[number]
         group.sampled = sampled
-        numbers = group.cohort.numbers if self.scores_cohorts else (number,)
+        cohort = group.cohort
+        if self.scores_cohorts and not self._is_there(cohort):
+            return None
+        numbers = cohort.numbers if self.scores_cohorts else (number,)
         part = {other: self.out[other] for other in numbers if other in self.out and self.out[other].awaits_score}
         groups = [other.sampled for other in part.values() if other.sampled]
-        if len(groups) < len(part):
-            return None
-        return Unscored(numbers=list(part), groups=groups, context=group.cohort.context)
+        return Unscored(numbers=list(part), groups=groups, context=cohort.context)
+
+    def _is_there(self, cohort: Cohort) -> bool:
+        """Whether every group of a cohort that awaits its score has been sampled."""
+        while cohort.num_there < len(cohort.numbers):
+            group = self.out.get(cohort.numbers[cohort.num_there])
+            if group is not None and group.awaits_score and group.sampled is None:
+                return False
+            cohort.num_there += 1
+        return True
 
     def scored(self, number: int, scored: ScoredGroup, is_kept: bool) -> None:
         """A group has its score. If it has nothing to learn from, it gives its place back while others may replace it."""
@@ -338,7 +350,7 @@ class Groups:
         cohort.numbers.append(number)
         prompt = prompt_id and with_criteria(self.prompt(tuple(prompt_id)), record)
         group = self.out[number] = Group(prompt=prompt, cohort=cohort)
-        self.stream.born[number] = record["born"]
+        self.stream.restore(number, record["born"])
         if group.prompt is None:
             self.stream.finish(number)
             return

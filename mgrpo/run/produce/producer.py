@@ -183,7 +183,7 @@ class Producer:
     def load_changed(self) -> None:
         """See `TrainingListener`."""
         is_sampling = self.is_running and self.dispatcher.is_sampling
-        self.busy.run(is_sampling and bool(self.dispatcher.loads.busy()))
+        self.busy.run(is_sampling and bool(self.dispatcher.loads.num_busy))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())

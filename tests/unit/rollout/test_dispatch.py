@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,13 +31,14 @@ def dispatcher(
     seeds_prompts: bool = False,
     answers: bool = True,
     limit: int | None = None,
+    engine: Callable[..., ScriptedEngine] = ScriptedEngine,
     **settings,
 ) -> Dispatcher:
     """Two samples for each prompt; the engines sample."""
     config = from_values(
         {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64, **settings}
     )
-    engines = [ScriptedEngine(answers=answers) for _ in range(num_engines)]
+    engines = [engine(answers=answers) for _ in range(num_engines)]
     fleet = Fleet(Roster(engines, config.engine), seed=1, seeds_prompts=seeds_prompts)
     own = Dispatcher(
         fleet,
@@ -174,8 +176,8 @@ def test_an_aborted_evaluation_is_an_error() -> None:
 class BrokenEngine(ScriptedEngine):
     """Its second token has a log-probability that is not finite."""
 
-    def __init__(self, value: float) -> None:
-        super().__init__()
+    def __init__(self, value: float, **settings) -> None:
+        super().__init__(**settings)
         self.value = value
 
     def _echo(self, number, tokens, num_samples):
@@ -187,9 +189,7 @@ class BrokenEngine(ScriptedEngine):
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_what_broken_weights_sample_is_refused(value: float) -> None:
     """A diverged policy gives each prompt equal answers: every group is filtered, and no other check sees a number of it."""
-    own = dispatcher()
-    own.fleet.engines[0] = BrokenEngine(value)
-    own.thread.submit(own.resume).result()
+    own = dispatcher(engine=partial(BrokenEngine, value))
     for group in (train(own, [numbered(1)])[0], own.sample_evaluation([numbered(1)])):
         with pytest.raises(NotFiniteError, match=r"1 of [12] completions .* policy version 0 are broken or have"):
             own.wait(group)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,7 +48,12 @@ class Load(Generic[W]):
 
 
 class Loads(Generic[W]):
-    """The loads of all engines. A group goes to the engine with the fewest tokens to read and, as expected, to write."""
+    """The loads of all engines. A group goes to the engine with the fewest tokens to read and, as expected, to write.
+
+    That engine is the top of a heap of (cost, number), of which there is one for each size of groups: which engines have room depends
+    on it. Entries are not taken out when a load changes: one that says another cost than its engine's, or whose engine has no room, is
+    passed over. A group costs O(log engines) where the engines are the same as for the last one.
+    """
 
     def __init__(self, samples_per_engine: int | None, *, on_change: Callable[[], None]) -> None:
         """
@@ -58,23 +64,59 @@ class Loads(Generic[W]):
         self.samples_per_engine, self.on_change = samples_per_engine, on_change
         self.numbers = itertools.count()
         self.by_engine: defaultdict[int, Load[W]] = defaultdict(Load)
+        self.num_busy = 0
+        """Engines that have something to do."""
         self.lengths = [0, 0]
         """The tokens of all answers that were trained on so far, and the number of these answers."""
+        self._engines: Collection[int] = ()
+        self._heaps: dict[int, list[tuple[float, int]]] = {}
+        """Of `_engines`, by the number of samples."""
 
-    def give(self, request: W, engines: Iterable[int]) -> tuple[int, int] | None:
-        """The one of these engines that gets the request, and the request's number there; None: none of them has room."""
+    def give(self, request: W, engines: Collection[int]) -> tuple[int, int] | None:
+        """The one of these engines that gets the request, and the request's number there; None: none of them has room.
+
+        Args:
+            engines: with fast membership; the same object as long as they are the same.
+        """
         samples = request.sampling.num_samples
-        open_ones = [number for number in engines if self._has_room(self.by_engine[number], samples)]
-        if not open_ones:
+        if engines is not self._engines:
+            self._engines, self._heaps = engines, {}
+        home = request.home
+        is_at_home = home is not None and home in engines and self._has_room(self.by_engine[home], samples)
+        engine = home if is_at_home else self._idlest(samples)
+        if engine is None:
             return None
-        engine = min(open_ones, key=lambda number: (number != request.home, self.by_engine[number].cost, number))
         load = self.by_engine[engine]
         number, cost = next(self.numbers), self.cost(request)
+        self.num_busy += not load.requests
         load.requests[number] = request, cost
         load.cost += cost
         load.samples += samples
-        self.on_change()
+        self._changed(engine)
         return engine, number
+
+    def _idlest(self, samples: int) -> int | None:
+        """The engine with the least cost, and among equal ones the first, of those that have room for so many samples."""
+        heap = self._heaps.get(samples)
+        # The entries that are passed over leave the heap one by one only if they come to its top.
+        if heap is None or len(heap) > 2 * len(self._engines) + 64:
+            heap = [(self.by_engine[n].cost, n) for n in self._engines if self._has_room(self.by_engine[n], samples)]
+            heapq.heapify(heap)
+            self._heaps[samples] = heap
+        while heap:
+            cost, engine = heap[0]
+            load = self.by_engine[engine]
+            if load.cost == cost and self._has_room(load, samples):
+                return engine
+            heapq.heappop(heap)
+        return None
+
+    def _changed(self, engine: int) -> None:
+        load = self.by_engine[engine]
+        for samples, heap in self._heaps.items():
+            if engine in self._engines and self._has_room(load, samples):
+                heapq.heappush(heap, (load.cost, engine))
+        self.on_change()
 
     def _has_room(self, load: Load[W], samples: int) -> bool:
         limit = self.samples_per_engine
@@ -102,7 +144,8 @@ class Loads(Generic[W]):
         load.samples -= request.sampling.num_samples
         # Sums are rounded.
         load.cost = load.cost - cost if load.requests else 0.0
-        self.on_change()
+        self.num_busy -= not load.requests
+        self._changed(engine)
 
     def learn(self, groups: Iterable[RolloutGroup]) -> None:
         """Expect answers as long as these and those before."""
@@ -110,13 +153,20 @@ class Loads(Generic[W]):
             self.lengths[0] += sum(len(completion.tokens) for completion in group.completions)
             self.lengths[1] += len(group.completions)
 
+    def is_busy(self, engine: int) -> bool:
+        """Whether an engine has something to do."""
+        return bool(self.by_engine[engine].requests)
+
     def busy(self) -> list[int]:
         """The engines that have something to do."""
         return sorted(number for number, load in self.by_engine.items() if load.requests)
 
     def drop(self, engine: int) -> list[W]:
         """Take away an engine's requests, which are returned."""
-        return [request for request, _ in self.by_engine.pop(engine, Load()).requests.values()]
+        requests = [request for request, _ in self.by_engine.pop(engine, Load()).requests.values()]
+        self.num_busy -= bool(requests)
+        self._changed(engine)
+        return requests
 
     def clear(self) -> list[W]:
         """Take away the requests of all engines, which are returned."""

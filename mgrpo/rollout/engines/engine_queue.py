@@ -14,8 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from mgrpo.processes.background import Background
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, PromptBatch
 from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.loads import Loads, Work
 from mgrpo.rollout.engines.roster import say
-from mgrpo.rollout.loads import Loads, Work
+from mgrpo.rollout.engines.urgency_queue import UrgencyQueue
 
 MOST_POLLS_PER_S = 1000
 """Polls of all engines together that one thread can answer beside its other work."""
@@ -59,7 +60,7 @@ class EngineQueue(ABC, Generic[R]):
         self.loads: Loads[R] = Loads(samples_per_engine, on_change=self._load_changed)
         self.polled: set[int] = set()
         """Engines that have been asked for answers and have not answered."""
-        self.waiting: list[R] = []
+        self.waiting: UrgencyQueue[R] = UrgencyQueue()
         self.is_sampling = False
         """Whether the engines are not paused."""
         fleet.roster.listen(self)
@@ -81,7 +82,7 @@ class EngineQueue(ABC, Generic[R]):
         return False
 
     def _urgency(self, request: R) -> tuple[int, bool]:
-        """Smaller comes first; requests that are equal, in the order of their arrival."""
+        """Smaller comes first; requests that are equal, in the order of their arrival. Asked when a request begins to wait."""
         return 0, False
 
     def _given(self, request: R, engine: int) -> None:
@@ -118,7 +119,8 @@ class EngineQueue(ABC, Generic[R]):
 
     def queue(self, requests: Sequence[R]) -> None:
         """Have these requests done, as soon as engines have room."""
-        self.waiting = sorted([*self.waiting, *requests], key=self._urgency)
+        for request in requests:
+            self.waiting.add(request, self._urgency(request))
         self._dispatch()
 
     def resume(self) -> None:
@@ -140,7 +142,7 @@ class EngineQueue(ABC, Generic[R]):
         self._taken(requests)
         if requests:
             say(f"groups of {self.fleet.roster.named(engine)} that begin again on others: {len(requests)}")
-        self.waiting = sorted([*requests, *self.waiting], key=self._urgency)
+        self.waiting.add_before((request, self._urgency(request)) for request in requests)
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -150,11 +152,10 @@ class EngineQueue(ABC, Generic[R]):
             return
         engines = self.fleet.roster.open
         given: dict[tuple[int, Hashable], list[tuple[int, R]]] = {}
-        while self.waiting and not self._is_held(self.waiting[0]):
-            request = self.waiting[0]
+        while self.waiting and not self._is_held(request := self.waiting.first):
             if (place := self.loads.give(request, engines)) is None:
                 break
-            del self.waiting[0]
+            self.waiting.pop()
             engine, number = place
             self._given(request, engine)
             given.setdefault((engine, request.batch_key), []).append((number, request))
@@ -182,15 +183,14 @@ class EngineQueue(ABC, Generic[R]):
         answers = self._read(requests, arrays)
         for each in numbers:
             self.loads.finish(number, each)
-        if number in self.loads.busy():
+        if self.loads.is_busy(number):
             self._poll(number, engine)
         self._dispatch()
         for request, read in zip(requests, answers, strict=True):
             request.done(read)
 
     def _fail(self, err: Exception) -> None:
-        failed, self.waiting = self.loads.clear() + self.waiting, []
-        for request in failed:
+        for request in self.loads.clear() + self.waiting.clear():
             request.failed(err)
         self._tell_failure(err)
 
