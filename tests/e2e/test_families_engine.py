@@ -6,7 +6,7 @@ import pytest
 
 from tools.engine_families import CASES, row
 
-ROUNDING = {"mean": 1e-6, "max": 1e-5}
+ROUNDING = {"mean": 1e-6, "max": 2e-5}
 """Of log-probabilities around -5 in float32. Transformers' own distance from float64 is 7e-7 and 4e-6."""
 
 
