@@ -15,6 +15,7 @@ from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch
 from mgrpo.rollout.engines.engine_queue import EngineQueue
 from mgrpo.rollout.engines.fleet import Fleet
+from mgrpo.rollout.engines.roster import listed
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.requests import (
     EVALUATION,
@@ -123,7 +124,7 @@ class Dispatcher(EngineQueue[Request]):
                     raise
         teachers = self.listener.waited_for if self.listener else ""
         others = "the environments" if self.unfinished.groups else teachers or "the rewards"
-        busy = ", ".join(map(str, self.loads.busy()))
+        busy = listed(self.loads.busy())
         sampling = "the engine" if engines == 1 else f"engines {busy}"
         whose = (f"{sampling} and {teachers}" if teachers else sampling) if busy else others
         raise EngineError(

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Engine, EngineError, Pause, WrongAnswerError
-from mgrpo.rollout.engines.roster import Roster, say
+from mgrpo.rollout.engines.roster import Roster, listed, say
 from mgrpo.rollout.requests import sampler_seed
 
 T = TypeVar("T")
@@ -235,6 +235,6 @@ class Fleet:
         return [number for number, call in calls.items() if call.answer in late]
 
     def _late(self, what: str, field: str, limit_s: float, late: Collection[int]) -> str:
-        who = f"engine{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        who = f"engine{'s' if len(late) > 1 else ''} {listed(list(late))}"
         who = "the engine" if len(self.engines) == 1 else who
         return f"could not {what} within {field}={limit_s:g} s: no answer from {who}; raise {field} if the work is that long"

@@ -18,6 +18,9 @@ from mgrpo.processes.background import Background
 from mgrpo.rollout.engine import Engine, EngineError
 from mgrpo.rollout.engines.members import Members, State
 
+MOST_NAMED = 8
+"""Engines that a message names."""
+
 Start = Callable[[int], Engine]
 """Begins to start the engine with this number, the first time or again. RuntimeError: the cluster has no room for it."""
 
@@ -160,7 +163,7 @@ class Roster:
         with self.lock:
             lasting = self.members.lasting
             if number not in lasting:
-                raise EngineError(f"there is no engine {number}; choose one of {', '.join(map(str, lasting))}")
+                raise EngineError(f"there is no engine {number}; choose one of {listed(lasting)}")
             if len(lasting) <= self.min_engines:
                 raise EngineError(
                     f"engine {number} cannot go: the run has {len(lasting)} engines, and min_engines={self.min_engines}"
@@ -256,7 +259,7 @@ class Roster:
         if len(self.engines) == 1:
             self.end(failed[0].reason)
         else:
-            self.end("; ".join([left, *(f"engine {m.number}: {m.reason}" for m in failed)]))
+            self.end(f"{left}; {listed([f'engine {m.number}: {m.reason}' for m in failed], '; ')}")
 
     def _restart_after(self, seconds: float, number: int) -> None:
         begin = partial(self._starts.submit, partial(self._restart, number))
@@ -304,6 +307,12 @@ class Roster:
                 self.tell_serving(number)
 
         engine.ready.add_done_callback(started)
+
+
+def listed(words: Sequence[object], between: str = ", ") -> str:
+    """The first of them, and how many more there are: a message about a thousand engines must stay one that is read."""
+    more = f"{between}and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return between.join(map(str, words[:MOST_NAMED])) + more
 
 
 def say(text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.engines.fleet import Fleet
-from mgrpo.rollout.engines.roster import Roster
+from mgrpo.rollout.engines.roster import Roster, listed
 from mgrpo.rollout.requests import EVALUATION, sampler_seed
 from tests.scripted_engine import ScriptedEngine
 
@@ -80,3 +80,9 @@ def test_an_engine_that_cannot_start_ends_the_wait() -> None:
     """Its own message says why, for example that the model does not fit."""
     with pytest.raises(EngineError, match="could not start an engine: start has failed"):
         fleet(ScriptedEngine(), ScriptedEngine(fails="start")).wait_ready()
+
+
+def test_a_message_names_a_few_of_many_engines():
+    """A thousand reasons in a line hide the first one."""
+    assert listed([3, 4]) == "3, 4" and not listed([])
+    assert listed(range(1000), "; ") == "0; 1; 2; 3; 4; 5; 6; 7; and 992 more"
