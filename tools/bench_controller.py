@@ -1,6 +1,6 @@
 """The cost of a step on rank 0 between scoring and training: planning the packs, their bytes, sending them.
 
-    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_controller.py [--sizes 4096x8192 65536x10000] [--dp 128]
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_controller.py [--sizes 4096x8192 65536x32768] [--dp 128]
 
 "slices" is mgrpo: rank 0 plans with lengths, each data-parallel rank receives its samples, 9 bytes for a response token, and lays
 its packs out itself. "everything to all" is what it replaced: rank 0 lays out all packs, 24 bytes a token, joins their arrays and
@@ -9,7 +9,8 @@ are stretches of one array of 300 MB: they take no memory of their own. Where th
 exceed `--memory_gib`, those of the first few are made, and the seconds are multiplied; "measured_ranks" says of how many. Sending
 is measured between `--ranks` processes of this machine over gloo, in MB that leave rank 0 per second; what leaves it with `dp`
 learners is computed: each slice but its own once, or a whole copy for each of the log2(dp) neighbours of the root of gloo's
-broadcast tree. Planning, arrays and layout are CPU seconds of one process; sending is wall time, the best of ten rounds in turns.
+broadcast tree. "slices from one thread" is how rank 0 sent before it had several senders; on a machine with few processors the receivers take most
+of them. Planning, arrays and layout are CPU seconds of one process; sending is wall time, the best of ten rounds in turns.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from mgrpo import packing
-from mgrpo.parallel.broadcast import AHEAD
+from mgrpo.parallel.broadcast import SENDERS
 from mgrpo.types import PackedBatch, TrainSample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +41,7 @@ GROUP_SIZE, PROMPT_TOKENS = 8, 512
 SEND_ROUNDS = 10
 POOL_TOKENS = 1 << 25
 """Much more than a processor's caches hold."""
-BEFORE, AFTER = "everything to all", "slices"
+BEFORE, AFTER, ONE_SENDER = "everything to all", "slices", "slices from one thread"
 BASELINE_BYTES = 4 * 24
 """Memory for a token on rank 0 while the baseline makes its bytes: packs, joined arrays and two copies of them."""
 
@@ -112,9 +114,9 @@ def measure_after(samples: list[TrainSample], plan: Plan) -> dict[str, float]:
     padding = {"multiple_of": 1, "document_multiple_of": 1}
     (index, slices), index_s = timed(lambda: packing.to_slices(samples, plan, **padding))
     # As when they are sent: into a few buffers, which are made for every step.
-    buffers = [np.empty(max(part.num_bytes for part in slices), np.uint8) for _ in range(AHEAD)]
+    buffers = [np.empty(max(part.num_bytes for part in slices), np.uint8) for _ in range(SENDERS)]
     _, fill_s = timed(
-        lambda: [part.fill(buffers[number % AHEAD][: part.num_bytes]) for number, part in enumerate(slices)]
+        lambda: [part.fill(buffers[number % SENDERS][: part.num_bytes]) for number, part in enumerate(slices)]
     )
     data = slices[0].filled()
     received, learner_s = timed(lambda: packing.from_slice(index, data))
@@ -193,13 +195,13 @@ def send(rank: int, ranks: int, store: str, num_bytes: int, results: Any) -> Non
     import torch.distributed as dist
 
     from mgrpo.layout import Layout
-    from mgrpo.parallel.broadcast import BroadcastChannel
+    from mgrpo.parallel import broadcast as channels
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
-    channel, layout = BroadcastChannel(timeout_s=60), Layout(world_size=ranks)
+    channel, layout = channels.BroadcastChannel(timeout_s=60), Layout(world_size=ranks)
     slices = [Constant(number, num_bytes) for number in range(ranks)] if rank == 0 else []
     ready = np.zeros(num_bytes, np.uint8)
 
@@ -216,8 +218,13 @@ def send(rank: int, ranks: int, store: str, num_bytes: int, results: Any) -> Non
     def scatter() -> None:
         assert channel.scatter(layout, slices)[0] == rank
 
+    def scatter_from_one_thread() -> None:
+        with patch.object(channels, "SENDERS", 1):
+            scatter()
+
     works = {
         BEFORE: (broadcast, math.ceil(math.log2(ranks)) * num_bytes),
+        ONE_SENDER: (scatter_from_one_thread, (ranks - 1) * num_bytes),
         AFTER: (scatter, (ranks - 1) * num_bytes),
     }
     best = dict.fromkeys(works, math.inf)
@@ -270,7 +277,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["4096x8192", "65536x10000"], help="samples x mean tokens")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["4096x8192", "65536x10000", "65536x32768"], help="samples x mean tokens"
+    )
     parser.add_argument("--dp", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=4, help="processes that sending is measured between")
     parser.add_argument("--send_mb", type=int, default=64, help="of each slice that is sent, and of the broadcast")
@@ -285,12 +294,17 @@ def main() -> None:
         count, mean_tokens = map(int, size.split("x"))
         rows += measure(count, mean_tokens, dp=args.dp, memory_gib=args.memory_gib, rates=rates)
     print(table(rows))
+    print(f"sending from several threads: {rates[AFTER] / rates[ONE_SENDER]:.2f} times the rate of one")
     report = {
         "protocol": " ".join((__doc__ or "").split("\n\n", 2)[2].split()),
         "machine": {"cpu": cpu_model(), "cpus": os.cpu_count(), "load_before": load},
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("mgrpo", "numpy", "torch")},
-        "sending": {"ranks": args.ranks, "slice_mb": args.send_mb, "mb_per_s_from_rank_0": rates},
+        "sending": {
+            "ranks": args.ranks,
+            "slice_mb": args.send_mb,
+            "mb_per_s_from_rank_0": rates,
+        },
         "memory_gib": args.memory_gib,
         "results": rows,
     }

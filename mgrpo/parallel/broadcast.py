@@ -13,6 +13,7 @@ import enum
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Protocol
 
@@ -24,8 +25,8 @@ from mgrpo.layout import Layout
 
 CHUNK_BYTES = 1 << 22
 """Ranks pass one chunk on while the next arrives."""
-AHEAD = 4
-"""Parts that rank 0 sends at once."""
+SENDERS = 4
+"""Threads of rank 0, each of which sends a part at a time."""
 
 Sending = dist.Work | None
 
@@ -91,7 +92,7 @@ class BroadcastChannel:
     def scatter(self, layout: Layout, parts: Sequence[BroadcastPart] = ()) -> np.ndarray:
         """On every rank the part of its data-parallel rank, `[bytes]` uint8; rank 0 passes all of them, the others none.
 
-        Rank 0 sends every part once, in order, to the first of its holders, who pass it on along a binary tree. The last
+        Rank 0 sends every part once, about in order, to the first of its holders, who pass it on along a binary tree. The last
         one has to begin within the time-out.
 
         Raises:
@@ -117,17 +118,20 @@ class BroadcastChannel:
         return own
 
     def _deal(self, layout: Layout, parts: Sequence[BroadcastPart]) -> None:
-        """Rank 0's part in `scatter`: parts are filled in while those before them are on their way."""
+        """Rank 0's part in `scatter`, in several threads: a part's bytes are written, and copied into sockets, by one of them."""
         largest = max((part.num_bytes for part in parts[1:]), default=0)
-        buffers = [np.empty(largest, np.uint8) for _ in range(min(AHEAD, len(parts) - 1))]
-        sending: list[list[Sending]] = [[] for _ in buffers]
-        for number, part in enumerate(parts[1:]):
-            turn = number % AHEAD
-            wait(sending[turn])
-            part.fill(data := buffers[turn][: part.num_bytes])
-            sending[turn] = self._send(data, layout.holders(number + 1)[:1])
-        for under_way in sending:
-            wait(under_way)
+        own = threading.local()
+
+        def deal(number: int) -> None:
+            if not hasattr(own, "buffer"):
+                own.buffer = np.empty(largest, np.uint8)
+            data = own.buffer[: parts[number].num_bytes]
+            parts[number].fill(data)
+            wait(self._send(data, layout.holders(number)[:1]))
+
+        with ThreadPoolExecutor(SENDERS, "sender") as senders:
+            for dealt in [senders.submit(deal, number) for number in range(1, len(parts))]:
+                dealt.result()
 
     def _send(self, data: np.ndarray, ranks: Sequence[int]) -> list[Sending]:
         return [dist.isend(chunk, rank, group=self.group) for chunk in chunks(data) for rank in ranks]

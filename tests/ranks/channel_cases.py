@@ -47,7 +47,7 @@ def scatter_parts(layout: dict[str, Any], sizes: list[int], message: str) -> tup
     channel, whole = broadcast.BroadcastChannel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
     is_head = dist.get_rank() == 0
     received = []
-    with mock.patch.multiple(broadcast, CHUNK_BYTES=5, AHEAD=2):
+    with mock.patch.multiple(broadcast, CHUNK_BYTES=5, SENDERS=2):
         for step in range(2):
             parts = [Count(100 * step + 10 * number, size) for number, size in enumerate(sizes)]
             received.append(channel.scatter(whole, parts if is_head else ()).tobytes())
