@@ -11,6 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any, Literal
 
 TIMEOUT_S = 120
@@ -77,17 +78,21 @@ class RankPool:
 
     def results(self) -> list[Any]:
         """Results by rank; the first failure's traceback becomes an AssertionError and ends the pool."""
-        results = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_S):
+        results: list[Any] = [None] * len(self.pipes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            # A rank that has failed leaves the others waiting for it: it must not be asked after them.
+            answered = connection.wait(waiting, TIMEOUT_S)
+            if not answered:
                 self.kill()
-                raise AssertionError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            worked, value, num_threads = pipe.recv()
-            self.is_worn |= num_threads > MAX_THREADS
-            if not worked:
-                self.kill()
-                raise AssertionError(f"rank {rank} failed:\n{value}")
-            results.append(value)
+                raise AssertionError(f"no answer within {TIMEOUT_S} s from ranks {sorted(waiting.values())}")
+            for pipe in answered:
+                rank = waiting.pop(pipe)
+                worked, results[rank], num_threads = pipe.recv()
+                self.is_worn |= num_threads > MAX_THREADS
+                if not worked:
+                    self.kill()
+                    raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
         return results
 
     @property
