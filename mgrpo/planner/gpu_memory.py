@@ -25,7 +25,7 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine_costs import EngineMemory
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.timing import num_micro_batches
+from mgrpo.planner.learners.timing import num_micro_batches
 from mgrpo.planner.work import Workload, has_reference
 
 MIB = 1 << 20

@@ -70,10 +70,24 @@ def gpu_of(device_name: str) -> Gpu | None:
 class Assumptions:
     """Numbers that no configuration defines and nothing here measures. The command has a flag of the same name for each."""
 
-    compute_efficiency: float = 0.55
-    """Share of a GPU's peak that matrix products reach, without communication and waiting."""
+    compute_efficiency: float = 0.6
+    """Share of a GPU's peak that large matrix products reach: 0.79 forward and 0.72 backward on an H100 (benchmarks/ops-cuda.json)."""
     expert_efficiency: float = 0.3
     """The same for experts, whose matrix products are many and small."""
+    attention_efficiency: float = 0.35
+    """The same for attention: FlashAttention 2 on an H100; FlashAttention 3 and cuDNN reach 0.55 (arXiv:2407.08608)."""
+    elementwise_passes: float = 1.0
+    """Times the least memory traffic that norms, rotation, gates and the loss cause; about 3 where no kernels are fused."""
+    host_layer_ms: float = 4.8
+    """Milliseconds in which the host starts the kernels of a layer, forward and backward, for one pack; with experts `host_experts_ms`."""
+    host_experts_ms: float = 10.5
+    """The same of a layer with experts: measured on an H100 (benchmarks/training-cuda.json)."""
+    tensor_exposed: float = 1.0
+    """Share of the traffic between tensor ranks that products do not hide."""
+    expert_exposed: float = 1.0
+    """Share of the traffic of experts that products do not hide."""
+    overlap_cost: float = 0.15
+    """Share of hidden traffic's time that products lose: NCCL takes about 20 of 132 multiprocessors (arXiv:2412.19437, section 3.2.2)."""
     link_efficiency: float = 0.75
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
@@ -100,21 +114,31 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of matrix products; those of experts separately, because their products are smaller."""
+    """Operations of matrix products, by what they reach of a GPU's peak."""
 
     dense: float = 0.0
     experts: float = 0.0
+    """Those of experts, which are smaller."""
+    attention: float = 0.0
+    """Queries x keys and scores x values."""
+    head: float = 0.0
+    """The LM head, which stays as it is where layers are computed in 8 bits."""
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(self.dense + other.dense, self.experts + other.experts)
+        return Flops(
+            self.dense + other.dense,
+            self.experts + other.experts,
+            self.attention + other.attention,
+            self.head + other.head,
+        )
 
     def __mul__(self, times: float) -> Flops:
-        return Flops(self.dense * times, self.experts * times)
+        return Flops(self.dense * times, self.experts * times, self.attention * times, self.head * times)
 
     @property
     def total(self) -> float:
-        """Both."""
-        return self.dense + self.experts
+        """All of them."""
+        return self.dense + self.experts + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +151,22 @@ class Hardware:
     network_gbps: float = 400.0
     """Rate of each GPU's network card, one direction, 1e9 bits per second."""
     assumed: Assumptions = Assumptions()
+    trains_in_8_bits: bool = False
+    """Layers' products of the learners take fp8, of which GPUs since Hopper compute twice as much in a second."""
+    dispatches_by_node: bool = False
+    """DeepEP or HybridEP moves tokens to experts, not Megatron's "alltoall" dispatcher."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
-    def compute_seconds(self, work: Flops, *, gpus: float) -> float:
+    def compute_seconds(self, work: Flops, *, gpus: float, in_8_bits: bool = False) -> float:
         """Seconds of matrix products spread evenly over `gpus` GPUs."""
-        at_peak = work.dense / self.assumed.compute_efficiency + work.experts / self.assumed.expert_efficiency
+        assumed = self.assumed
+        layers = work.dense / assumed.compute_efficiency + work.experts / assumed.expert_efficiency
+        at_peak = layers / (2 if in_8_bits else 1)
+        at_peak += work.head / assumed.compute_efficiency + work.attention / assumed.attention_efficiency
         return at_peak / (gpus * self.gpu.tflops * 1e12)
 
     @property

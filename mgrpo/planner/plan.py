@@ -36,7 +36,7 @@ from mgrpo.planner.gpu_memory import (
     turn_seconds,
 )
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.timing import LearnerTime, learner_time, sync_seconds
+from mgrpo.planner.learners.timing import LearnerTime, learner_time, sync_seconds
 from mgrpo.planner.work import (
     Passes,
     Workload,

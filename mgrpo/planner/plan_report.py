@@ -15,6 +15,7 @@ from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.failures import failures, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
+from mgrpo.planner.learners.links import bytes_s
 from mgrpo.planner.plan import RunPlan
 from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion
 from mgrpo.planner.traffic import AXES, span_of
@@ -41,7 +42,9 @@ CAUSES = {
     "turns": {"copies": "copies to host memory and back"},
     "train": {
         "compute": "matrix products",
-        "recompute": "matrix products, repeated (recompute)",
+        "memory": "norms, gates, routing, loss",
+        "recompute": "the same, repeated (recompute)",
+        "host": "the host, starting kernels",
         "bubble": "pipeline bubble",
         "tensor": "tensor-parallel collectives",
         "context": "context-parallel exchange",
@@ -65,6 +68,7 @@ ADVICE = {
     ("train", "compute"): "more learners",
     ("logprobs", "compute"): "more learners, or beta 0",
     ("train", "recompute"): "a layout that keeps activations",
+    ("train", "host"): "a longer pack_length",
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
 """Remedies for a slow phase, by its largest cause; for other causes, another layout."""
@@ -314,9 +318,9 @@ def _traffic(plan: RunPlan) -> Table:
         sent = getattr(plan.learners.traffic, axis)
         if not sent:
             continue
-        span = span_of(plan.layout, axis)
-        link = "in the node" if span <= hardware.gpus_per_node else "network"
-        table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{hardware.link_bytes_s(span) / 1e9:.0f}")
+        link = "in the node" if span_of(plan.layout, axis) <= hardware.gpus_per_node else "network"
+        rate = bytes_s(axis, plan.layout, hardware, plan.shape.experts)
+        table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{rate / 1e9:.0f}")
     engines = plan.config.engine.vllm_num_engines
     link = "in the node" if hardware.num_gpus <= hardware.gpus_per_node else "network"
     table.add_row(

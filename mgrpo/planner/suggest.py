@@ -33,6 +33,8 @@ SPARE = 0.1
 """Share of a GPU's memory that a layout should leave free, as a margin for what the plan omits."""
 CAUSES = {
     "compute": "compute",
+    "memory": "norms and gates",
+    "host": "host",
     "recompute": "recomputation",
     "bubble": "bubble",
     "tensor": "TP",

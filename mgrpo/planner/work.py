@@ -167,12 +167,12 @@ def _layer_flops(
         whole = 3 * shape.hidden * (experts.shared_ffn if experts else shape.ffn)
         chosen = 3 * shape.hidden * experts.ffn * experts.top_k if experts else 0
         if shape.delta and not shape.has_attention(layer):
-            core = delta_flops(shape.delta) * in_states
+            core = Flops(delta_flops(shape.delta) * in_states)
         else:
-            core = 2 * shape.heads * (shape.head_dim + shape.v_dim) * pairs[shape.windows[layer]]
+            core = Flops(attention=2 * shape.heads * (shape.head_dim + shape.v_dim) * pairs[shape.windows[layer]])
         flops.append(
             LayerFlops(
-                core=Flops(core),
+                core=core,
                 mlp=Flops(2 * whole * tokens, experts=2 * chosen * tokens),
                 rest=Flops(2 * (weights - whole - chosen) * tokens),
             )
@@ -182,7 +182,7 @@ def _layer_flops(
 
 def head_flops(shape: ModelShape, responses: float) -> Flops:
     """The LM head's forward pass over this many response tokens."""
-    return Flops(2 * shape.hidden * padded_vocab(shape) * responses)
+    return Flops(head=2 * shape.hidden * padded_vocab(shape) * responses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,10 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, num_parameters, state_bytes
 from mgrpo.moving import from_values, load_file
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
+from mgrpo.planner.learners.timing import learner_time
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
 from mgrpo.planner.suggest import other_splits, suggest
-from mgrpo.planner.timing import learner_time
 from mgrpo.planner.work import forward_flops, passes_of
 from tests.unit.planner.test_activations import GPT_175B
 from tests.unit.planner.test_work import BATCH

@@ -71,12 +71,20 @@ def model(name: str) -> ModelShape:
 def hardware(row: dict[str, Any], assumed: Assumptions) -> Hardware:
     """The row's nodes."""
     gpu = dataclasses.replace(GPUS[row["gpu"]], **row.get("gpu_differs", {}))
-    return Hardware(gpu=gpu, nodes=row["nodes"], gpus_per_node=row["gpus_per_node"], assumed=assumed)
+    return Hardware(
+        gpu=gpu,
+        nodes=row["nodes"],
+        gpus_per_node=row["gpus_per_node"],
+        assumed=assumed,
+        trains_in_8_bits=row["precision"] == "fp8",
+        dispatches_by_node=row.get("dispatches_by_node", False),
+    )
 
 
 def training(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
     """The plan of a row of training; of its phases only training counts."""
-    assumed = dataclasses.replace(assumed or Assumptions(), prompt_share=1.0, response_share=1.0, pack_fill=1.0)
+    facts = {"prompt_share": 1.0, "response_share": 1.0, "pack_fill": 1.0} | row.get("assumed", {})
+    assumed = dataclasses.replace(assumed or Assumptions(), **facts)
     # Every token is trained: a prompt of one token stands for the first, which nothing predicts.
     values = {
         "num_unique_prompts_rollout": row["sequences"] // 2,
@@ -94,6 +102,16 @@ def training(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan
     )
 
 
+def seconds(row: dict[str, Any], plan: RunPlan) -> float:
+    """Of a step; `repeats`: share of a forward pass's products that are repeated beside all other work of it."""
+    causes = plan.learners.training
+    return (
+        plan.learners.total
+        + row.get("repeats", 0.0) * causes["compute"] / 3
+        + bool(row.get("repeats")) * causes["memory"] / 3
+    )
+
+
 def compare_training(assumed: Assumptions | None = None) -> list[Compared]:
     """Speed and memory of all rows of training."""
     found = []
@@ -106,7 +124,7 @@ def compare_training(assumed: Assumptions | None = None) -> list[Compared]:
             reported.get("tok_s_gpu")
             or reported["tflops"] * 1e12 * tokens / 3 / forward_flops(plan.shape, plan.work).total
         )
-        planned = {"tok_s_gpu": tokens / gpus / plan.learners.total, "mem_gib": plan.worst.total / GIB}
+        planned = {"tok_s_gpu": tokens / gpus / seconds(row, plan), "mem_gib": plan.worst.total / GIB}
         figures = {"tok_s_gpu": speed} | ({"mem_gib": reported["mem_gib"]} if "mem_gib" in reported else {})
         found += [
             Compared(

@@ -1,0 +1,1 @@
+"""Seconds of the learners in a training step."""

@@ -1,0 +1,121 @@
+"""Bytes that a learner's GPU reads and writes in work other than matrix products and attention.
+
+Norms, residual sums, rotation, gates, routing, the order of tokens by expert and the loss compute little for each byte, and
+take as long as memory needs for their operands and results. Each is one kernel that reads and writes everything once, as
+Transformer Engine's and torch.compile's do; `Assumptions.elementwise_passes` is for those that are not fused. Elements for each
+token and layer in a forward pass, with h = hidden, q and k the widths of queries and keys, f = ffn, t = top_k:
+
+    norms             2h each, of which there are two or four
+    residual sums     3h each
+    rotation          2 (q + k), and again where queries and keys are normalised
+    output gate       3q
+    MLP               3f   (gate and up, their product)
+    experts           3f t; and h (6 t + 2): tokens copied by expert, ordered before the products and back after them, summed
+    router            4 floats for each expert
+    delta rule        what lies between its projections, written and read
+    LM head           the logits read and written
+    fp8               4 bytes for each operand of a product: read, and written in two layouts of one byte
+
+A backward pass touches twice as much: a gradient beside every tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.memory import FP32_BYTES, padded_vocab, stage_layers
+from mgrpo.models.shape import ModelShape
+from mgrpo.planner.traffic import Passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touched:
+    """Bytes of one rank, of all passes over its tokens."""
+
+    forward: float
+    repeated: float
+    """What recomputation adds to a backward pass."""
+
+    @property
+    def backward(self) -> float:
+        """Without what is repeated."""
+        return 2 * self.forward
+
+
+def stage_touched(
+    shape: ModelShape,
+    layout: Layout,
+    settings: Parallel,
+    passed: Passed,
+    *,
+    stage: int,
+    logits_chunk: int,
+    in_8_bits: bool,
+) -> Touched:
+    """A rank of a pipeline stage.
+
+    Args:
+        in_8_bits: layers' products take their operands in 8 bits.
+    """
+    own = passed.tokens / layout.context
+    forward = repeated = 0.0
+    for layer in stage_layers(layout, shape.num_layers, stage):
+        parts = _layer(shape, layout, layer, own, passed.dtype_bytes, in_8_bits)
+        forward += sum(parts.values())
+        repeated += sum(size for module, size in parts.items() if settings.recomputes(module))
+    if stage == layout.pipeline - 1:
+        logit_bytes = FP32_BYTES if passed.fp32_logits else passed.dtype_bytes
+        head = 2 * passed.responses / layout.context * padded_vocab(shape) / layout.tensor * logit_bytes
+        forward += head
+        repeated += head * bool(logits_chunk)
+    return Touched(forward=forward, repeated=repeated)
+
+
+def _layer(
+    shape: ModelShape, layout: Layout, layer: int, own: float, dtype_bytes: int, in_8_bits: bool
+) -> dict[str, float]:
+    """By what recomputation can name; `own` tokens of a rank before sequence parallelism splits them."""
+    split = own / layout.tensor if layout.sequence_parallel else own
+    sharded = own / layout.tensor
+    hidden, experts = shape.hidden, shape.experts_of(layer)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    stream = split * hidden * (2 * (4 if shape.norms == "around" else 2) + 6)
+    between = 0.0
+    if shape.delta and not shape.has_attention(layer):
+        delta = shape.delta
+        mixed = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+        values = delta.value_heads * delta.value_dim
+        between = 2 * sharded * (mixed + values + 2 * delta.value_heads * delta.key_dim)
+        turned = sharded * 3 * values
+        operands = sharded * (mixed + values)
+    else:
+        rope = shape.ropes[layer].share * shape.rope_dim / shape.head_dim
+        turned = sharded * 2 * (queries + keys) * (rope + (shape.qk_norm is not None))
+        turned += sharded * 3 * queries * shape.gated_attention
+        if latent := shape.latent:
+            turned += split * 2 * (latent.kv_rank + (latent.q_rank or 0))
+        operands = sharded * (queries + 2 * keys)
+    if experts is None:
+        copies, rows, ffn = 0.0, sharded, shape.ffn
+        routing = 0.0
+    else:
+        copies = split * experts.top_k
+        rows, ffn = copies, experts.ffn / layout.expert_tensor
+        routing = split * hidden * (6 * experts.top_k + 2) + copies * (hidden + 2 * ffn) * 2 * experts.biases
+        routing += split * experts.count * 4 * FP32_BYTES / dtype_bytes
+        routing += sharded * 3 * experts.shared_ffn
+    mlp = routing + 3 * rows * ffn
+    casts = {"projections": 0.0, "mlp": 0.0}
+    if in_8_bits:
+        entering = rows * hidden if experts else split * hidden
+        casts = {
+            "projections": 4 * (split * hidden + operands),
+            "mlp": 4 * (entering + rows * ffn * (2 if experts is None else 1)),
+        }
+    return {
+        "projections": (stream + turned) * dtype_bytes + casts["projections"],
+        "core_attn": between * dtype_bytes,
+        "mlp" if experts is None else "moe": mlp * dtype_bytes + casts["mlp"],
+    }
