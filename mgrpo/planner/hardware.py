@@ -71,9 +71,10 @@ class Assumptions:
     """Numbers that no configuration defines and nothing here measures. The command has a flag of the same name for each."""
 
     compute_efficiency: float = 0.6
-    """Share of a GPU's peak that large matrix products reach: 0.79 forward and 0.72 backward on an H100 (benchmarks/ops-cuda.json)."""
-    expert_efficiency: float = 0.3
-    """The same for experts, whose matrix products are many and small."""
+    """Share of a GPU's peak that layers' matrix products reach. This and the next are derived from runs that others published
+    (docs/figures.md); a single large product reaches 0.79 forward and 0.72 backward on an H100 (benchmarks/ops-cuda.json)."""
+    expert_efficiency: float = 0.25
+    """The same for experts, whose products are many and small: grouped ones reached 0.29 and 0.20 there."""
     attention_efficiency: float = 0.35
     """The same for attention: FlashAttention 2 on an H100; FlashAttention 3 and cuDNN reach 0.55 (arXiv:2407.08608)."""
     elementwise_passes: float = 1.0

@@ -98,7 +98,7 @@ def _layer(
             turned += split * 2 * (latent.kv_rank + (latent.q_rank or 0))
         operands = sharded * (queries + 2 * keys)
     if experts is None:
-        copies, rows, ffn = 0.0, sharded, shape.ffn
+        rows, ffn = sharded, float(shape.ffn)
         routing = 0.0
     else:
         copies = split * experts.top_k

@@ -1,0 +1,112 @@
+"""The page docs/figures.md: every row, also the bad ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import mean
+
+from tests.unit.planner.figures.held_out import HeldOut, hold_out
+from tests.unit.planner.figures.published import FIGURES, Compared, compare_training, mean_error, median_error, of
+
+HEAD = """# Planned and published
+
+What others measured on their GPUs, and what `mgrpo plan` says of the same model, layout and hardware: how far to trust a plan
+([planning.md](planning.md)). Nothing here ran on GPUs of this project, and mgrpo's own kernels are not theirs. The page is
+written by
+
+```sh
+python -m tests.unit.planner.figures > docs/figures.md
+```
+
+and a test asks that it is up to date. An error is `planned / reported - 1`: a positive one of speed says that the plan is too
+optimistic, one of memory that it is too careful.
+"""
+TRAINING = """
+## Training
+
+Tokens per second and GPU, {rows} rows: mean of the absolute errors **{mean:.1%}**, median {median:+.1%}.
+
+{table}
+
+What is not in a plan of mgrpo is stated in the row: kernels (FlashAttention 2, or 3 and cuDNN), what overlaps, fp8, another peak.
+Two numbers are derived from these rows, because no measurement of a single kernel says what a whole step reaches:
+`compute_efficiency` {products} and `expert_efficiency` {experts}. Derived without one source, they and the mean error of that
+source's rows are:
+
+{held}
+
+Held out, a row is off by {out:.1%} in the mean. All other numbers are data sheets, counts, and measurements of single kernels:
+see the [assumptions](planning.md#assumptions).
+"""
+MEMORY = """
+## Memory
+
+GiB that torch's allocator had reserved on the fullest GPU, {rows} rows: mean of the absolute errors **{mean:.1%}**, median
+{median:+.1%}.
+
+{table}
+"""
+SOURCES = """
+## Sources
+
+{table}
+"""
+
+
+def rows_table(compared: Iterable[Compared]) -> str:
+    """One line a row."""
+    head = ["| row | reported | planned | error | |", "|---|---|---|---|---|"]
+    return "\n".join(
+        head
+        + [
+            f"| {row.row} | {row.reported:,.4g} | {row.planned:,.4g} | {row.error:+.0%} | {row.note} |"
+            for row in compared
+        ]
+    )
+
+
+def held_table(held: Iterable[HeldOut]) -> str:
+    """One line a source."""
+    head = [
+        "| source held out | rows | compute_efficiency | expert_efficiency | mean error of its rows |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join(
+        head
+        + [
+            f"| {own.source} | {own.rows} | {own.compute_efficiency} | {own.expert_efficiency} | {own.error:.1%} |"
+            for own in held
+        ]
+    )
+
+
+def sources_table() -> str:
+    """Where the figures can be looked up."""
+    head = ["| source | what | |", "|---|---|---|"]
+    return "\n".join(
+        head + [f"| {name} | {own['what']} | <{own['address']}> |" for name, own in FIGURES["sources"].items()]
+    )
+
+
+def page() -> str:
+    """The whole page."""
+    compared, (derived, held) = compare_training(), hold_out()
+    speed, memory = of("tok_s_gpu", compared), of("mem_gib", compared)
+    return HEAD + "".join(
+        (
+            TRAINING.format(
+                rows=len(speed),
+                mean=mean_error(speed),
+                median=median_error(speed),
+                table=rows_table(speed),
+                products=derived[0],
+                experts=derived[1],
+                held=held_table(held),
+                out=mean(own.error for own in held for _ in range(own.rows)),
+            ),
+            MEMORY.format(
+                rows=len(memory), mean=mean_error(memory), median=median_error(memory), table=rows_table(memory)
+            ),
+            SOURCES.format(table=sources_table()),
+        )
+    )

@@ -1,0 +1,118 @@
+"""Seconds of the learners: what links carry, what memory limits, what the host needs. Cases that can be worked by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from statistics import mean
+
+import pytest
+
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import shape_of
+from mgrpo.models.shape import Experts
+from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
+from mgrpo.planner.learners.links import beside, bytes_s, expert_seconds, link_seconds, nodes_reached, ring_bytes_s
+from mgrpo.planner.learners.touched import stage_touched
+from mgrpo.planner.plan_command import shipped_config
+from mgrpo.planner.traffic import Passed, Traffic
+from tests.unit.planner.test_plan import shipped_plan
+
+H100S = Hardware(gpu=GPUS["H100"], nodes=4, assumed=Assumptions(link_efficiency=1.0))
+"""NVLink 450 GB/s, a card of 50 GB/s for each of 8 GPUs."""
+EXPERTS = Experts(count=128, top_k=8, ffn=768, normalised=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "gb_s"),
+    [(8, 1, 450), (2, 4, 450), (32, 1, 400), (16, 2, 200), (4, 8, 50), (2, 16, 50), (1, 64, 450)],
+)
+def test_a_ring_uses_the_cards_of_all_its_ranks_in_a_node(ranks: int, stride: int, gb_s: float) -> None:
+    """32 ranks of FSDP on four nodes have eight cards in each, tensor groups' neighbours have one."""
+    assert ring_bytes_s(H100S, ranks=ranks, stride=stride) == gb_s * 1e9
+
+
+def test_only_copies_that_leave_the_node_go_over_the_network() -> None:
+    """Of 16 copies over two nodes, one stays on the rank, seven go to its neighbours and eight leave; those take longest."""
+    layout = Layout(world_size=16, expert=16)
+    sent = 15e9
+    assert expert_seconds(sent, layout, H100S, EXPERTS) == pytest.approx(8e9 / 50e9)
+    assert bytes_s("expert", layout, H100S, EXPERTS) == pytest.approx(50e9 * 15 / 8)
+    inside = Layout(world_size=16, expert=8)
+    assert expert_seconds(sent, inside, H100S, EXPERTS) == pytest.approx(15e9 / 450e9)
+
+
+def test_a_token_goes_to_a_node_once_where_dispatch_is_by_node() -> None:
+    """Eight experts over two nodes: nearly always both, so one copy in place of four leaves."""
+    layout = Layout(world_size=16, expert=16)
+    flex = dataclasses.replace(H100S, dispatches_by_node=True)
+    slow, fast = (expert_seconds(15e9, layout, hardware, EXPERTS) for hardware in (H100S, flex))
+    leaving = 16e9 / 8 * (2 - 2 / 2**8) / 2
+    assert fast == pytest.approx(max(leaving / (0.86 * 50e9), 15e9 / 450e9))
+    assert 3 < slow / fast < 4
+
+
+def test_nodes_reached_are_those_of_all_choices() -> None:
+    """Over all ways to choose, with repetition; groups keep a token's experts on fewer nodes."""
+    few = dataclasses.replace(EXPERTS, top_k=3)
+    assert nodes_reached(4, few) == pytest.approx(mean(len(set(way)) for way in itertools.product(range(4), repeat=3)))
+    grouped = dataclasses.replace(EXPERTS, groups=8, top_groups=4)
+    assert nodes_reached(8, grouped) == pytest.approx(4 * (1 - 0.75**8))
+    assert nodes_reached(1, EXPERTS) == 1
+
+
+def test_hidden_traffic_costs_what_it_takes_of_the_gpu() -> None:
+    """10 s beside 6 s of computation, a tenth of which nothing can hide: 4 s are waited for."""
+    assert beside(10.0, 6.0, H100S, exposed=0.1) == pytest.approx(4 + 6 * 0.15)
+    assert beside(10.0, 60.0, H100S, exposed=0.1) == pytest.approx(1 + 9 * 0.15)
+    half = dataclasses.replace(H100S, assumed=dataclasses.replace(H100S.assumed, tensor_exposed=0.5))
+    layout = Layout(world_size=8, tensor=8)
+    seconds = [link_seconds(Traffic(tensor=45e9), layout, hardware, None) for hardware in (H100S, half)]
+    assert seconds == [{"tensor": pytest.approx(0.1)}, {"tensor": pytest.approx(0.05)}]
+
+
+def test_elements_that_only_memory_limits_are_counted() -> None:
+    """Llama 3.1 8B, a token and layer: 4 h of norms, 6 h of sums, 2 (q + k) rotated, 3 f of the MLP; and the logits."""
+    shape = shape_of(shipped_config("llama-3.1-8b") or {})
+    passed = Passed(tokens=1000, responses=0, dtype_bytes=2)
+    a_layer = 1000 * 2 * (10 * 4096 + 2 * 5120 + 3 * 14336)
+    whole = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=False)
+    assert whole.forward == 32 * a_layer and whole.backward == 64 * a_layer and whole.repeated == 0
+    split = stage_touched(
+        shape,
+        Layout(world_size=4, tensor=4, sequence_parallel=True),
+        Parallel(recompute_granularity="full"),
+        passed,
+        stage=0,
+        logits_chunk=0,
+        in_8_bits=False,
+    )
+    assert split.forward == split.repeated == 8 * a_layer
+    head = dataclasses.replace(passed, responses=10)
+    more = stage_touched(shape, Layout(world_size=1), Parallel(), head, stage=0, logits_chunk=64, in_8_bits=False)
+    assert more.forward - whole.forward == more.repeated == 2 * 10 * 128_256 * 2
+    casts = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=True)
+    assert casts.forward - whole.forward == 32 * 1000 * 4 * (4096 + 6144 + 4096 + 2 * 14336)
+
+
+def test_experts_move_every_copy_six_times() -> None:
+    """Qwen3-30B-A3B: eight copies a token, permuted, ordered and ordered back, summed; queries and keys have norms."""
+    shape = shape_of(shipped_config("qwen3-30b-a3b") or {})
+    passed = Passed(tokens=1000, responses=0, dtype_bytes=2)
+    found = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=False)
+    attention = 10 * 2048 + 4 * (4096 + 512)
+    experts = 2048 * 50 + 3 * 8 * 768 + 128 * 4 * 2
+    assert found.forward == 48 * 1000 * 2 * (attention + experts)
+
+
+def test_the_gpu_waits_for_the_host_where_packs_are_short() -> None:
+    """The kernels of a layer take the host as long for a pack of 512 tokens as for one of 16,384, which the GPU takes longer for."""
+    plans = {}
+    for length in (512, 16_384):
+        plan, _ = shipped_plan("30b_a3b_4x8", pack_length=length)
+        busy = sum(s for cause, s in plan.learners.training.items() if cause not in ("bubble", "data", "optimizer"))
+        host = 48 * 10.5e-3 * plan.learners.num_micro_batches
+        assert busy >= host * 0.999
+        plans[length] = busy / host
+    assert plans[512] == pytest.approx(1, rel=0.01) and plans[16_384] > 1.5
