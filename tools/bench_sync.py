@@ -21,16 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bench_loop import cpu_model
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
+from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
 from mgrpo.sync import shared
-from mgrpo.sync.channel import Receiver, Sender, digest_key
+from mgrpo.sync.channel import DIGEST, Receiver, Sender, digest_key
 from mgrpo.sync.group import connect_store, open_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +127,7 @@ def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, b
     senders = [
         Sender(
             held,
-            holdings=holdings,
+            holdings=HeldBoxes.of(holdings),
             model=case.model,
             train_layout=case.layout,
             infer_layout=InferLayout(),
@@ -144,7 +146,7 @@ def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, b
             results.put(sender.invitation(0))
         sender.join({0: 0})
     results.put(list(turns([partial(sender.send, engines=[0]) for sender in senders], args.rounds, barrier)))
-    results.put(senders[0].digests([0])[0].tolist())
+    results.put(senders[0].digests().numpy())
 
 
 def worker(case: Case, invitations: Any, args: argparse.Namespace, barrier: Any, results: Any) -> None:
@@ -204,12 +206,13 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             )
             invitations.put(invitation)
         seen = list(zip(*(queue.get() for queue in results), strict=True))
-        truth = torch.tensor([results[rank].get() for rank in range(2)]).sum(0)[0].tolist()
+        truth = sum(results[rank].get() for rank in range(2))[0]
     finally:
         for end in ends:
             end.join(TIMEOUT_S)
     for transport, (store, _) in zip(TRANSPORTS, stores, strict=True):
-        assert json.loads(store.get(digest_key(0, 0, 0, args.rounds))) == truth, f"{transport}: other weights arrived"
+        reported = np.frombuffer(store.get(digest_key(0, 0, 0, args.rounds)), DIGEST)
+        assert np.array_equal(reported, truth), f"{transport}: other weights arrived"
     record: dict[str, Any] = {"what": case.what, "megabytes": sent / 1e6, "load_average": os.getloadavg()[0]}
     for transport in TRANSPORTS:
         counted = [each for each in seen if each[0][0] == transport and 0 < each[0][1] < args.rounds]

@@ -43,6 +43,7 @@ class Learner:
         from mgrpo.model_io.hf_folder import HfFolder
         from mgrpo.models.family import shape_of
         from mgrpo.models.hf_config import read_hf_config
+        from mgrpo.models.placement.box_table import HeldBoxes
         from mgrpo.models.table import training_boxes
         from mgrpo.sync.channel import Sender
         from mgrpo.sync.group import open_store
@@ -54,7 +55,7 @@ class Learner:
         self.store, port = open_store(HOST, TIMEOUT_S)
         self.sender = Sender(
             self.weights,
-            holdings=holdings,
+            holdings=HeldBoxes.of(holdings),
             model=shape,
             train_layout=layout,
             infer_layout=InferLayout(),
@@ -83,7 +84,7 @@ class Learner:
         failures, _ = await asyncio.gather(ours, actor.receive_weights(self.version, True, 0))
         if failures:
             raise RuntimeError(failures[0])
-        self.sender.compare(self.version, self.sender.digests([0]), [0])
+        self.sender.compare(self.version, self.sender.digests(), [0])
 
     def change(self, factor: float) -> None:
         """Multiply every weight; by a power of two that is undone exactly."""

@@ -80,10 +80,16 @@ def _expert_rules(model: ModelShape, layer: int, layout: Layout, expert_rank: in
     return expert_rules(experts, own, f"{model.prefix}layers.{layer}.")
 
 
-def local_parameters(model: ModelShape, layout: Layout, rank: int) -> dict[str, LocalParameter]:
-    """Every Megatron parameter that `rank` holds; layers are counted from 0 over the whole model."""
+def local_parameters(
+    model: ModelShape, layout: Layout, rank: int, tensors: dict[str, Shape] | None = None
+) -> dict[str, LocalParameter]:
+    """Every Megatron parameter that `rank` holds; layers are counted from 0 over the whole model.
+
+    Args:
+        tensors: `hf_tensors(model)`, for callers that ask about many ranks.
+    """
     place = layout.coordinate(rank)
-    tensors = hf_tensors(model)
+    tensors = tensors or hf_tensors(model)
     parameters: dict[str, LocalParameter] = {}
 
     def add(name: str, rule: Rule) -> None:
@@ -132,21 +138,22 @@ EXPERTS = ".experts."
 def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
     """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
-    boxes: list[list[Box]] = []
+    return [
+        [box for name in tensors for box in worker_boxes(name, tensors, model, layout, worker)]
+        for worker in range(layout.workers)
+    ]
+
+
+def worker_boxes(
+    name: str, tensors: dict[str, Shape], model: ModelShape, layout: InferLayout, worker: int
+) -> list[Box]:
+    """What a worker of an engine holds of one HF tensor; of layers that are alike it holds the same."""
+    if layout.expert_parallel and model.experts and EXPERTS in name:
+        return _whole_experts(name, tensors[name], layout.experts(worker, model.experts.count))
     # The workers of a copy of attention share out its tokens before the experts, but not in vLLM's GLM-4.5 and 4.7.
     is_alike = layout.data > 1 and not model.family.startswith("glm4_moe")
-    for worker in range(layout.workers):
-        tensor = worker % layout.tensor
-        own = layout.experts(worker, model.experts.count) if layout.expert_parallel and model.experts else None
-        held: list[Box] = []
-        for name, shape in tensors.items():
-            if own is not None and EXPERTS in name:
-                held += _whole_experts(name, shape, own)
-            else:
-                place = (0, 1) if is_alike and SHARED_EXPERTS in name else (tensor, layout.tensor)
-                held += (piece.box for piece in _engine_parameter(name, tensors, model, *place).pieces)
-        boxes.append(held)
-    return boxes
+    place = (0, 1) if is_alike and SHARED_EXPERTS in name else (worker % layout.tensor, layout.tensor)
+    return [piece.box for piece in _engine_parameter(name, tensors, model, *place).pieces]
 
 
 def _whole_experts(name: str, shape: Shape, own: range) -> list[Box]:

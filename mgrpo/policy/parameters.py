@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
+from mgrpo.models.placement.box_table import COLUMNS, HeldBoxes, Tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import FUSED_NORMS, hf_tensors, local_parameters
@@ -80,6 +82,23 @@ def global_name(name: str, first_layer: int) -> str:
         return name
     index, _, rest = tail.partition(".")
     return f"{head}{layers}{int(index) + first_layer}.{FUSED_NORMS.get(rest, rest)}"
+
+
+def gather_held(boxes: Iterable[Box], tensors: Tensors, group: dist.ProcessGroup) -> HeldBoxes:
+    """Which rank holds which boxes. All ranks of `group`, on the CPU, must call.
+
+    Of ranks that hold the same the first one says what that is: the others send a hash.
+    """
+    own = tensors.rows(boxes)
+    mark = np.frombuffer(hashlib.sha256(own.tobytes()).digest(), dtype=np.int64)
+    marks = gather_values(torch.from_numpy(np.append(mark, len(own))), group).view(-1, len(mark) + 1).tolist()
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, each in enumerate(marks):
+        ranks.setdefault(tuple(each), []).append(rank)
+    speaks = group.rank() == ranks[tuple(marks[group.rank()])][0]
+    said = gather_values(torch.from_numpy(own if speaks else own[:0]).view(-1), group).view(-1, COLUMNS).numpy()
+    ends = np.cumsum([length for *_, length in ranks])
+    return HeldBoxes(tensors, np.split(said, ends[:-1]), [*ranks.values()])
 
 
 def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.ProcessGroup) -> list[list[KindAndBox]]:

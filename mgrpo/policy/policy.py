@@ -19,9 +19,11 @@ from megatron.core import parallel_state
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.adapters import LoraShape, are_apart
+from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
+from mgrpo.models.placement.box_table import HeldBoxes, Tensors
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import hf_tensors
 from mgrpo.parallel import axes
 from mgrpo.policy import passes
 from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters
@@ -30,7 +32,7 @@ from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, Taught
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
-from mgrpo.policy.parameters import ShardedParameters, gather_boxes
+from mgrpo.policy.parameters import ShardedParameters, gather_held
 from mgrpo.policy.routing import RoutingReplay
 from mgrpo.policy.shards import Shard
 from mgrpo.policy.weights import Read
@@ -220,10 +222,10 @@ class Policy:
         is_finite = torch.stack(norms).isfinite().tolist() if norms else []
         return [name for name, good in zip(names, is_finite, strict=True) if not good]
 
-    def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
-        """For each rank the boxes that its `sync_boxes` gives. All ranks of `group`, on the CPU, must call."""
-        local = [(0, box) for box, _ in self.sync_boxes()]
-        return [[box for _, box in boxes] for boxes in gather_boxes(local, self.shape, group)]
+    def holdings(self, group: torch.distributed.ProcessGroup) -> HeldBoxes:
+        """The boxes that each rank's `sync_boxes` gives. All ranks of `group`, on the CPU, must call."""
+        tensors = hf_tensors(self.shape) | sent_tensors(self.shape, self.lora)
+        return gather_held((box for box, _ in self.sync_boxes()), Tensors(tensors), group)
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:
         """Move packs of this rank's data-parallel slice to the device."""

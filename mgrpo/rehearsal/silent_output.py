@@ -16,6 +16,7 @@ from mgrpo.config import Config
 from mgrpo.config.derived import infer_layout_of
 from mgrpo.layout import Layout
 from mgrpo.models.adapters import are_apart, training_adapter_boxes
+from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import training_boxes
@@ -114,7 +115,7 @@ def send_weights(
     with _transfers(recorder):
         sender = Sender(
             policy.sync_boxes(),
-            holdings=_holdings(policy, shape, layout),
+            holdings=HeldBoxes.of(_holdings(policy, shape, layout)),
             model=shape,
             lora=policy.lora,
             train_layout=layout,
@@ -132,7 +133,7 @@ def send_weights(
         if failures:
             raise RuntimeError("; ".join(failures.values()))
         if checks:
-            sender.digests([*seats])
+            sender.digests()
         sender.close()
 
 

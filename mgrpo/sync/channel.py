@@ -1,6 +1,6 @@
 """Both ends of the weight sync: what a training rank sends and what an engine's worker writes into its live weights.
 
-Both go through the rounds of `mgrpo.sync.plan.rounds`: the sender prepares the next round while one is under way, and the
+Both go through the rounds of `mgrpo.sync.sending.rounds.rounds`: the sender prepares the next round while one is under way, and the
 receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
 hold two together; where they share memory, both ends hold the same two.
 """
@@ -8,35 +8,40 @@ hold two together; where they share memory, both ends hold the same two.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple
-from functools import partial
+from dataclasses import asdict
+from functools import cached_property, partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
+from mgrpo.models.placement.box_table import COLUMNS, HeldBoxes, Tensors, packed, unpacked
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
-from mgrpo.sync.digest import digests
-from mgrpo.sync.float32_units import shapes_in_units, views_in_units
 from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.joining import SyncMembers, meet
 from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
-from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
+from mgrpo.sync.plan import ReshardPlan, plan
+from mgrpo.sync.sending.digest import digests
+from mgrpo.sync.sending.float32_units import shapes_in_units, views_in_units
+from mgrpo.sync.sending.rounds import messages, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
 
+DIGEST = np.dtype("<i8")
+"""Digests as they lie in the store."""
+
 
 class Cut(Protocol):
-    """The messages of one pair; see `mgrpo.sync.plan.messages`."""
+    """The messages of one pair; see `mgrpo.sync.sending.rounds`."""
 
     def __call__(self, *, limit: int | None) -> list[list[Box]]: ...
 
@@ -46,7 +51,7 @@ class Sender:
 
     Args:
         boxes: every box this rank holds with the live view of it (`policy.sync_boxes()`).
-        holdings: for each training rank the boxes it holds (`policy.holdings(group)`).
+        holdings: which training rank holds which boxes (`policy.holdings(group)`).
         lora: the policy's adapters. Where they are not merged, only they are sent: engines load the model itself from their own disk.
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
@@ -58,7 +63,7 @@ class Sender:
         self,
         boxes: Iterable[tuple[Box, View]],
         *,
-        holdings: Sequence[Sequence[Box]],
+        holdings: HeldBoxes,
         model: ModelShape,
         lora: LoraShape | None = None,
         train_layout: Layout,
@@ -80,19 +85,21 @@ class Sender:
         self.plan: ReshardPlan = planned(lora=lora)
         self.proven = [self.plan, planned()] if are_apart(lora) else [self.plan]
         """What engines must hold: also what they have loaded by themselves."""
+        self.outgoing = self.plan.outgoing(rank)
+        """What this rank sends, by planned engine and worker."""
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
         """Generations of the engines that have joined, also of those that this rank sends nothing to."""
 
-    def incoming(self, engine: int, what: ReshardPlan | None = None) -> tuple[Incoming, ...]:
-        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do.
+    @cached_property
+    def _slices(self) -> list[str]:
+        """For each worker of an engine, the table of what it receives."""
+        return [packed(self.plan.slices[own]) for own in self.plan.workers]
 
-        Args:
-            what: one of `proven`; by default what is sent.
-        """
-        workers, place = self.infer_layout.workers, engine % self.infer_layout.engines
-        return (what or self.plan).received_by[place * workers : (place + 1) * workers]
+    def _to(self, engine: int) -> Mapping[int, np.ndarray]:
+        """What this rank sends to each worker of an engine."""
+        return self.outgoing.get(engine % self.plan.sources.engines, {})
 
     @property
     def bytes_moved(self) -> int:
@@ -100,7 +107,15 @@ class Sender:
         return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
 
     def invitation(self, engine: int, generation: int = 0) -> dict[str, Any]:
-        """The invitation with which engine number `engine` joins, as plain values."""
+        """The invitation with which engine number `engine` joins, as plain values.
+
+        For each worker its slices, and of each slice the place of its source among `learners`.
+        """
+        learners = self.plan.learners(engine)
+        sources = np.empty((len(self.plan.slices), 1), dtype=np.int64)
+        for incoming in self.plan.incoming(engine):
+            for rank, places in incoming.items():
+                sources[places] = learners.index(rank)
         return {
             "host": self.host,
             "port": self.port,
@@ -108,10 +123,9 @@ class Sender:
             "generation": generation,
             "model": asdict(self.model),
             "lora": self.lora and asdict(self.lora),
-            "incoming": [
-                {source: [astuple(box) for box in boxes] for source, boxes in incoming.items()}
-                for incoming in self.incoming(engine)
-            ],
+            "learners": learners,
+            "slices": self._slices,
+            "sources": [packed(sources[own]) for own in self.plan.workers],
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
             "share_gpus": self.share_gpus,
@@ -126,7 +140,7 @@ class Sender:
         for engine in seats:
             self.leave(engine)
         self.generations.update(seats)
-        mine = [engine for engine in seats if any(self.rank in boxes for boxes in self.incoming(engine))]
+        mine = [engine for engine in seats if self._to(engine)]
 
         def meet_each(engines: Sequence[int], failed: Failed) -> None:
             for engine in engines:
@@ -138,13 +152,15 @@ class Sender:
         return self._apart(mine, meet_each)
 
     def _meet(self, engine: int, generation: int) -> Channel:
-        incoming = self.incoming(engine)
-        learners = senders(incoming)
+        learners, num_sources = self.plan.learners(engine), self.plan.num_sources(engine)
         return Channel(
             self.live,
-            {len(learners) + worker: self._cut(boxes) for worker, boxes in enumerate(incoming) if self.rank in boxes},
+            {
+                len(learners) + worker: self._cut(self.plan.boxes(places), num_sources[worker])
+                for worker, places in self._to(engine).items()
+            },
             store=dist.PrefixStore(group_name(engine, generation), another_connection(self.store)),
-            names=member_names(learners, len(incoming), engine),
+            names=member_names(learners, self.infer_layout.workers, engine),
             rank=learners.index(self.rank),
             is_worker=False,
             dtype=self.dtype,
@@ -153,8 +169,8 @@ class Sender:
             share_gpus=self.share_gpus,
         )
 
-    def _cut(self, incoming: Incoming) -> Cut:
-        return partial(messages, incoming, self.rank, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
+    def _cut(self, boxes: Sequence[Box], num_sources: int) -> Cut:
+        return partial(messages, boxes, num_sources, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
 
     def leave(self, engine: int) -> None:
         """Give up the transfer to an engine, if there is one."""
@@ -218,21 +234,19 @@ class Sender:
         for engine in list(self.generations):
             self.leave(engine)
 
-    def digests(self, engines: Sequence[int]) -> torch.Tensor:
-        """`[engines, workers, tensors]` int64: digest of what each worker must have from this rank; the sum over ranks is of all."""
+    def digests(self) -> torch.Tensor:
+        """`[workers, tensors]` int64: this rank's part of the digest of what the workers of an engine must hold; the sum over ranks is all of it."""
         shapes = proven_tensors(self.model, self.lora, self.dtype.itemsize)
-        table = torch.zeros(len(engines), self.infer_layout.workers, len(shapes), dtype=torch.int64)
-        for place, engine in enumerate(engines):
-            for what in self.proven:
-                for worker, incoming in enumerate(self.incoming(engine, what)):
-                    boxes = incoming.get(self.rank, ())
-                    held = ((box, self.live.values(self.live.view(box)).to(self.dtype)) for box in boxes)
-                    table[place, worker] += digests(held, shapes)
+        table = torch.zeros(self.infer_layout.workers, len(shapes), dtype=torch.int64)
+        for what in self.proven:
+            for worker, places in what.proof(self.rank).items():
+                held = ((box, self.live.values(self.live.view(box)).to(self.dtype)) for box in what.boxes(places))
+                table[worker] += digests(held, shapes)
         self.live.forget()
         return table
 
-    def compare(self, version: int, truth: torch.Tensor, engines: Sequence[int]) -> None:
-        """Rank 0: compare the summed `digests(engines)` with what their workers reported for `version`.
+    def compare(self, version: int, truth: torch.Tensor, engines: Iterable[int]) -> None:
+        """Rank 0: compare the summed `digests()` with what the workers of engines reported for `version`.
 
         Raises:
             RuntimeError: naming engine, worker and tensors that differ.
@@ -241,11 +255,12 @@ class Sender:
             list(proven_tensors(self.model, self.lora, self.dtype.itemsize)),
             sent_tensors(self.model, self.lora),
         )
-        for place, engine in enumerate(engines):
-            for worker, wanted in enumerate(truth[place].tolist()):
+        for engine in engines:
+            for worker, wanted in enumerate(truth.numpy()):
                 key = digest_key(engine, self.generations[engine], worker, version)
-                reported = json.loads(self.store.get(key))
-                wrong = [n for n, a, b in zip(names, wanted, reported, strict=True) if a != b]
+                reported = np.frombuffer(self.store.get(key), dtype=DIGEST)
+                self.store.delete_key(key)
+                wrong = [names[number] for number in (wanted != reported).nonzero()[0]]
                 if wrong:
                     raise RuntimeError(
                         f"weight sync {version}: worker {worker} of engine {engine} does not hold the trainer's weights; "
@@ -271,27 +286,16 @@ class Receiver:
         self.place = (invitation["host"], invitation["port"])
         """Host and port of the store, which is there as long as the run is."""
         self.timeout_s = invitation["timeout_s"]
-        workers: list[Incoming] = [
-            {
-                int(source): [Box(name, tuple(start), tuple(shape)) for name, start, shape in boxes]
-                for source, boxes in incoming.items()
-            }
-            for incoming in invitation["incoming"]
-        ]
-        self._check_targets(workers[worker])
-        self.learners = senders(workers)
-        itemsize, bucket_bytes = self.live.dtype.itemsize, invitation["bucket_bytes"]
+        self.learners: list[int] = invitation["learners"]
+        incoming = self._incoming(invitation)
+        self._check_targets(incoming)
+        cut = partial(messages, itemsize=self.live.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"])
         self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
         self.channel = Channel(
             self.live,
-            {
-                self.learners.index(source): partial(
-                    messages, workers[worker], source, itemsize=itemsize, bucket_bytes=bucket_bytes
-                )
-                for source in sorted(workers[worker])
-            },
+            {source: partial(cut, boxes, len(incoming)) for source, boxes in incoming.items()},
             store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
-            names=member_names(self.learners, len(workers), self.engine),
+            names=member_names(self.learners, len(invitation["slices"]), self.engine),
             rank=len(self.learners) + worker,
             is_worker=True,
             dtype=self.live.dtype,
@@ -300,7 +304,14 @@ class Receiver:
             share_gpus=invitation["share_gpus"],
         )
 
-    def _check_targets(self, incoming: Incoming) -> None:
+    def _incoming(self, invitation: Mapping[str, Any]) -> dict[int, list[Box]]:
+        """The slices for this worker, by their source's place among `learners`."""
+        tensors = Tensors(shapes_in_units(sent_tensors(self.model, self.lora), self.live.dtype.itemsize))
+        slices = unpacked(invitation["slices"][self.worker], COLUMNS)
+        sources = unpacked(invitation["sources"][self.worker], 1)[:, 0]
+        return {source: tensors.boxes(slices[sources == source]) for source in np.unique(sources).tolist()}
+
+    def _check_targets(self, incoming: Mapping[int, list[Box]]) -> None:
         """The engine's live weights must be exactly the boxes that the plan sends to it."""
         live = {name: sum(box.size for box, _ in held) for name, held in self.live.by_name.items()}
         planned: dict[str, int] = {}
@@ -350,8 +361,9 @@ class Receiver:
         received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
         held = ((box, values.to(self.live.dtype)) for box, values in itertools.chain(received, self.loaded))
         shapes = proven_tensors(self.model, self.lora, self.live.dtype.itemsize)
-        sums = digests(held, shapes).tolist()
-        self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
+        sums = digests(held, shapes).numpy().astype(DIGEST)
+        store: Any = self.store  # torch's stubs know text only
+        store.set(digest_key(self.engine, self.generation, self.worker, version), sums.tobytes())
 
 
 class Channel:
@@ -418,11 +430,6 @@ def _whose(wrong: Sequence[str], sent: Mapping[str, Shape]) -> str:
     if all(name in sent for name in wrong):
         return ""
     return "; with lora_sync=adapter an engine loads the model itself: give every node that serves the same files in model_name_or_path"
-
-
-def senders(workers: Iterable[Incoming]) -> list[int]:
-    """The training ranks that send to an engine, in their order in its transfer group."""
-    return sorted({source for incoming in workers for source in incoming})
 
 
 def member_names(learners: Sequence[int], workers: int, engine: int) -> list[str]:

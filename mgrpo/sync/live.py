@@ -14,7 +14,7 @@ from typing import Protocol, Self
 import torch
 
 from mgrpo.models.placement.boxes import Box
-from mgrpo.sync.float32_units import views_in_units
+from mgrpo.sync.sending.float32_units import views_in_units
 
 
 class MadeSlice(Protocol):

@@ -1,11 +1,16 @@
-"""The slices from each rank to each engine worker, and their rounds. Pure and deterministic: every process computes the same plan."""
+"""The slices from each rank to each engine worker. Pure and deterministic: every process computes the same plan.
+
+Engines are equal, so that what a worker receives is found once for all of them; only the ranks that send it differ (`sources`).
+Everything stays in tables: a process makes boxes of its own part alone.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import (
@@ -15,35 +20,117 @@ from mgrpo.models.adapters import (
     sent_tensors,
     training_adapter_boxes,
 )
+from mgrpo.models.placement.box_table import HeldBoxes, Rows, Tensors, common, sizes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import engine_boxes, training_boxes
-from mgrpo.sync.float32_units import boxes_in_units
+from mgrpo.sync.sending.float32_units import rows_in_units, shapes_in_units
+from mgrpo.sync.sending.layout_tables import engine_rows, training_holdings
+from mgrpo.sync.sending.senders import Kind, Sources, choose
 
-T = TypeVar("T")
-
-Incoming = dict[int, list[Box]]
-"""The boxes for one worker, by training rank, in the order in which they are sent."""
-
-Part = tuple[Box, int, list[int]]
-"""A slice of a wanted box, its size, and the ranks that hold it."""
+Places = np.ndarray
+"""Numbers of slices in `ReshardPlan.slices`, ascending."""
+Incoming = Mapping[int, Places]
+"""The slices for one worker, by training rank, in the order in which they are sent."""
 
 
-@dataclass(frozen=True, slots=True)
+class SentBoxes(NamedTuple):
+    """What one rank sends to one worker of one engine in a sync."""
+
+    engine: int
+    worker: int
+    rank: int
+    boxes: list[Box]
+
+
+@dataclass(frozen=True)
 class ReshardPlan:
     """Every transfer of one weight sync."""
 
-    received_by: tuple[Incoming, ...]
-    """For each worker, the workers of all engines counted through."""
-    bytes_moved: int
-    """Bytes sent to all workers together."""
+    tensors: Tensors
+    slices: Rows
+    """What the workers of one engine receive: worker by worker, each in the order of its boxes."""
+    workers: Sequence[slice]
+    """Which of `slices` each worker receives."""
+    kinds: Sequence[Kind]
+    places: Sequence[Places]
+    """For each kind, its slices."""
+    sources: Sources
+    engines: int
+    itemsize: int
     lower_bound: int
     """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes sent to all workers together."""
+        return int(sizes(self.slices).sum()) * self.itemsize * self.engines
+
+    @property
     def num_slices(self) -> int:
         """The number of boxes that are sent."""
-        return sum(len(boxes) for incoming in self.received_by for boxes in incoming.values())
+        return len(self.slices) * self.engines
+
+    @property
+    def transfers(self) -> Iterator[SentBoxes]:
+        """Everything that training ranks send; what other engines receive is the same, from one of these."""
+        for engine in range(self.sources.engines):
+            for worker, incoming in enumerate(self.incoming(engine)):
+                for rank, places in incoming.items():
+                    yield SentBoxes(engine, worker, rank, self.boxes(places))
+
+    def boxes(self, places: Places) -> list[Box]:
+        """These slices."""
+        return self.tensors.boxes(self.slices[places])
+
+    def incoming(self, engine: int) -> tuple[Incoming, ...]:
+        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do."""
+        engine %= self.sources.engines
+        shares = self.sources.shares[engine // self.sources.blocks]
+        found: tuple[dict[int, list[Places]], ...] = tuple({} for _ in self.workers)
+        for share in shares:
+            own = found[self.kinds[share.kind].worker].setdefault(self.sources.rank(share, engine), [])
+            own.append(self.places[share.kind][share.first : share.last])
+        return tuple({rank: _sorted(own) for rank, own in each.items()} for each in found)
+
+    def num_sources(self, engine: int) -> list[int]:
+        """For each worker of an engine, the ranks that send to it."""
+        shares = self.sources.shares[engine % self.sources.engines // self.sources.blocks]
+        pairs = {(self.kinds[share.kind].worker, share.table, share.replica) for share in shares}
+        return np.bincount([worker for worker, *_ in pairs], minlength=len(self.workers)).tolist()
+
+    def learners(self, engine: int) -> list[int]:
+        """The ranks that send to an engine, ascending."""
+        engine %= self.sources.engines
+        shares = self.sources.shares[engine // self.sources.blocks]
+        return sorted({self.sources.rank(share, engine) for share in shares})
+
+    def outgoing(self, rank: int) -> dict[int, dict[int, Places]]:
+        """The slices that a rank sends, by engine and worker."""
+        found: dict[int, dict[int, list[Places]]] = {}
+        for engine, share in self.sources.of(rank):
+            workers = found.setdefault(engine, {})
+            own = workers.setdefault(self.kinds[share.kind].worker, [])
+            own.append(self.places[share.kind][share.first : share.last])
+        return {
+            engine: {worker: _sorted(workers[worker]) for worker in sorted(workers)}
+            for engine, workers in found.items()
+        }
+
+    def proof(self, rank: int) -> dict[int, Places]:
+        """The slices that a rank proves, by worker: those that hold a slice share the work, whatever they send."""
+        found: dict[int, list[Places]] = {}
+        for kind, places in zip(self.kinds, self.places, strict=True):
+            holders = sorted(holder for table in kind.tables for holder in self.sources.ranks[table])
+            if rank in holders:
+                number, total = holders.index(rank), int(kind.ends[-1])
+                first, last = (int(total * n // len(holders)) for n in (number, number + 1))
+                cut = slice(*kind.ends.searchsorted((first, last), side="right"))
+                found.setdefault(kind.worker, []).append(places[cut])
+        return {worker: _sorted(each) for worker, each in found.items()}
+
+
+def _sorted(places: Sequence[Places]) -> Places:
+    return np.sort(np.concatenate(places))
 
 
 def plan(
@@ -52,7 +139,7 @@ def plan(
     infer_layout: InferLayout,
     *,
     itemsize: int = 2,
-    holdings: Sequence[Sequence[Box]] | None = None,
+    holdings: HeldBoxes | None = None,
     lora: LoraShape | None = None,
 ) -> ReshardPlan:
     """Reshard a model from training ranks to the workers of all engines. Pure: equal arguments give equal plans.
@@ -60,134 +147,111 @@ def plan(
     Args:
         model: shape of the model, `mgrpo.models.shape.ModelShape`.
         train_layout: which learner rank holds what, `mgrpo.layout.Layout`.
-        infer_layout: number and tensor-parallel size of the engines, `mgrpo.layout.InferLayout`.
+        infer_layout: number of the engines and what their workers hold, `mgrpo.layout.InferLayout`.
         itemsize: bytes of one weight on the wire, in the engines' dtype.
-        holdings: for each training rank the boxes it holds; by default what the layout says, which ZeRO-2 and 3 divide
-            further. Boxes of tensors that are not sent do not count.
+        holdings: the boxes of each training rank; by default what the layout says, which ZeRO-2 and 3 divide further. Boxes
+            of tensors that are not sent do not count.
         lora: the model's adapters, if it has any; where they are not merged they are all that is sent.
     Returns:
         Every slice that is sent, by worker and rank; its `bytes_moved` equal the `lower_bound`.
     Raises:
         ValueError: the holdings overlap or leave part of a tensor out.
     """
+    shapes = sent_tensors(model, lora)
+    tensors = Tensors(shapes)
     if are_apart(lora):
-        workers = engine_adapter_boxes(model, infer_layout, lora) * infer_layout.engines
-        held = holdings or training_adapter_boxes(model, train_layout, lora)
+        wanted = [tensors.rows(boxes) for boxes in engine_adapter_boxes(model, infer_layout, lora)]
+        held = holdings or HeldBoxes.of(training_adapter_boxes(model, train_layout, lora), tensors)
     else:
-        workers = engine_boxes(model, infer_layout) * infer_layout.engines
-        held = holdings or training_boxes(model, train_layout)
-    names = {box.name for boxes in workers for box in boxes}
-    missing = sent_tensors(model, lora).keys() ^ names
-    if missing:
-        raise AssertionError(f"the engines' boxes do not cover exactly what is sent: {sorted(missing)[:3]}")
-    sources, destinations = ([boxes_in_units(boxes, itemsize) for boxes in each] for each in (held, workers))
-    return reshard(sources, destinations, itemsize=itemsize)
-
-
-def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:
-    """Cover every destination box by slices of source boxes, each element once, between few pairs and with an even load.
-
-    Ranks that hold the same box owe equal parts of what is wanted of it. A worker goes on receiving from the ranks it
-    receives from already until they have given their part, since every pair costs a connection.
-
-    Source boxes of one tensor either are equal (replicas) or do not overlap; anything else is a ValueError.
-    """
-    holders: dict[str, dict[Box, list[int]]] = {}
-    for rank, boxes in enumerate(sources):
-        for box in dict.fromkeys(boxes):
-            holders.setdefault(box.name, {}).setdefault(box, []).append(rank)
-    demand = Counter(box for boxes in destinations for box in boxes)
-    parts = {box: _parts(box, holders.get(box.name, {})) for box in demand}
-    owed = _even_shares(((part, count) for box, count in demand.items() for part in parts[box]), len(sources))
-    moved = 0
-    received_by = []
-    for worker, boxes in enumerate(destinations):
-        incoming: Incoming = {}
-        for wanted in boxes:
-            covered = 0
-            for common, size, ranks in parts[wanted]:
-                open_pairs = [rank for rank in ranks if rank in incoming and owed[rank] > 0]
-                source = max(open_pairs or ranks, key=owed.__getitem__)
-                incoming.setdefault(source, []).append(common)
-                owed[source] -= size
-                covered += size
-            if covered != wanted.size:
-                raise ValueError(
-                    f"{wanted.name}{list(wanted.start)}+{list(wanted.shape)}: engine worker {worker} needs {wanted.size} "
-                    f"elements, the training ranks hold {covered} of them (overlapping or missing shards)"
-                )
-            moved += covered
-        received_by.append(incoming)
-    return ReshardPlan(
-        received_by=tuple(received_by),
-        bytes_moved=moved * itemsize,
-        lower_bound=sum(box.size for boxes in destinations for box in boxes) * itemsize,
+        wanted = engine_rows(model, infer_layout)
+        held = holdings or training_holdings(model, train_layout)
+    covered = np.zeros(len(tensors), dtype=bool)
+    covered[np.concatenate(wanted)[:, 0]] = True
+    if not covered.all():
+        missing = [name for name, is_covered in zip(tensors.names, covered, strict=True) if not is_covered]
+        raise AssertionError(f"the engines' boxes do not cover what is sent: {missing[:3]}")
+    tables = [tensors.renumbered(rows, held.tensors) for rows in held.tables]
+    in_units = Tensors(shapes_in_units(shapes, itemsize))
+    return reshard(
+        HeldBoxes(in_units, [rows_in_units(rows, tensors, itemsize) for rows in tables], held.ranks),
+        [rows_in_units(rows, tensors, itemsize) for rows in wanted],
+        engines=infer_layout.engines,
+        itemsize=itemsize,
     )
 
 
-def _parts(wanted: Box, holders: dict[Box, list[int]]) -> list[Part]:
-    found = ((wanted.intersect(held), ranks) for held, ranks in holders.items())
-    return [(common, common.size, ranks) for common, ranks in found if common is not None]
+def reshard(held: HeldBoxes, wanted: Sequence[Rows], *, engines: int, itemsize: int) -> ReshardPlan:
+    """Cover every box of an engine's workers by slices of the ranks' boxes, each element once.
 
-
-def _even_shares(wanted: Iterable[tuple[Part, int]], num_sources: int) -> list[int]:
-    """Elements that each rank sends if the holders of every part, wanted so many times, send equally much of it."""
-    demand: Counter[tuple[int, ...]] = Counter()
-    for (_, size, ranks), count in wanted:
-        demand[tuple(ranks)] += size * count
-    shares = [0] * num_sources
-    for holders, size in demand.items():
-        for rank in holders:
-            shares[rank] += size // len(holders)
-    return shares
-
-
-def messages(
-    incoming: Incoming, source: int, *, itemsize: int, bucket_bytes: int, limit: int | None = None
-) -> list[list[Box]]:
-    """The boxes from one rank to a worker, message by message; both ends compute the same.
+    Boxes of one tensor that ranks hold either are equal (replicas) or do not overlap; anything else is a ValueError.
 
     Args:
-        bucket_bytes: most bytes of one message from each rank together; a message has an even share of it, or one row.
-        limit: most bytes of a message, where that is less than its share.
+        wanted: of each worker, rows of the same tensors.
     """
-    share = bucket_bytes // len(incoming)
-    return buckets(incoming[source], itemsize=itemsize, bucket_bytes=min(limit or share, share))
-
-
-def rounds(queues: Mapping[int, Sequence[T]]) -> list[dict[int, T]]:
-    """Rounds of messages that are under way at the same time: at most one with each peer, in the order of `queues`."""
-    return [
-        {peer: queue[number] for peer, queue in queues.items() if number < len(queue)}
-        for number in range(max(map(len, queues.values()), default=0))
+    boxes, holders = _distinct(held.tables)
+    every = np.concatenate(wanted)
+    by_wanted, by_box = _same_tensor(every, boxes)
+    slices, is_common = common(every[by_wanted], boxes[by_box])
+    slices, by_wanted, by_box = slices[is_common], by_wanted[is_common], by_box[is_common]
+    _check_covered(every, slices, by_wanted, wanted, held.tensors)
+    worker = np.repeat(np.arange(len(wanted)), [len(rows) for rows in wanted])[by_wanted]
+    ends = worker.searchsorted(np.arange(len(wanted)), side="right").tolist()
+    # Slices of one worker that the same ranks hold.
+    tables = {each: number for number, each in enumerate(dict.fromkeys(holders))}
+    of_box = np.array([tables[each] for each in holders])
+    key = worker * len(tables) + of_box[by_box]
+    order = key.argsort(kind="stable")
+    found, firsts = np.unique(key[order], return_index=True)
+    places = np.split(order, firsts[1:])
+    count, sets = sizes(slices), [*tables]
+    kinds = [
+        Kind(number // len(sets), sets[number % len(sets)], count[own].cumsum())
+        for number, own in zip(found.tolist(), places, strict=True)
     ]
+    used = {table for kind in kinds for table in kind.tables}
+    ranks = [each if table in used else () for table, each in enumerate(held.ranks)]
+    return ReshardPlan(
+        tensors=held.tensors,
+        slices=slices,
+        workers=[slice(start, end) for start, end in zip([0, *ends], ends, strict=False)],
+        kinds=kinds,
+        places=places,
+        sources=choose(kinds, ranks, engines),
+        engines=engines,
+        itemsize=itemsize,
+        lower_bound=int(sizes(every).sum()) * itemsize * engines,
+    )
 
 
-def buckets(boxes: Iterable[Box], *, itemsize: int, bucket_bytes: int) -> list[list[Box]]:
-    """Cut a pair's boxes into messages of at most `bucket_bytes` (or one row); both ends compute the same cut."""
-    limit = max(bucket_bytes // itemsize, 1)
-    cut: list[list[Box]] = []
-    room = 0
-    for box in boxes:
-        for part in _rows(box, limit):
-            if part.size > room:
-                cut.append([])
-                room = limit
-            cut[-1].append(part)
-            room -= part.size
-    return cut
+def _distinct(tables: Sequence[Rows]) -> tuple[Rows, list[tuple[int, ...]]]:
+    """The boxes of all tables, by tensor and start, and for each the tables that have it."""
+    rows, table = np.concatenate(tables), np.repeat(np.arange(len(tables)), [len(each) for each in tables])
+    order = np.lexsort((table, *rows.T[::-1]))
+    rows, table = rows[order], table[order]
+    is_new = np.ones(len(rows), dtype=bool)
+    is_new[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    firsts = is_new.nonzero()[0].tolist()
+    numbers = table.tolist()
+    bounds = zip(firsts, [*firsts[1:], len(rows)], strict=True)
+    return rows[is_new], [tuple(dict.fromkeys(numbers[first:last])) for first, last in bounds]
 
 
-def _rows(box: Box, limit: int) -> Iterable[Box]:
-    """Parts of the box of at most `limit` elements, or of one row."""
-    if box.size <= limit:
-        yield box
-        return
-    dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
-    length = box.shape[dim]
-    step = max(limit * length // box.size, 1)
-    for row in range(0, length, step):
-        start, shape = list(box.start), list(box.shape)
-        start[dim] += row
-        shape[dim] = min(step, length - row)
-        yield Box(box.name, tuple(start), tuple(shape))
+def _same_tensor(wanted: Rows, boxes: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs of a wanted box and one of `boxes` of its tensor, by the wanted box; `boxes` are sorted by tensor."""
+    first, last = (boxes[:, 0].searchsorted(wanted[:, 0], side=side) for side in ("left", "right"))
+    counts = last - first
+    by_wanted = np.repeat(np.arange(len(wanted)), counts)
+    within = np.arange(len(by_wanted)) - np.repeat(counts.cumsum() - counts, counts)
+    return by_wanted, first[by_wanted] + within
+
+
+def _check_covered(every: Rows, slices: Rows, by_wanted: np.ndarray, wanted: Sequence[Rows], tensors: Tensors) -> None:
+    covered = np.bincount(by_wanted, weights=sizes(slices), minlength=len(every)).astype(np.int64)
+    wrong = (covered != sizes(every)).nonzero()[0]
+    if len(wrong):
+        box = tensors.boxes(every[wrong[:1]])[0]
+        worker = int(np.searchsorted(np.cumsum([len(rows) for rows in wanted]), wrong[0], side="right"))
+        raise ValueError(
+            f"{box.name}{list(box.start)}+{list(box.shape)}: engine worker {worker} needs {box.size} elements, the training "
+            f"ranks hold {covered[wrong[0]]} of them (overlapping or missing shards)"
+        )

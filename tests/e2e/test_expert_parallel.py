@@ -10,10 +10,10 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
-from mgrpo.models.table import training_boxes
 from mgrpo.rollout.engine import EngineError, Sampling
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
+from mgrpo.sync.sending.layout_tables import training_holdings
 from tests.e2e.lone_engine import lone_engine
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
@@ -82,7 +82,7 @@ def test_engine_logprobs_equal_transformers_before_and_after_a_sync(engine, mode
 def test_weights_that_are_cut_for_other_workers_are_refused(engine, models):
     """A plan for workers that share every expert has boxes of the same tensors."""
     layout = Layout(world_size=2)
-    holdings = training_boxes(shape_of(read_hf_config(models["sent"])), layout)
+    holdings = training_holdings(shape_of(read_hf_config(models["sent"])), layout)
     sender = make_sender(models["sent"], {}, InferLayout(tensor=2), open_store(HOST, 60), holdings)
     with pytest.raises(EngineError, match=r"engine does not hold .*experts.*, which the plan sends to it"):
         engine.join(sender.invitation(0) | {"timeout_s": 5}).result(60)

@@ -13,7 +13,6 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
-from mgrpo.models.table import training_boxes
 from mgrpo.moving import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
 from mgrpo.rollout.engines.fleet import Fleet
@@ -22,6 +21,7 @@ from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.engine_arguments import policy_kind
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
+from mgrpo.sync.sending.layout_tables import training_holdings
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.sampling import prompt_batch, sampled
@@ -147,7 +147,7 @@ def test_engine_logprobs_equal_transformers(fleet, models):
 def test_a_sender_that_never_comes_is_named(fleet, models):
     """A sync that cannot finish must end within its time and say whom it waited for."""
     layout = Layout(world_size=2)
-    holdings = training_boxes(shape_of(read_hf_config(models["sent"])), layout)
+    holdings = training_holdings(shape_of(read_hf_config(models["sent"])), layout)
     sender = make_sender(models["sent"], {}, open_store(HOST, 60), holdings)
     invitation = sender.invitation(0) | {"timeout_s": 5}
     with pytest.raises(EngineError, match="worker 0 of engine 0 waited for training rank 0"):

@@ -233,8 +233,8 @@ def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
     return policy
 
 
-def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
-    """For each rank the boxes that it holds in training."""
+def holdings(model_dir: str, layout: dict[str, Any]) -> Any:
+    """The boxes that each rank holds in training."""
     return make_sharded_policy(model_dir, layout).holdings(host_group())
 
 
@@ -268,7 +268,7 @@ def send_weights(
     )
     failures = sender.join({0: 0}) | sender.send(version, [0])
     assert not failures, failures
-    digests = sender.digests([0])
+    digests = sender.digests()
     dist.all_reduce(digests, group=host_group())
     return {
         "sent": sent_bytes(sender),

@@ -129,7 +129,7 @@ def learned(
         "base": after,
         "ratio": ratio,
         "holdings": [box for box, _ in policy.boxes()]
-        == policy.holdings(cases.host_group())[torch.distributed.get_rank()],
+        == policy.holdings(cases.host_group()).boxes(torch.distributed.get_rank()),
         "bytes": cases.held_bytes(policy),
     }
     next(iter(policy.adapters.by_weight.values())).a.data[0, 0] = torch.nan
@@ -204,13 +204,13 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
         assert not failures, failures
         if worker:
             worker.result(30)
-    digests = sender.digests([0])
+    digests = sender.digests()
     torch.distributed.all_reduce(digests, group=group)
     refusal = ""
     if policy.rank == 0:
         sender.compare(2, digests, [0])
         try:
-            sender.compare(3 if loaded else 2, digests, [0])
+            sender.compare(3, digests, [0] if loaded else [])
         except RuntimeError as err:
             refusal = str(err)
     return {

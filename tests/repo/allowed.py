@@ -128,6 +128,7 @@ INNER = {
     "run.start": {"inputs", "produce", "ranks", "report", "train"},
     "run.commands": {"inputs", "produce", "ranks", "records", "report", "start"},
     "run.nodes": {"ranks"},
+    "sync.sending": set(),
     "sync.vllm_plugin": {"channel", "live"},
     "telemetry.report": {
         "alerts",

@@ -187,10 +187,9 @@ class EngineWeights:
             what=f"receive weights, version {version}",
         )
         if check:
-            truth = self.sender.digests(engines)
+            truth = self.sender.digests()
             dist.all_reduce(truth, group=self.host_group)
-            places = [place for place, engine in enumerate(engines) if engine in (done or ())]
-            self.lead.run(lambda: self.sender.compare(version, truth[places], [engines[place] for place in places]))
+            self.lead.run(lambda: self.sender.compare(version, truth, [n for n in engines if n in (done or ())]))
         self.lead.call(lambda: self.fleet.end_sync(version, calls or {}, done or ()))
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:

@@ -12,6 +12,7 @@ import torch
 from mgrpo.config.derived import infer_layout_of, layout_of
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
+from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
@@ -25,7 +26,7 @@ from tests.unit.models.test_table import MODELS
 
 HOST = "127.0.0.1"
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 133}
+SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 128}
 """Pairs of a training rank and a worker that exchange weights."""
 
 
@@ -71,10 +72,11 @@ def view(tensors: dict[str, torch.Tensor], box: Box) -> torch.Tensor:
 
 def make_senders(model: ModelShape, train: Layout, infer: InferLayout, tensors: Any, **settings: Any) -> list[Sender]:
     """One for every training rank; its live weights are slices of `tensors`. Each has a connection to the store of its own."""
-    holdings = settings.pop("holdings", None) or training_boxes(model, train)
+    boxes = settings.pop("holdings", None) or training_boxes(model, train)
+    holdings = HeldBoxes.of(boxes)
     return [
         Sender(
-            [(box, view(tensors, box)) for box in boxes],
+            [(box, view(tensors, box)) for box in own],
             holdings=holdings,
             model=model,
             train_layout=train,
@@ -84,7 +86,7 @@ def make_senders(model: ModelShape, train: Layout, infer: InferLayout, tensors: 
             host=HOST,
             **settings,
         )
-        for rank, boxes in enumerate(holdings)
+        for rank, own in enumerate(boxes)
     ]
 
 
@@ -145,5 +147,6 @@ def receive_from_learner(port: int, versions: int, device: str) -> None:
     for version in range(versions):
         receiver.receive(version)
         receiver.report_digests(version)
+    receiver.report_digests(versions)
     receiver.store.get("done")
     receiver.close()

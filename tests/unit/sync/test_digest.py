@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mgrpo.models.placement.boxes import Box
-from mgrpo.sync import digest as module
-from mgrpo.sync.digest import digest, digests
+from mgrpo.sync.sending import digest as module
+from mgrpo.sync.sending.digest import digest, digests
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
+import numpy as np
 import torch
 
 from mgrpo.models.placement.boxes import Box
 from mgrpo.sync import channel
-from mgrpo.sync.digest import digests
 from mgrpo.sync.live import LiveBoxes
+from mgrpo.sync.sending.digest import digests
 
 
 def test_digests_are_of_what_was_sent(monkeypatch):
@@ -17,7 +16,7 @@ def test_digests_are_of_what_was_sent(monkeypatch):
     sent = {name: torch.randn(3, 4).bfloat16() for name in ("a", "b", "c")}
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     boxes = {name: Box(name, (0, 0), shape) for name, shape in shapes.items()}
-    kept: dict[str, str] = {}
+    kept: dict[str, bytes] = {}
     receiver = object.__new__(channel.Receiver)
     vars(receiver).update(
         live=LiveBoxes([(boxes["a"], sent["a"]), (boxes["b"], sent["b"].float())], torch.bfloat16),
@@ -25,6 +24,7 @@ def test_digests_are_of_what_was_sent(monkeypatch):
         **{"model": None, "lora": None, "engine": 0, "generation": 0, "worker": 0, "store": kept},
     )
     monkeypatch.setattr(channel, "proven_tensors", lambda *args: shapes)
-    receiver.store = type("Store", (), {"set": lambda self, key, text: kept.update({"sums": text})})()
+    receiver.store = type("Store", (), {"set": lambda self, key, sums: kept.update({"sums": sums})})()
     receiver.report_digests(1)
-    assert json.loads(kept["sums"]) == digests([(boxes[name], sent[name]) for name in sent], shapes).tolist()
+    expected = digests([(boxes[name], sent[name]) for name in sent], shapes)
+    assert np.array_equal(np.frombuffer(kept["sums"], channel.DIGEST), expected)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 
+from mgrpo.models.placement.box_table import MAX_DIMS, Rows, Tensors
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.placement.mlp_rows import is_frozen
 
@@ -23,9 +25,15 @@ def in_units(shape: Shape, name: str, itemsize: int) -> Shape:
     return (*shape[:-1], shape[-1] * (FLOAT32_BYTES // itemsize)) if is_frozen(name) else shape
 
 
-def boxes_in_units(boxes: Iterable[Box], itemsize: int) -> list[Box]:
+def rows_in_units(rows: Rows, tensors: Tensors, itemsize: int) -> Rows:
     """The boxes as the plan counts them."""
-    return [_in_units(box, itemsize) for box in boxes]
+    frozen = np.array([is_frozen(name) for name in tensors.names])
+    found = rows.copy()
+    which = frozen[rows[:, 0]].nonzero()[0]
+    last = tensors.dims[rows[which, 0]]
+    for column in (last, last + MAX_DIMS):
+        found[which, column] *= FLOAT32_BYTES // itemsize
+    return found
 
 
 def shapes_in_units(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, Shape]:
