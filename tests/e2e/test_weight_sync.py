@@ -5,6 +5,8 @@ Both engines live in one Ray cluster; the ranks come from the pool of the distri
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, family):
-    """The weights an engine starts with, and those it is sent. Tied: the LM head is the embedding."""
+    """Two sets of weights that engines are sent, and a folder without weights. Tied: the LM head is the embedding."""
     folder = tmp_path_factory.mktemp("models")
     # vLLM on CPU has no heads of size 16
     sent = save_tiny(folder / "sent", family, **({"heads": 2, "tied": True} if family == "llama" else {}))
@@ -54,12 +56,13 @@ def models(tmp_path_factory, family):
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder / "start")
-    return {"start": folder / "start", "sent": sent}
+    shutil.copytree(sent, folder / "bare", ignore=shutil.ignore_patterns("*.safetensors*"))
+    return {"start": folder / "start", "sent": sent, "bare": folder / "bare"}
 
 
 @pytest.fixture(scope="module")
 def fleet(models):
-    """Engine 0 starts with other weights, engine 1 has loaded the true ones."""
+    """Engine 0 is one of a run, whose folder has no weights that it could load; engine 1 has loaded the true ones."""
 
     def config(model: str):
         settings = {"model_dtype": "float32", "max_prompt_token_length": 32, "response_length": 32}
@@ -68,7 +71,10 @@ def fleet(models):
 
     cluster = Cluster(config("start"), num_local_learners=0)
     try:
-        kinds = [policy_kind(config(m), on_gpu=cluster.on_gpu, num_local_learners=0) for m in ("start", "sent")]
+        kinds = [
+            policy_kind(config(model), on_gpu=cluster.on_gpu, num_local_learners=learners)
+            for model, learners in (("bare", 1), ("sent", 0))
+        ]
         engines = [engine for kind in kinds for engine in cluster.start_engines(kind).engines]
         fleet = Fleet(Roster(engines, config("start").engine, keep_logs=cluster.keep_logs), seed=1)
         fleet.wait_ready()

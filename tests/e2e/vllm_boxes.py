@@ -28,7 +28,7 @@ def main(rank: int, port: int, tensor: int, data: int, expert_parallel: bool, fo
 
     from mgrpo.models.family import shape_of
     from mgrpo.models.hf_config import read_hf_config
-    from mgrpo.sync.vllm_plugin.live_weights import check_experts, live_boxes
+    from mgrpo.sync.vllm_plugin.live_weights import check_experts, check_written, live_boxes
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU has it
     for number, folder in enumerate(folders):
@@ -51,7 +51,8 @@ def main(rank: int, port: int, tensor: int, data: int, expert_parallel: bool, fo
             model = get_model(vllm_config=config)
         shape = shape_of(read_hf_config(folder))
         check_experts(model, has_experts=shape.experts is not None)
-        boxes, _ = live_boxes(model, asdict(shape))
+        boxes, zeros = live_boxes(model, asdict(shape))
+        check_written(model, [*(view for _, view in boxes), *zeros])
         print("boxes", json.dumps([(box.name, box.start, box.shape) for box, _ in boxes]), flush=True)
         config.compilation_config.static_forward_context.clear()
 

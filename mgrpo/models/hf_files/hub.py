@@ -26,8 +26,8 @@ from mgrpo.models.hf_files.weight_files import INDEX
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-Part = Literal["model", "tokenizer", "config", "adapter"]
-"""The part of a repository that is needed; a model comes with its tokenizer."""
+Part = Literal["model", "served", "tokenizer", "config", "adapter"]
+"""The part of a repository that is needed; a model comes with its tokenizer, and "served" is a model without its weights."""
 _TOKENIZER = (
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model"),
@@ -37,6 +37,7 @@ MODEL_FILES = (*_TOKENIZER, "README.md", "LICENSE*", "NOTICE*", "*.safetensors",
 """Patterns of the files that make a model."""
 _PATTERNS: Mapping[Part, tuple[str, ...]] = {
     "model": MODEL_FILES,
+    "served": _TOKENIZER,
     "tokenizer": _TOKENIZER,
     "config": ("config.json",),
     "adapter": ("adapter_config.json", "adapter_model.safetensors"),
@@ -45,6 +46,7 @@ _ELSEWHERE = ("*/*.safetensors", "consolidated*")
 """Weights for other programs, beside the model's own."""
 _NEEDED: Mapping[Part, tuple[str, ...]] = {
     "model": ("config.json",),
+    "served": ("config.json",),
     "tokenizer": ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     "config": ("config.json",),
     "adapter": ("adapter_config.json",),
@@ -253,7 +255,7 @@ def _cached(name: str, revision: str | None, part: Part) -> HubSnapshot | None:
     except (OSError, ValueError):
         return None
     folder = Path(path).absolute()
-    has_weights = part in ("config", "tokenizer") or any(folder.glob("*.safetensors"))
+    has_weights = part not in ("model", "adapter") or any(folder.glob("*.safetensors"))
     if not has_weights or not any((folder / file).is_file() for file in _NEEDED[part]):
         return None
     return HubSnapshot(name=name, commit=folder.name, part=part, folder=folder)

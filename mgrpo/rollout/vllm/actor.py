@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ class EngineActor(EngineCalls):
         own = {str(snapshot.folder): snapshot for snapshot in snapshots}
         for key in ("model", "tokenizer"):
             if snapshot := own.get(args.get(key, "")):
-                args[key] = await asyncio.to_thread(fetch_apart, snapshot)
+                part = "served" if args.get("load_format") == "dummy" else snapshot.part
+                args[key] = await asyncio.to_thread(fetch_apart, replace(snapshot, part=part))
         for folder in (args["model"], args.get("tokenizer", args["model"])):
             if not os.path.isdir(folder):  # vLLM would look for it on the Hub
                 raise FileNotFoundError(

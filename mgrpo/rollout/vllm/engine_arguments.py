@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -312,7 +313,7 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
     return EngineKind(
         count=settings.vllm_num_engines,
         workers=settings.vllm_tensor_parallel_size,
-        args=lambda spans_nodes: engine_args(config, on_gpu=on_gpu, spans_nodes=spans_nodes),
+        args=partial(engine_args, config, on_gpu=on_gpu, has_learners=num_local_learners > 0),
         environment=engine_environment(config, on_gpu=on_gpu, is_local=is_local, num_local_learners=num_local_learners),
         has_local_core=has_local_core(settings.vllm_tensor_parallel_size, on_gpu=on_gpu),
         log="engine",
@@ -322,11 +323,14 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
     )
 
 
-def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> dict[str, Any]:
+def engine_args(
+    config: Config, spans_nodes: bool = False, *, on_gpu: bool, has_learners: bool = True
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend.
 
     Args:
         spans_nodes: an engine's workers are on several nodes.
+        has_learners: of the run, rank 0's among them; an evaluation has none.
     """
     settings, rollout = config.engine, config.rollout
     reads_text = (
@@ -337,8 +341,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         # model's name on the Hub.
         "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
-        # With a Megatron folder an engine gets its weights in the first weight sync, and serves nothing before it.
-        "load_format": "dummy" if _is_megatron_folder(config.model_path) else "auto",
+        # The first weight sync writes every weight (`check_written`), except with adapters, and nothing is sampled before it.
+        "load_format": "dummy" if has_learners and not are_apart(config.adapter.lora) else "auto",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,

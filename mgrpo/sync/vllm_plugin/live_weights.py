@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ PLAIN = ("CPU", "TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with the weights as its loader left them; the first of them after `rebind`."""
 ABSORBED = ("W_UK_T", "W_UV", "W_K", "W_V")
 """vLLM's names for what latent attention makes of `kv_b_proj`."""
+SET_AFTER_LOADING = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+"""Buffers of vLLM's attention that it sets to 1 when weights without quantization have been loaded, or made up."""
 LiveBoxes = list[tuple[Box, torch.Tensor]]
 
 
@@ -56,6 +58,32 @@ def check_in_place(model: torch.nn.Module) -> None:
                     f"vLLM computes with {name}.{absorbed}, a copy of kv_b_proj, which a weight sync does not reach; leave "
                     "attention_backend out of vllm_extra_args, otherwise this version of vLLM is not supported"
                 )
+
+
+def check_written(model: torch.nn.Module, views: Iterable[torch.Tensor]) -> None:
+    """RuntimeError unless `views` cover every weight of a model that was started without its files (`load_format=dummy`).
+
+    What they do not cover would keep the numbers that vLLM made up. Views of the same elements count once; whatever shares its memory
+    with a covered weight is covered.
+    """
+    written: dict[int, dict[tuple, int]] = {}
+    for view in views:
+        place = view.data_ptr(), tuple(view.shape), view.stride()
+        written.setdefault(view.untyped_storage().data_ptr(), {})[place] = view.nbytes
+    left = []
+    for at, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            is_kept = name in module._non_persistent_buffers_set or name in SET_AFTER_LOADING
+            memory = tensor.untyped_storage()
+            if not is_kept and sum(written.get(memory.data_ptr(), {}).values()) < memory.nbytes():
+                left.append(f"{at}.{name}".lstrip("."))
+    if left:
+        raise RuntimeError(
+            f"the weight sync does not write {', '.join(left[:3])}{', ...' * (len(left) > 3)} of the engine, which was started without "
+            "the model's files; this version of vLLM is not supported"
+        )
 
 
 class _RecordCopies(TorchDispatchMode):

@@ -20,7 +20,13 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.sync.channel import Receiver, invited_lora
 from mgrpo.sync.live import Held
-from mgrpo.sync.vllm_plugin.live_weights import adapter_boxes, check_experts, check_in_place, live_boxes
+from mgrpo.sync.vllm_plugin.live_weights import (
+    adapter_boxes,
+    check_experts,
+    check_in_place,
+    check_written,
+    live_boxes,
+)
 from mgrpo.sync.vllm_plugin.rebound import rebind
 
 BACKEND = "mgrpo"
@@ -91,6 +97,8 @@ def _engine_class() -> type:
                 return
             self.shutdown()
             boxes, self.padding = live_boxes(self.model, invitation["model"])
+            if self.vllm_config.load_config.load_format == "dummy":
+                check_written(self.model, [*(view for _, view in boxes), *self.padding])
             loaded: Held = ()
             if are_apart(lora := invited_lora(invitation)):
                 boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes

@@ -164,20 +164,23 @@ def test_token_opens_private_and_gated_models(hub, tmp_path):
     assert code == 0 and (Path(folder) / "model.safetensors").is_file()
 
 
-def test_engine_of_another_machine_has_the_same_commit_in_its_own_cache(hub, tmp_path):
-    """Engines are kept from the network, and rank 0's folder means nothing on their machine."""
+@pytest.mark.parametrize("part", ["model", "served"])
+def test_engine_of_another_machine_has_the_same_commit_in_its_own_cache(hub, tmp_path, part):
+    """Engines are kept from the network, and rank 0's folder means nothing on their machine. Those that a sync gives all weights need none."""
     commit = hub.repositories["someone/tiny"].commit("main")
     hub.repositories["someone/tiny"].branches["old"] = hub.repositories["someone/tiny"].branches["main"]
     hub.repositories["someone/tiny"].branches["main"] = {"config.json": b"{}"}
     code = (
         "from pathlib import Path\nfrom mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart\nimport sys\n"
-        "there = HubSnapshot(name='someone/tiny', commit=sys.argv[1], part='model', folder=Path('/elsewhere'))\n"
+        "there = HubSnapshot(name='someone/tiny', commit=sys.argv[1], part=sys.argv[2], folder=Path('/elsewhere'))\n"
         "print(fetch_apart(there))"
     )
     environment = hub.environment(tmp_path, HF_HUB_OFFLINE="1")
-    done = subprocess.run([sys.executable, "-c", code, commit], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / f"hub/models--someone--tiny/snapshots/{commit}"), done.stderr
-    done = subprocess.run([sys.executable, "-c", code, "0" * 40], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, commit, part], env=environment, capture_output=True, text=True)
+    folder = tmp_path / f"hub/models--someone--tiny/snapshots/{commit}"
+    assert done.stdout.strip() == str(folder), done.stderr
+    assert (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) == (part == "model")
+    done = subprocess.run([sys.executable, "-c", code, "0" * 40, part], env=environment, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
     assert "HubError: someone/tiny has no revision 0000" in last and "where this engine runs" in last
 

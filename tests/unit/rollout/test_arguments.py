@@ -113,6 +113,22 @@ def test_engines_have_room_for_an_adapter_only_where_it_is_sent(values, rank, ta
         assert [args.get(name) for name in names] == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "num_local_learners", "load_format"),
+    [
+        ({}, 1, "dummy"),
+        ({"use_peft": True, "lora_sync": "merged"}, 4, "dummy"),
+        (APART, 1, "auto"),
+        ({}, 0, "auto"),
+    ],
+)
+def test_engines_read_the_model_only_where_no_sync_brings_all_of_it(values, num_local_learners, load_format):
+    """Read for nothing, a large model costs minutes of a start; not read where no sync comes, an evaluation is of noise."""
+    config = from_values({"model_name_or_path": "m", **values})
+    kind = engine_arguments.policy_kind(config, on_gpu=False, num_local_learners=num_local_learners)
+    assert kind.args(False)["load_format"] == load_format
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_engines_cannot_do_with_adapters_is_said(monkeypatch, tmp_path, on_gpu):
     """Triton's kernels stop at float32 in the first request, and a model in Megatron's layout is never loaded."""

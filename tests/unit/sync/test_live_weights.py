@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mgrpo.models.placement.boxes import Box
-from mgrpo.sync.vllm_plugin.live_weights import check_in_place, loaded_boxes
+from mgrpo.sync.vllm_plugin.live_weights import check_in_place, check_written, loaded_boxes
 
 SHAPES = {
     "experts.gate_up": (4, 6, 10),
@@ -118,3 +118,46 @@ def test_copies_that_a_sync_does_not_reach_are_refused():
     packed[0]._cpu_unpacked_conv_weight = torch.empty(2, 4)
     with pytest.raises(RuntimeError, match="packed the weights of 0 in place"):
         check_in_place(packed)
+
+
+class Attention(nn.Module):
+    """With what vLLM itself sets, what is made anew from the configuration, whole numbers, and a view of another weight."""
+
+    def __init__(self, experts: nn.Parameter) -> None:
+        super().__init__()
+        for scale in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            self.register_buffer(scale, torch.ones(()))
+        self.register_buffer("cos_sin_cache", torch.ones(4), persistent=False)
+        self.register_buffer("expert_map", torch.ones(4, dtype=torch.int32))
+        self.absorbed = nn.Parameter(experts[:, 0])
+
+
+class Tower(nn.Module):
+    """Weights that no loader of the language model's fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.ones(4))
+
+
+@pytest.mark.parametrize("missing", ["", "visual", "row"])
+def test_an_engine_without_the_models_files_must_get_all_of_them(missing):
+    """It would sample with the numbers that vLLM has made up, and no digest of the model's tensors would show it."""
+    model = Loader()
+    model.attention = Attention(model.w13)
+    model.visual = Tower() if missing == "visual" else None
+    boxes, zeros = loaded_boxes(model, SHAPES)
+    views = [view for _, view in boxes]
+    if missing == "row":
+        # One of two parts of the convolution, twice.
+        views = [view for view in views if view.data_ptr() != model.conv[2:].data_ptr()]
+        views += [view for view in views if view.data_ptr() == model.conv.data_ptr()]
+    if not missing:
+        return check_written(model, [*views, *zeros])
+    names = {"visual": "visual.mean, visual.patches.weight, visual.patches.bias of", "row": "does not write conv of"}
+    with pytest.raises(RuntimeError, match=names[missing]):
+        check_written(model, [*views, *zeros])
+    if missing == "row":
+        with pytest.raises(RuntimeError, match="w2_bias"):
+            check_written(model, [view for _, view in boxes])
