@@ -90,8 +90,8 @@ class Checkpoint:
     keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT, STATES] = 3
     """Number of newest training states to keep; -1: all."""
     checkpoint_async: Annotated[bool, STATES] = False
-    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, until they
-    are written."""
+    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, page-locked and
+    kept for the next one on GPUs, elsewhere until they are written."""
     resume: str = "auto"
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
     intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,

@@ -572,7 +572,7 @@ class Keywords(TypedDict, total=False):
     keep_last_n_checkpoints: int
     """Number of newest training states to keep; -1: all. (default: 3)"""
     checkpoint_async: bool
-    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, until they are written. (default: false)"""
+    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, page-locked and kept for the next one on GPUs, elsewhere until they are written. (default: false)"""
     resume: str
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged; intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state, .../checkpoints/step_N. (default: auto)"""
     model_revision: str | None

@@ -169,7 +169,8 @@ def save_state(learner: Learner) -> None:
     rank = max(dist.get_rank(), 1)
     with tempfile.TemporaryDirectory() as folder:
         for step, asynchronous in enumerate((False, True), start=1):
-            saver = Saver(folder, rank, world_size, keep_last_n=-1, asynchronous=asynchronous)
+            # Other threads would write tensors that are not there: what rehearses them is this one's.
+            saver = Saver(folder, rank, world_size, keep_last_n=-1, asynchronous=asynchronous, threads=1)
             saver.save(step, parts, learner.state_dict(), shapes, attempt=f"{step:032x}")
             saver.wait()
     backend.set_random_states(backend.random_states())

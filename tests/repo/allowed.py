@@ -93,7 +93,7 @@ APPLICATION = {"cli", "__init__", "__main__", "rehearsal", "trl"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 
 INNER = {
-    "checkpoint.saving": set(),
+    "checkpoint.saving": {"shard"},
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},

@@ -347,3 +347,25 @@ def test_a_process_killed_while_it_saves_leaves_whole_checkpoints(tmp_path):
         checkpoint.verify()
         assert checkpoint.state == {"step": step}
         assert (checkpoint.read("master", Box("w7", (100,), (50,))) == step).all()
+
+
+def test_a_rank_writes_several_files_at_a_time(tmp_path):
+    """A checksum takes longer than the storage: one file after another, a state of 22 GB takes 16 s."""
+    barrier = threading.Barrier(2)
+
+    class Meeting(LocalFolder):
+        def child(self, name):
+            return Meeting(self.path / name)
+
+        @contextlib.contextmanager
+        def create(self, name):
+            with super().create(name) as file:
+                if name.startswith(("shard-00000-0-", "shard-00000-1-")):
+                    barrier.wait(20)
+                yield file
+
+    values = make_values(1)
+    saver = Saver(tmp_path, 0, 1, keep_last_n=3, file_bytes=600)
+    saver.folder = Meeting(tmp_path)
+    saver.save(1, whole(values), {}, FULL_SHAPES, "a")
+    assert_holds(open_checkpoint(latest(tmp_path)), values)
