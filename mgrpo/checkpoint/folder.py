@@ -13,16 +13,17 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from mgrpo.checkpoint.saving.schedule import superseded
 from mgrpo.checkpoint.space import nearest_folder
 
 MANIFEST = "manifest.json"
 ABANDONED = "manifest.abandoned.json"
 """The name of the manifest in a checkpoint that the run has abandoned."""
+NEAR = "near"
+"""The folder in that of the states which has the manifests of those whose tensors lie on disks of the nodes."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _log = logging.getLogger(__name__)
 
@@ -159,6 +160,12 @@ def step_folder(step: int) -> str:
     return f"step_{step}"
 
 
+def step_of(name: str) -> int | None:
+    """The step whose folder is called so; None for another name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def split_path(path: str | Path) -> tuple[Folder, int]:
     """Root and step of the path of a checkpoint; ValueError for another path."""
     root, _, name = str(path).rstrip("/").rpartition("/")
@@ -175,8 +182,30 @@ def step_path(root: str | Path, step: int) -> str:
     return f"{str(root).rstrip('/')}/{step_folder(step)}"
 
 
+def near_root(root: str | Path) -> str:
+    """Where the manifests of near states are, beside the states on storage in `root`."""
+    return f"{str(root).rstrip('/')}/{NEAR}"
+
+
+def is_near(path: str | Path) -> bool:
+    """Whether the checkpoint at `path` is one whose tensors lie on disks of the nodes."""
+    return str(path).rstrip("/").split("/")[-2:-1] == [NEAR]
+
+
+def resumable(root: str | Path) -> list[str]:
+    """Paths of the complete checkpoints from which the run of `root` can go on, the newest first; of equal steps the near one."""
+    own = [(step, 0, root) for step in complete(root)] + [
+        (step, 1, near_root(root)) for step in complete(near_root(root))
+    ]
+    return [step_path(place, step) for step, _, place in sorted(own, key=lambda each: each[:2], reverse=True)]
+
+
 def lies_in(path: str | Path, root: str | Path) -> bool:
-    """Whether the checkpoint at `path` lies directly in `root`."""
+    """Whether the checkpoint at `path` is one of those in `root`, near ones included."""
+    return any(_lies_directly_in(path, place) for place in (root, near_root(root)))
+
+
+def _lies_directly_in(path: str | Path, root: str | Path) -> bool:
     origin, _ = split_path(path)
     here = open_folder(root)
     if isinstance(origin, LocalFolder) and isinstance(here, LocalFolder):
@@ -187,14 +216,14 @@ def lies_in(path: str | Path, root: str | Path) -> bool:
 def check_complete(root: Folder, step: int) -> None:
     """Raise ValueError, naming the newest complete one, when the checkpoint of this step is not complete."""
     if root.child(step_folder(step)).size(MANIFEST) is None:
-        steps = _complete(root)
+        steps = complete_in(root)
         hint = f"the newest complete one is {step_path(root.location, steps[-1])}" if steps else "none is complete"
         raise ValueError(f"{step_path(root.location, step)} is not a complete checkpoint, it has no {MANIFEST}; {hint}")
 
 
 def complete(root: str | Path) -> list[int]:
     """Steps of all complete checkpoints of `root`, ascending."""
-    return _complete(open_folder(root))
+    return complete_in(open_folder(root))
 
 
 def latest(root: str | Path) -> str | None:
@@ -209,16 +238,18 @@ def abandon(root: str | Path, *, after: int) -> list[int]:
     A run that does not continue from its newest checkpoint calls it: otherwise the next resume would find that one
     again, and rotation would delete the new ones. Their manifests are renamed; rotation deletes their folders later.
     """
-    folder = open_folder(root)
-    steps = [step for step in _complete(folder) if step > after]
-    for step in steps:
-        own = folder.child(step_folder(step))
-        try:
-            own.replace(ABANDONED, own.read(MANIFEST))
-            own.remove(MANIFEST)
-        except IsADirectoryError as err:
-            _log.warning("%s cannot be taken out of the run: %s", own.location, err)
-    return steps
+    found: set[int] = set()
+    for folder in (open_folder(root), open_folder(near_root(root))):
+        steps = [step for step in complete_in(folder) if step > after]
+        for step in steps:
+            own = folder.child(step_folder(step))
+            try:
+                own.replace(ABANDONED, own.read(MANIFEST))
+                own.remove(MANIFEST)
+            except IsADirectoryError as err:
+                _log.warning("%s cannot be taken out of the run: %s", own.location, err)
+        found.update(steps)
+    return sorted(found)
 
 
 def rotate(folder: Folder, *, keep_last_n: int) -> None:
@@ -226,7 +257,7 @@ def rotate(folder: Folder, *, keep_last_n: int) -> None:
 
     What cannot be deleted is logged and tried again next time; it must not end the run.
     """
-    for step in superseded(_steps(folder), _complete(folder), keep_last_n=keep_last_n):
+    for step in superseded(_steps(folder), complete_in(folder), keep_last_n=keep_last_n):
         own = folder.child(step_folder(step))
         try:
             own.remove(MANIFEST)  # first, so that a partly deleted checkpoint never looks complete
@@ -235,11 +266,26 @@ def rotate(folder: Folder, *, keep_last_n: int) -> None:
             _log.warning("%s cannot be deleted: %s", own.location, err)
 
 
+def superseded(steps: Iterable[int], complete: Sequence[int], *, keep_last_n: int) -> list[int]:
+    """The steps whose states are to be deleted: older than the newest complete one, and not among those that are kept.
+
+    Args:
+        steps: all that have a folder, also incomplete ones.
+        complete: those that are complete, ascending.
+        keep_last_n: how many of these are kept, at least one; -1: all.
+    """
+    if not complete:
+        return []
+    kept = set(complete if keep_last_n < 0 else complete[-max(keep_last_n, 1) :])
+    return [step for step in steps if step < complete[-1] and step not in kept]
+
+
 def _steps(folder: Folder) -> list[int]:
-    return sorted(int(found[1]) for name in folder.names() if (found := _STEP.fullmatch(name)))
+    return sorted(step for name in folder.names() if (step := step_of(name)) is not None)
 
 
-def _complete(folder: Folder) -> list[int]:
+def complete_in(folder: Folder) -> list[int]:
+    """As `complete`."""
     return [step for step in _steps(folder) if folder.child(step_folder(step)).size(MANIFEST) is not None]
 
 

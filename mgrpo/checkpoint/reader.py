@@ -144,7 +144,7 @@ class StoredCheckpoint:
         if name not in self._local:
             self._stored.check_size(name)
             path = self._folder.local_copy(name, self._cache)
-            if self._is_remote:
+            if self._is_remote and path.parent == self._cache:
                 self._check_sum(name, path)
             self._local[name] = path
         return self._local[name]

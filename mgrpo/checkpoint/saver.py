@@ -19,6 +19,7 @@ from typing import Any
 
 from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_folder, rotate, step_folder
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
+from mgrpo.checkpoint.saving.near_folder import KEPT_NEAR, NearFolder
 from mgrpo.checkpoint.saving.snapshot import Snapshot, locked
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.checkpoint.space import with_room
@@ -46,6 +47,8 @@ class _Save:
     parts: Sequence[Part]
     state: bytes
     full_shapes: Mapping[str, Mapping[str, Shape]]
+    folders: Sequence[Folder]
+    """Where it is written, in this order."""
 
 
 class Saver:
@@ -54,6 +57,7 @@ class Saver:
     Args:
         root: folder or fsspec URL that holds the checkpoints, reachable by all ranks.
         keep_last_n: how many complete checkpoints are kept; -1: all.
+        near: the nodes' disks, to which every state is written first.
         asynchronous: copy the tensors to host memory, see `Snapshot`, and write in a thread.
         timeout_s: how long rank 0 waits for the other ranks' files.
         threads: files that are written at a time; 1: in the thread that calls `save`, or that it starts.
@@ -66,6 +70,7 @@ class Saver:
         world_size: int,
         *,
         keep_last_n: int,
+        near: NearFolder | None = None,
         asynchronous: bool = False,
         timeout_s: float = 1800,
         file_bytes: int = FILE_BYTES,
@@ -74,7 +79,7 @@ class Saver:
         self.root, self.rank, self.world_size = root, rank, world_size
         self.keep_last_n, self.asynchronous = keep_last_n, asynchronous
         self.timeout_s, self.file_bytes, self.threads = timeout_s, file_bytes, threads
-        self.folder = open_folder(root)
+        self.folder, self.near = open_folder(root), near
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stopped = threading.Event()
@@ -87,6 +92,8 @@ class Saver:
         state: Mapping[str, Any],
         full_shapes: Mapping[str, Mapping[str, Shape]],
         attempt: str,
+        *,
+        near_only: bool = False,
     ) -> None:
         """Save one checkpoint. Every rank must call; each returns when its own files are written, rank 0 when all are.
 
@@ -97,6 +104,7 @@ class Saver:
             state: plain JSON values; only rank 0's is kept.
             full_shapes: shape of every tensor of the checkpoint by kind and name; only rank 0's is read.
             attempt: a token, equal on all ranks and different for every call.
+            near_only: not to `root`; equal on all ranks.
         """
         self.wait()
         save = _Save(
@@ -105,6 +113,7 @@ class Saver:
             parts=self._snapshot.take(parts) if self.asynchronous else parts,
             state=json.dumps(state).encode() if self.rank == 0 else b"",
             full_shapes=full_shapes,
+            folders=[folder for folder in (self.near, None if near_only else self.folder) if folder is not None],
         )
         if not self.asynchronous:
             self._write(save)
@@ -132,16 +141,23 @@ class Saver:
             self._error = err
 
     def _write(self, save: _Save) -> None:
-        folder = self.folder.child(step_folder(save.step))
+        for folder in save.folders:
+            self._write_to(folder, save)
+
+    def _write_to(self, root: Folder, save: _Save) -> None:
+        if isinstance(root, NearFolder):
+            root.make_room()
+        folder = root.child(step_folder(save.step))
         written: list[str] = []
         try:
             index = self._write_own(folder, save, written)
             if self.rank == 0:
                 self._complete(folder, save, index, written)
+                rotate(root, keep_last_n=self.keep_last_n if root is self.folder else KEPT_NEAR)
             else:
                 self._announce(folder, index)
         except Exception as err:
-            reason = self._reason(err, save)
+            reason = self._reason(err, root, save)
             self._give_up(folder, save, written, reason)
             raise SaveError(
                 f"rank {self.rank} could not save step {save.step} in {folder.location}: {reason}{self._newest()}"
@@ -184,7 +200,6 @@ class Saver:
             if other != MANIFEST and other not in manifest.files:
                 with contextlib.suppress(OSError):  # left over from an earlier attempt, and harmless
                     folder.remove(other)
-        rotate(self.folder, keep_last_n=self.keep_last_n)
 
     def _others(self, folder: Folder, save: _Save) -> list[Index]:
         """The other ranks' indexes, as soon as all exist."""
@@ -224,10 +239,11 @@ class Saver:
     def _announce(self, folder: Folder, index: Index) -> None:
         folder.replace(_index_name(index.rank, index.attempt), index.to_json())
 
-    def _reason(self, err: Exception, save: _Save) -> str:
-        if not isinstance(self.folder, LocalFolder):
+    def _reason(self, err: Exception, root: Folder, save: _Save) -> str:
+        place = root.local if isinstance(root, NearFolder) else root
+        if not isinstance(place, LocalFolder):
             return str(err)
-        return with_room(err, self.folder.path, sum(part.tensor.nbytes for part in save.parts))
+        return with_room(err, place.path, sum(part.tensor.nbytes for part in save.parts))
 
     def _give_up(self, folder: Folder, save: _Save, written: list[str], reason: str) -> None:
         """Delete what was written and tell rank 0 the reason. Both may fail as the writing did."""

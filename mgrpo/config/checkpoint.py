@@ -92,6 +92,9 @@ class Checkpoint:
     checkpoint_async: Annotated[bool, STATES] = False
     """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, page-locked and
     kept for the next one on GPUs, elsewhere until they are written."""
+    checkpoint_local_dir: str | None = None
+    """Folder on a disk of each node, $VARIABLES included: states that are due by time stay there and on the disk of another node, those of
+    checkpoint_state_freq go to storage as well. A run goes on from the newest of both that is complete."""
     resume: str = "auto"
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
     intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,
@@ -126,6 +129,23 @@ def _states(
             break
     if keep_last_n_checkpoints == 0:
         yield "keep_last_n_checkpoints=0 would keep no state; give 1 or more, -1 for all, or checkpoint_state_freq=-1 and save_every_minutes=0"
+
+
+def _local_states(
+    checkpoint_local_dir: str | None, save_every_minutes: float | None, checkpoint_state_freq: int
+) -> Iterator[str]:
+    if checkpoint_local_dir is None:
+        return
+    if not checkpoint_local_dir:
+        yield "checkpoint_local_dir is empty; name a folder or leave it out"
+    elif "$" in (place := os.path.expandvars(checkpoint_local_dir)):
+        yield f"checkpoint_local_dir={checkpoint_local_dir} names a variable that is not set here: {place}"
+    if not save_every_minutes or checkpoint_state_freq <= 0:
+        yield (
+            f"checkpoint_local_dir={checkpoint_local_dir} needs save_every_minutes above 0, for states on the nodes' disks, and "
+            f"checkpoint_state_freq above 0, for those on storage that outlive several nodes; got {save_every_minutes} and "
+            f"{checkpoint_state_freq}"
+        )
 
 
 def _resume(resume: str, total_episodes: int, num_train_epochs: float | None, batch_size: int) -> Iterator[str]:
@@ -184,7 +204,7 @@ def _held_out_data(
         )
 
 
-RULES: tuple[Rule, ...] = (_states, _resume)
+RULES: tuple[Rule, ...] = (_states, _local_states, _resume)
 BEST_MODEL: tuple[Rule, ...] = (_evaluated_exports, _known_metric)
 HELD_OUT_DATA: tuple[Rule, ...] = (_held_out_data,)
 

@@ -313,6 +313,44 @@ def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list
     return found
 
 
+def continue_from_nodes(model_dir: str, settings: dict[str, Any], groups: list, lost: list[list[int]]) -> list[Any]:
+    """Where a run goes on that has a state of step 1 on storage and one of step 2 on disks, when the disks of these ranks are lost.
+
+    Returns:
+        For each of `lost` the step, that of the state on storage, and whether the learner is that of step 2; then what is left.
+    """
+    from mgrpo.checkpoint.folder import complete, near_root, resumable
+
+    trainer = trainer_of(model_dir, settings, groups)
+    for trainer.done in (1, 2):
+        batch = trainer.source.next(trainer.done, 0)
+        trainer.learner.learn(batch.index, batch.slice, step=trainer.done)
+        trainer.save(near_only=trainer.done == 2)
+    trainer.states.wait()
+    expected, found = whole_state(trainer.learner), []
+    local = trainer.states.near.local.path
+    kept = Path(f"{local}.kept")
+    # One of the ranks that share a disk.
+    has_own = dist.get_rank() == 0 or "$RANK" in settings["checkpoint_local_dir"]
+    if has_own:
+        shutil.copytree(local, kept)
+    for ranks in lost:
+        if dist.get_rank() in ranks:
+            shutil.rmtree(local)
+        dist.barrier()
+        trainer.states.near.server.close()
+        trainer = trainer_of(model_dir, settings, groups, resumable(trainer.states.root)[0])
+        found.append([trainer.done, trainer.saved, whole_state(trainer.learner) == expected])
+        dist.barrier()
+        if has_own:
+            shutil.rmtree(local, ignore_errors=True)
+            shutil.copytree(kept, local)
+        dist.barrier()
+    trainer.states.finish()
+    dist.barrier()
+    return [*found, local.exists(), complete(near_root(trainer.states.root))]
+
+
 def _raise(err: Exception) -> None:
     raise err
 
@@ -349,6 +387,14 @@ def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
 def digest(tensor: torch.Tensor) -> str:
     """Of its bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def whole_state(learner: Any) -> list[Any]:
+    """`hidden_state`, and digests of the float32 weights and moments."""
+    from mgrpo.policy.shards import MOMENTS
+
+    values = [[shard.main, *(shard.moment(kind) for kind in MOMENTS)] for shard in learner.policy.shards]
+    return [hidden_state(learner), [[digest(tensor) for tensor in own] for own in values]]
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:

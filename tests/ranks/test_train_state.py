@@ -173,3 +173,23 @@ def test_a_damaged_state_is_refused_or_passed_over_on_every_rank(run_ranks, fold
         assert f"{tmp_path}/checkpoints/step_2 is damaged: shard-00001-0-" in refused
         assert refused.endswith(f"--resume intact, or from one by name: --resume {tmp_path}/checkpoints/step_1")
         assert opened == f"{tmp_path}/checkpoints/step_1"
+
+
+def test_a_run_goes_on_from_the_nodes_that_are_left_and_else_from_storage(run_ranks, folders, tmp_path):
+    """A machine that fails takes its disk with it; two that fail take the newest state, and the one on storage is older."""
+    settings = LEARN | TENSOR | {
+        "output_dir": str(tmp_path), "checkpoint_local_dir": f"{tmp_path}/disk$RANK", "save_every_minutes": 1, "checkpoint_state_freq": 1,
+    }  # fmt: skip
+    arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "lost": [[], [0], [1], [0, 1]]}
+    for found in run_ranks(2, run_cases.continue_from_nodes, settings=settings, **arguments):
+        assert found == [[2, 0, True], [2, 0, True], [2, 0, True], [1, 1, False], False, []]
+
+
+def test_one_folder_for_all_nodes_has_no_partner(run_ranks, folders, tmp_path):
+    """Ranks of one machine lose their disk together: the state is there as long as it is."""
+    settings = LEARN | TENSOR | {
+        "output_dir": str(tmp_path), "checkpoint_local_dir": f"{tmp_path}/disk", "save_every_minutes": 1, "checkpoint_state_freq": 1,
+    }  # fmt: skip
+    arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "lost": [[], [0]]}
+    for found in run_ranks(2, run_cases.continue_from_nodes, settings=settings, **arguments):
+        assert found == [[2, 0, True], [1, 1, False], False, []]

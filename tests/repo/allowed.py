@@ -25,7 +25,7 @@ ROOMS = {
     "environments": {"data", "processes", "sandbox", "types"},
     "planner": {"config", "layout", "models", "moving"},
     "policy": {"config", "layout", "models", "ops", "parallel", "types"},
-    "checkpoint": {"layout", "models", "parallel", "policy"},
+    "checkpoint": {"layout", "models", "parallel", "policy", "processes"},
     "model_io": {"checkpoint", "layout", "models", "packing", "parallel", "policy", "types"},
     "run": set(),
     "run.ranks": {"config", "parallel", "processes", "rollout", "telemetry"},
@@ -93,7 +93,7 @@ APPLICATION = {"cli", "__init__", "__main__", "rehearsal", "trl"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 
 INNER = {
-    "checkpoint.saving": {"shard"},
+    "checkpoint.saving": {"folder", "manifest", "shard"},
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
     "environments.formats": {"environment"},

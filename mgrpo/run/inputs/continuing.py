@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mgrpo.checkpoint.folder import latest, split_path
+from mgrpo.checkpoint.folder import is_near, resumable, split_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.stored import Stored
 from mgrpo.config import Config
@@ -46,7 +46,7 @@ class Continued:
     state: Mapping[str, Any]
     """The trainer's own state in its present form, see `Trainer.state_dict`."""
     passed_over: tuple[str, ...] = ()
-    """Newer states that are damaged (resume=intact), one sentence each."""
+    """Newer states that are damaged, one sentence each."""
 
     @classmethod
     def of(cls, saved: _Saved, passed_over: Sequence[str] = ()) -> Continued:
@@ -75,18 +75,22 @@ def find_state(config: Config) -> Continued | None:
     choice = config.checkpoint.resume
     if choice == "never":
         return None
-    path = latest(state_root(config)) if choice in ("auto", "intact") else choice
+    paths = resumable(state_root(config)) if choice in ("auto", "intact") else [choice]
     passed_over: list[str] = []
-    while path:
+    for path in paths:
         try:
             stored = Stored(*split_path(path))
-            stored.check_sizes()
+            if is_near(path):
+                # What the nodes hold of its tensors the ranks find out when they are there.
+                stored.check_size(stored.manifest.state)
+            else:
+                stored.check_sizes()
             return Continued.of(stored, passed_over)
         except DamagedCheckpoint as err:
-            if choice != "intact" or err.previous is None:
+            if path == paths[-1] or not (choice == "intact" or is_near(path)):
                 raise
-            passed_over.append(f"{err.reason}; it is passed over (resume=intact)")
-            path = err.previous
+            why = "tensors on the nodes" if is_near(path) else "resume=intact"
+            passed_over.append(f"{err.reason}; it is passed over ({why})")
     return None
 
 

@@ -58,7 +58,7 @@ def make_trainer(
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
     shape = shape_of(read_hf_config(config.model_path))
-    states = States(config, lead, host_group)
+    states = States(config, lead, host_group, host=host)
     checkpoint = states.open(continued.path if continued else None, shape)
     # With resume=intact that may be an earlier one.
     continued = Continued.of(checkpoint) if checkpoint else None

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, split_path, step_path
+from mgrpo.checkpoint.folder import (
+    LocalFolder,
+    is_near,
+    latest,
+    near_root,
+    open_folder,
+    resumable,
+    split_path,
+    step_path,
+)
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from mgrpo.checkpoint.saver import SaveError, Saver
@@ -28,8 +37,10 @@ from mgrpo.models.memory import FP32_BYTES
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel.gather import gather_json
+from mgrpo.processes.address import LOOPBACK
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.run.train.learner import Learner
+from mgrpo.run.train.near_states import NearStates
 
 ROLLOUTS = "rollouts"
 """Kind of the arrays of what was sampled and not trained on."""
@@ -45,14 +56,23 @@ def saved_rollouts(checkpoint: StoredCheckpoint) -> dict[str, np.ndarray]:
 class States:
     """Every rank makes one; `save` and `open` are collective."""
 
-    def __init__(self, config: Config, lead: Lead, host_group: ProcessGroup) -> None:
+    def __init__(self, config: Config, lead: Lead, host_group: ProcessGroup, *, host: str = LOOPBACK) -> None:
+        """
+        Args:
+            host: the address at which other nodes reach this one.
+        """
         self.config, self.lead, self.host_group = config, lead, host_group
         self.root = state_root(config)
+        local_dir = config.checkpoint.checkpoint_local_dir
+        self.near = NearStates(local_dir, self.root, lead=lead, host_group=host_group, host=host) if local_dir else None
+        self.is_near = False
+        """Whether the run goes on from disks of the nodes."""
         self.saver = Saver(
             self.root,
             dist.get_rank(),
             dist.get_world_size(),
             keep_last_n=config.checkpoint.keep_last_n_checkpoints,
+            near=self.near.folder if self.near else None,
             asynchronous=config.checkpoint.checkpoint_async,
             timeout_s=60 * config.experiment.backend_timeout,
         )
@@ -60,7 +80,7 @@ class States:
     def open(self, path: str | None, shape: ModelShape) -> StoredCheckpoint | None:
         """The checkpoint that the run continues, once its files have been compared with their checksums.
 
-        With resume=intact a damaged one is passed over for the one before it.
+        With resume=intact a damaged one is passed over for the one before it, and with auto one whose nodes are gone.
 
         Args:
             path: rank 0's counts; None: a new run.
@@ -73,10 +93,12 @@ class States:
             outcomes = gather_json([problem, previous], self.host_group)
             problems = [outcome for outcome in outcomes if outcome[0]]
             if not problems:
+                self.is_near = is_near(found)
                 return checkpoint
             if checkpoint is not None:
                 checkpoint.close()
-            if self.config.checkpoint.resume != "intact" or not all(previous for _, previous in problems):
+            passes = ("auto", "intact") if is_near(found) else ("intact",)
+            if self.config.checkpoint.resume not in passes or not all(previous for _, previous in problems):
                 raise ConfigError([problems[0][0]])
             self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
             found = problems[0][1]
@@ -85,8 +107,13 @@ class States:
     def _try(self, path: str, shape: ModelShape) -> tuple[StoredCheckpoint | None, str, str | None]:
         """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
         try:
-            checkpoint = open_checkpoint(path)
-            checkpoint.verify(dist.get_rank(), dist.get_world_size())
+            if is_near(path):
+                checkpoint, problem, previous = self._open_near(path)
+                if checkpoint is None:
+                    return None, problem, previous
+            else:
+                checkpoint = open_checkpoint(path)
+                checkpoint.verify(dist.get_rank(), dist.get_world_size())
             if ModelShape.from_dict(checkpoint.state["model"]) == shape:
                 return checkpoint, "", None
         except DamagedCheckpoint as err:
@@ -96,14 +123,36 @@ class States:
         model = self.config.model.model_name_or_path
         return None, f"{path} is of another model than {model}; resume with its own", None
 
+    def _open_near(self, path: str) -> tuple[StoredCheckpoint | None, str, str | None]:
+        """As `_try`. Collective."""
+        others = self.lead.share(
+            lambda: [other for other in resumable(self.root) if other != path and not is_near(other)]
+        )
+        previous = others[0] if others else None
+        if self.near is None:
+            return None, f"{path} lies on disks of the nodes, and checkpoint_local_dir does not say where", previous
+        checkpoint, problem = self.near.open(path)
+        return (
+            checkpoint,
+            f"{problem}; {previous} is older and on storage" if problem and previous else problem,
+            previous,
+        )
+
     def save(
-        self, step: int, learner: Learner, state: dict[str, Any], rollouts: Mapping[str, np.ndarray] | None = None
+        self,
+        step: int,
+        learner: Learner,
+        state: dict[str, Any],
+        rollouts: Mapping[str, np.ndarray] | None = None,
+        *,
+        near_only: bool = False,
     ) -> str:
         """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
 
         Args:
             state: everything except tensors, in JSON; rank 0's counts.
             rollouts: flat arrays that rank 0 adds.
+            near_only: to disks of the nodes, and not to storage.
         Returns:
             Where it is, or will be when it has been written in the background.
         Raises:
@@ -113,16 +162,23 @@ class States:
         arrays = {name: torch.from_numpy(array) for name, array in (rollouts or {}).items() if array.size}
         shapes = learner.state.full_shapes() | {ROLLOUTS: {name: tuple(own.shape) for name, own in arrays.items()}}
         added = [Part(ROLLOUTS, Box(name, (0,), tuple(own.shape)), own) for name, own in arrays.items()]
-        place = step_path(self.root, step)
-        if problem := self.lead.share(lambda: self._no_room(shapes)):
+        place = step_path(near_root(self.root) if near_only else self.root, step)
+        if problem := self.lead.share(lambda: "" if near_only else self._no_room(shapes)):
             raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
         attempt = self.lead.share(lambda: secrets.token_hex(8))
-        self._agree(partial(self.saver.save, step, [*learner.state.parts(), *added], state, shapes, attempt))
+        parts = [*learner.state.parts(), *added]
+        self._agree(partial(self.saver.save, step, parts, state, shapes, attempt, near_only=near_only))
         return place
 
     def wait(self) -> None:
         """Wait until everything is written. Collective; raises OutputError as `save` does."""
         self._agree(self.saver.wait)
+
+    def finish(self) -> None:
+        """The run has come to its end: wait as `wait` does, and leave nothing on disks of the nodes. Collective."""
+        self.wait()
+        if self.near:
+            self.near.finish()
 
     def _no_room(self, shapes: Mapping[str, Mapping[str, Shape]]) -> str:
         folder = open_folder(self.root)

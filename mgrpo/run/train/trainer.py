@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mgrpo.checkpoint.saving.schedule import Schedule
+from mgrpo.checkpoint.saving.schedule import Due, Schedule
 from mgrpo.checkpoint.space import OutputError, wait_for_room
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
@@ -78,7 +78,7 @@ class Trainer:
         self.resumed_at = 0
         """The step after which this run began."""
         self.saved = 0
-        """The step of the newest saved state."""
+        """The step of the newest state on storage."""
         self.before: dict[str, float] = {}
         """Metrics of the evaluation before training."""
         self.evaluated: tuple[int, dict[str, float]] | None = None
@@ -88,7 +88,11 @@ class Trainer:
         self.clock = Clock()
         """The clock of the present step."""
         own = config.checkpoint
-        self.schedule = Schedule(every_steps=own.checkpoint_state_freq, every_s=60 * (own.save_every_minutes or 0))
+        self.schedule = Schedule(
+            every_steps=own.checkpoint_state_freq,
+            every_s=60 * (own.save_every_minutes or 0),
+            has_near=own.checkpoint_local_dir is not None,
+        )
         """When states are due; rank 0's counts."""
 
     def fit(self) -> TrainResult:
@@ -128,7 +132,7 @@ class Trainer:
                 break
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
-        self.states.wait()
+        self.states.finish()
         best = self.lead.share(lambda: self.reporter.best_step)
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
@@ -248,11 +252,11 @@ class Trainer:
             self.export()
         self.is_followed_up = True
         may_save = syncs_after(config, self.done)
-        is_saved, ends = self.lead.share(
-            lambda: [self.schedule.is_due(self.done, may_wait=not may_save), self.reporter.wants_end]
+        due, ends = self.lead.share(
+            lambda: [self.schedule.due(self.done, may_wait=not may_save).value, self.reporter.wants_end]
         )
-        if self.done > self.saved and is_saved:
-            self.save()
+        if self.done > self.saved and Due(due) is not Due.NOTHING:
+            self.save(near_only=Due(due) is Due.NEAR)
         return not ends
 
     def evaluate(self, when: str) -> dict[str, float]:
@@ -308,18 +312,18 @@ class Trainer:
         self.exported = self.done
         return folder
 
-    def save(self) -> None:
-        """Write the state of the whole run."""
+    def save(self, *, near_only: bool = False) -> None:
+        """Write the state of the whole run; with `near_only` to disks of the nodes, which may go when the run ends."""
         self.lead.pulse.at(f"saving the state of step {self.done}")
         if self.turns:
             self.turns.learners()
         began = time.monotonic()
         self.schedule.saved()
         state, rollouts = self.state_dict()
-        place = self.states.save(self.done, self.learner, state, rollouts)
+        place = self.states.save(self.done, self.learner, state, rollouts, near_only=near_only)
         self.reporter.saved(time.monotonic() - began)
         self.reporter.say(f"state of step {self.done}: {place}")
-        self.saved = self.done
+        self.saved = self.saved if near_only else self.done
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Everything except tensors, in JSON; and the arrays of what was sampled and not trained on. Complete on rank 0."""
@@ -347,7 +351,8 @@ class Trainer:
             state: in the form of `Continued.state`.
         """
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
-        self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
+        self.saved = 0 if self.states.is_near else self.done
+        self.resumed_at, self.before = self.done, state["before"]
         self.version, self.health.skipped = state["policy_version"], state["skipped"]
         self.health.has_trained = self.version > 0
         self.source.load_state_dict({"step": state["step"], **state["source"], "rollouts": rollouts})

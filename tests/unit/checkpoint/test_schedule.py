@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.checkpoint.saving.schedule import Schedule
+from mgrpo.checkpoint.saving.schedule import Due, Schedule
 
 
 class Clock:
@@ -22,7 +22,7 @@ def saved_steps(
     schedule, saved = Schedule(every_steps=every_steps, every_s=every_s, clock=clock), []
     for step, own in enumerate(seconds, start=1):
         clock.now += own
-        if schedule.is_due(step, may_wait=step in waits):
+        if schedule.due(step, may_wait=step in waits) is not Due.NOTHING:
             schedule.saved()
             saved.append(step)
     return saved

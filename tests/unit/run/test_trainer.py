@@ -71,7 +71,7 @@ def test_no_step_is_evaluated_or_exported_twice(tmp_path, monkeypatch, end):
         source=SimpleNamespace(evaluate=lambda done: None, save_tokenizer=None),
         weights=SimpleNamespace(version=0),
         reporter=ears,
-        states=SimpleNamespace(wait=lambda: None),
+        states=SimpleNamespace(finish=lambda: None, wait=lambda: None),
         has_held_out=True,
     )
     result = trainer.fit()
@@ -137,7 +137,9 @@ def seven_steps(tmp_path, monkeypatch, **settings) -> of_run.Trainer:
         source=hands,
         weights=hands,
         reporter=Ears(99),
-        states=SimpleNamespace(wait=lambda: None, last_good=lambda: "", how_to_go_on=lambda step: f"from step {step}"),
+        states=SimpleNamespace(
+            finish=lambda: None, wait=lambda: None, last_good=lambda: "", how_to_go_on=lambda step: f"from step {step}"
+        ),
         has_held_out=True,
     )
     trainer.profiler = SimpleNamespace(step=lambda step: nullcontext())
@@ -210,9 +212,7 @@ def test_every_rank_saves_when_rank_0s_clock_says_so(tmp_path, monkeypatch, lead
     trainer = seven_steps(tmp_path, monkeypatch, save_every_minutes=1, weight_sync_steps=2, local_eval_every=-1)
     now, saved = [0.0], []
     trainer.schedule = Schedule(every_steps=-1, every_s=60, clock=lambda: now[0])
-    decisions = iter(
-        [[False, False], [True, False], [False, False], [False, False], [False, False], [False, False], [True, False]]
-    )
+    decisions = iter([[kind, False] for kind in ("nothing", "storage", *(["nothing"] * 4), "storage")])
     trainer.lead.share = (lambda make: make()) if leads else (lambda make: next(decisions, None))
     train = trainer.step
 
@@ -220,7 +220,8 @@ def test_every_rank_saves_when_rank_0s_clock_says_so(tmp_path, monkeypatch, lead
         now[0] += 45 if leads else 1000
         return train(number)
 
-    def save():
+    def save(*, near_only):
+        assert not near_only
         trainer.schedule.saved()
         saved.append(trainer.done)
         trainer.saved = trainer.done
