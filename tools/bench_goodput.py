@@ -36,7 +36,7 @@ from mgrpo.checkpoint.saving.near_folder import TENSORS, NearFolder
 from mgrpo.checkpoint.saving.schedule import Due, Schedule
 from mgrpo.checkpoint.shard import Part
 from mgrpo.checkpoint.stored import Stored
-from mgrpo.config.checkpoint import best_interval_s, lost_share, mtbf_s
+from mgrpo.config.checkpoint import SAVE_COST_S, best_interval_s, lost_share, mtbf_s
 from mgrpo.models.placement.boxes import Box
 from mgrpo.run.report.lost_time import LostTime
 
@@ -222,16 +222,22 @@ def draw(seed: int, mtbf: float, seconds: float) -> list[tuple[float, list[int]]
     return found
 
 
-def policies(args: argparse.Namespace, mtbf: float, rates: Rates) -> list[Policy]:
-    best_s = best_interval_s(rates.copy_s, mtbf)
+def policies(args: argparse.Namespace, mtbf: float) -> list[Policy]:
+    own_s = best_interval_s(SAVE_COST_S, mtbf)
+    old, new = args.old_restart_s, args.restart_s
     return [
-        Policy(name="every 50 steps", every_steps=50, asynchronous=False, restart_s=args.old_restart_s),
-        Policy(name="every 25 steps", every_steps=25, asynchronous=False, restart_s=args.old_restart_s),
-        Policy(name="every 30 minutes, in the background", every_s=1800, restart_s=args.old_restart_s),
-        Policy(name="best interval, in the background", every_s=best_s, restart_s=args.old_restart_s),
-        Policy(name="the same, restart planned", every_s=best_s, restart_s=args.restart_s),
-        Policy(name="nodes' disks at the best interval, storage every 25 steps", every_s=best_s, every_steps=25, has_near=True, restart_s=args.restart_s),
-    ]  # fmt: skip
+        Policy(name="every 50 steps, training waits", every_steps=50, asynchronous=False, restart_s=old),
+        Policy(name="every 25 steps, training waits", every_steps=25, asynchronous=False, restart_s=old),
+        Policy(name="by the size of the run, in the background", every_s=own_s, restart_s=old),
+        Policy(name="the same, planned restart", every_s=own_s, restart_s=new),
+        Policy(
+            name="every 5 minutes on the nodes, every 25 steps on storage, planned restart",
+            every_s=300,
+            every_steps=25,
+            has_near=True,
+            restart_s=new,
+        ),
+    ]
 
 
 def rates_of(args: argparse.Namespace, learners: int) -> Rates:
@@ -248,7 +254,7 @@ def measure(args: argparse.Namespace, num_gpus: int) -> dict[str, dict]:
     mtbf, rates = mtbf_s(num_gpus), rates_of(args, num_gpus // 2)
     steps = round(args.days * 86400 / args.step_s)
     found: dict[str, dict] = {}
-    for policy in policies(args, mtbf, rates):
+    for policy in policies(args, mtbf):
         runs = [
             simulate(
                 policy, rates, step_s=args.step_s, steps=steps, failures=draw(seed, mtbf, 20 * args.days * 86400),
@@ -263,7 +269,7 @@ def measure(args: argparse.Namespace, num_gpus: int) -> dict[str, dict]:
             restart_s=policy.restart_s, mtbf_s=mtbf,
         )  # fmt: skip
         found[policy.name] = {"lost": 1 - mean["goodput"], "lost by the formula": formula, **mean}
-    baseline = found["every 50 steps"]["lost"]
+    baseline = found["every 50 steps, training waits"]["lost"]
     return {name: {**own, "lost / baseline": own["lost"] / baseline} for name, own in found.items()}
 
 
@@ -291,7 +297,7 @@ def main() -> None:
         results[str(num_gpus)] = found = measure(args, num_gpus)
         print(f"{num_gpus} GPUs, a failure every {mtbf_s(num_gpus) / 3600:.1f} hours, {args.days:g} days of steps")
         for name, own in found.items():
-            print(f"  {name:60} lost {own['lost']:6.2%}  {own['lost / baseline']:5.2f} of the baseline")
+            print(f"  {name:75} lost {own['lost']:6.2%}  {own['lost / baseline']:5.2f} of the baseline")
     assumptions = {key: value for key, value in vars(args).items() if key != "out"}
     args.out.write_text(
         json.dumps({"python": platform.python_version(), "assumptions": assumptions, "gpus": results}, indent=1) + "\n"

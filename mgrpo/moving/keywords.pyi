@@ -573,6 +573,8 @@ class Keywords(TypedDict, total=False):
     """Number of newest training states to keep; -1: all. (default: 3)"""
     checkpoint_async: bool
     """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, page-locked and kept for the next one on GPUs, elsewhere until they are written. (default: false)"""
+    checkpoint_local_dir: str | None
+    """Folder on a disk of each node, $VARIABLES included: states that are due by time stay there and on the disk of another node, those of checkpoint_state_freq go to storage as well. A run goes on from the newest of both that is complete. (default: none)"""
     resume: str
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged; intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state, .../checkpoints/step_N. (default: auto)"""
     model_revision: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mgrpo.config.checkpoint import MANY_GPUS, best_interval_s, lost_share, mtbf_s
 from mgrpo.config.derived import num_gpus_of, seconds_between_saves
 from mgrpo.models.memory import training_state_bytes
@@ -9,8 +11,53 @@ from mgrpo.planner.plan import RunPlan
 
 WRITTEN_GB_S = 1.0
 """Of a learner that writes its part of a state while training waits: what one thread hashes and a shared file system takes."""
-RESTART_S = 900.0
-"""From a failure to the first step that goes on, where nothing better is known."""
+HASHED_GB_S = 5.0
+"""Of a learner that compares its files with their checksums, in four threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartTimes:
+    """Seconds of the phases that no layout decides. Assumed, not measured."""
+
+    notice_s: float = 30.0
+    """Until the other machines know that one has gone: how long it may not answer the kernel's probes."""
+    end_s: float = 10.0
+    """Until the processes of the run have ended."""
+    node_s: float = 20.0
+    """Until the scheduler has given a spare node and started the launcher: with none the run waits for one."""
+    start_s: float = 35.0
+    """Interpreters, imports, Ray, the checks before the start."""
+    engines_s: float = 45.0
+    """Engines with empty weights, their memory profiled and their graphs captured; learners load meanwhile."""
+    groups_s: float = 15.0
+    """Process groups, communicators, the plan of the weight sync."""
+    disk_gb_s: float = 12.0
+    """A node's disks, all together."""
+    storage_gb_s: float = 50.0
+    """The storage that all nodes share."""
+
+
+def restart_phases(plan: RunPlan, times: RestartTimes = RestartTimes()) -> dict[str, float]:
+    """Seconds from the loss of a node to the first step that goes on, phase by phase; engines and learners start side by side."""
+    learners, hardware = plan.layout.world_size, plan.hardware
+    own = state_bytes(plan) / learners / 1e9
+    on_node = min(learners, hardware.gpus_per_node)
+    if plan.config.checkpoint.checkpoint_local_dir:
+        # Every node compares two copies with their checksums, and the spare one fetches its own from its partner.
+        reading_s = max(2 * own * on_node / times.disk_gb_s, 2 * own / HASHED_GB_S)
+        reading_s += own / (hardware.network_gbps / 8 * hardware.assumed.link_efficiency)
+    else:
+        reading_s = max(own * learners / times.storage_gb_s, own / WRITTEN_GB_S) + own / HASHED_GB_S
+    weights_s = max(times.engines_s, reading_s)
+    return {
+        "noticed": times.notice_s,
+        "ended": times.end_s,
+        "a spare node": times.node_s,
+        "processes": times.start_s,
+        "the state read, engines beside it": weights_s,
+        "connected": times.groups_s,
+        "weights sent": plan.sync_s,
+    }
 
 
 def failures(plan: RunPlan) -> str:
@@ -24,12 +71,19 @@ def failures(plan: RunPlan) -> str:
     rate = plan.hardware.gpu.pcie_gb_s / 2 if config.checkpoint.checkpoint_async else WRITTEN_GB_S
     save_s = state_bytes(plan) / learners / (rate * 1e9)
     best_s = max(best_interval_s(save_s, mtbf), plan.pace_s)
-    told = [f"every {_hours(every_s)}, {_lost(every_s, save_s, mtbf)}"] if every_s else ["no states are saved"]
+    phases = restart_phases(plan)
+    restart_s = sum(phases.values())
+
+    def lost(seconds: float) -> str:
+        return f"{_hours(seconds)}, {lost_share(seconds, save_s=save_s, restart_s=restart_s, mtbf_s=mtbf):.2%}"
+
+    told = [f"every {lost(every_s)}"] if every_s else ["no states are saved"]
     if not every_s or not 0.5 < every_s / best_s < 2:
-        told.append(f"the least is lost with one every {_hours(best_s)}, {_lost(best_s, save_s, mtbf)}")
+        told.append(f"the least is lost with one every {lost(best_s)}")
     return (
         f"failures: one every {mtbf / 3600:,.0f} hours on {num_gpus} GPUs; states and the share of the time that is lost: "
-        + "; ".join(told)
+        f"{'; '.join(told)}; a restart takes about {restart_s:.0f} s: "
+        + ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
     )
 
 
@@ -42,10 +96,6 @@ def state_bytes(plan: RunPlan) -> int:
         lora=config.adapter.lora,
         averages=config.distillation.averages,
     )
-
-
-def _lost(every_s: float, save_s: float, mtbf: float) -> str:
-    return f"{lost_share(every_s, save_s=save_s, restart_s=RESTART_S, mtbf_s=mtbf):.2%}"
 
 
 def _hours(seconds: float) -> str:

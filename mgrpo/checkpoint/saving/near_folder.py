@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,8 @@ from mgrpo.models.hf_files.checksums import sha256_of
 
 KEPT_NEAR = 1
 """Complete near states that are kept; the next one is beside them while it is written."""
+THREADS = 4
+"""Files that a rank compares with their checksums at a time."""
 TENSORS = ".safetensors"
 FETCHED = "fetched-"
 """A rank's copies of other nodes' files have a folder with this beginning, until the next save."""
@@ -157,4 +160,5 @@ def sound_files(folder: LocalFolder, files: Mapping[str, FileRecord]) -> list[st
             pass
         return False
 
-    return [name for name in files if is_sound(name)]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-file") as pool:
+        return [name for name, sound in zip(files, pool.map(is_sound, files), strict=True) if sound]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mgrpo.checkpoint.folder import LocalFolder, near_root, open_folder, split_path, step_folder, unwritable
+from mgrpo.checkpoint.manifest import FileRecord
 from mgrpo.checkpoint.reader import StoredCheckpoint
 from mgrpo.checkpoint.saving.copy_server import Address, CopyServer, fetch, put
 from mgrpo.checkpoint.saving.near_folder import FETCHED, TENSORS, NearFolder, node_name, partner, sound_files
@@ -62,7 +64,8 @@ class NearStates:
     def open(self, path: str) -> tuple[StoredCheckpoint | None, str]:
         """The state at `path`, whose tensors are read from this node's disk or another's, or why it cannot be read. Collective."""
         _, step = split_path(path)
-        files, problem = {}, ""
+        files: Mapping[str, FileRecord] = {}
+        problem = ""
         try:
             files = Stored(self.folder.shared, step).manifest.files
         except (ValueError, OSError) as err:
