@@ -19,8 +19,8 @@ from typing import Any
 
 from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_folder, rotate, step_folder
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
+from mgrpo.checkpoint.saving.host_copies import HostCopies, locked
 from mgrpo.checkpoint.saving.near_folder import KEPT_NEAR, NearFolder
-from mgrpo.checkpoint.saving.snapshot import Snapshot, locked
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.checkpoint.space import with_room
 from mgrpo.models.placement.boxes import Shape
@@ -58,7 +58,7 @@ class Saver:
         root: folder or fsspec URL that holds the checkpoints, reachable by all ranks.
         keep_last_n: how many complete checkpoints are kept; -1: all.
         near: the nodes' disks, to which every state is written first.
-        asynchronous: copy the tensors to host memory, see `Snapshot`, and write in a thread.
+        asynchronous: copy the tensors to host memory, see `HostCopies`, and write in a thread.
         timeout_s: how long rank 0 waits for the other ranks' files.
         threads: files that are written at a time; 1: in the thread that calls `save`, or that it starts.
     """
@@ -83,7 +83,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stopped = threading.Event()
-        self._snapshot = Snapshot(locked if backend.has_cuda() else None, synchronize=backend.synchronize)
+        self._snapshot = HostCopies(locked if backend.has_cuda() else None, synchronize=backend.synchronize)
 
     def save(
         self,

@@ -18,7 +18,7 @@ BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
 
 
-class Snapshot:
+class HostCopies:
     """One rank's. What `take` returns is valid until the next call."""
 
     def __init__(

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mgrpo.checkpoint.saving.snapshot import BLOCK_BYTES, Snapshot, pack
+from mgrpo.checkpoint.saving.host_copies import BLOCK_BYTES, HostCopies, pack
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.placement.boxes import Box
 
@@ -47,7 +47,7 @@ def parts(seed: int) -> list[Part]:
 def test_copies_are_the_tensors_and_their_memory_is_used_again():
     """New page-locked memory at each save would delay training for longer than the copy itself."""
     memory = Memory()
-    snapshot = Snapshot(memory.allocate, synchronize=memory.synchronize)
+    snapshot = HostCopies(memory.allocate, synchronize=memory.synchronize)
     for seed in (1, 2):
         given = parts(seed)
         copies = snapshot.take(given)
@@ -78,7 +78,7 @@ def test_blocks_are_powers_of_two_and_nearly_full():
 
 def test_without_a_device_every_copy_is_new():
     """A laptop would keep the memory of a state for the whole run."""
-    snapshot, given = Snapshot(), parts(1)
+    snapshot, given = HostCopies(), parts(1)
     first, second = snapshot.take(given), snapshot.take(given)
     assert snapshot.num_bytes == 0
     assert {part.tensor.data_ptr() for part in first if part.tensor.numel()}.isdisjoint(
