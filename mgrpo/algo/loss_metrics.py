@@ -147,4 +147,4 @@ def _choice(unmeasured: frozenset[str], device: torch.device) -> Tensor:
         if unmeasured.isdisjoint(parts):
             choice[number, 0, : len(parts)] = torch.tensor([ops.COLUMNS.index(part) for part in parts])
             choice[number, 1, 0] = ops.COLUMNS.index(count)
-    return choice.to(device)
+    return choice.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else choice

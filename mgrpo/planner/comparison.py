@@ -238,8 +238,8 @@ def _waits(rank: dict[str, Any]) -> Table:
     for phase, what, where, count in rank["waits"]:
         if phase != "build":
             table.add_row(str(count), phase, what, where)
-    uploads = sum(count for phase, *_, count in rank["uploads"] if phase != "build")
-    table.caption = f"and {uploads} times for a copy from memory that is not pinned"
+    uploads = sum(count for phase, *_, count in rank["uploads"] if phase not in ("build", "restore"))
+    table.caption = f"and {uploads} times for a copy from memory that is not pinned, besides those of a restore"
     return table
 
 

@@ -7,70 +7,24 @@ same experts. Only the choice is replayed: the experts' weights come from the cu
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mgrpo.layout import Coordinate, Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
+from mgrpo.parallel.moe.choices import Choices
 from mgrpo.types import Routes
 
 Routing = dict[int, list[torch.Tensor]]
 """For each chunk of this rank the choices of its routers, each `[tokens, top_k]` int64."""
 
 
-class Choices(RouterReplay):
-    """The choices of one router, in the place of Megatron's record, whose routers cannot choose for a part of the tokens."""
-
-    def __init__(self) -> None:
-        self.fixed: torch.Tensor | None = None
-        """`[tokens, top_k]` of the present forward pass; the router chooses where it is below 0, or for all tokens without one."""
-        self.is_training = self.is_recording = False
-        self.recorded: torch.Tensor | None = None
-        self.repeated: deque[torch.Tensor | None] = deque()
-        """Those of earlier forward passes whose layers the backward pass computes again, in the same order."""
-        self.counted: list[torch.Tensor] = []
-        """`[2]` of each pass in training: how many choices were fixed, and how many of these the router would not have made."""
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores and numbers of the experts, both `[tokens, topk]`, of `scores [tokens, experts]`."""
-        assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.is_recording:
-            self.recorded = own
-        is_repeated = torch.is_grad_enabled() and bool(self.repeated)
-        fixed = self.repeated.popleft() if is_repeated else self.fixed
-        if self.is_training and not torch.is_grad_enabled():
-            # Only a layer that will be computed again runs in training without recording its graph.
-            self.repeated.append(fixed)
-        if fixed is None:
-            return values, own
-        assert fixed.shape == own.shape, f"choices {tuple(fixed.shape)} for the experts of {tuple(own.shape)}"
-        chosen = torch.where(fixed < 0, own, fixed.long())
-        if self.is_training and not is_repeated:
-            self._count(fixed, own)
-        return scores.gather(1, chosen), chosen
-
-    def _count(self, fixed: torch.Tensor, own: torch.Tensor) -> None:
-        is_fixed = fixed >= 0
-        is_own = (fixed[:, :, None] == own[:, None, :]).any(2)
-        self.counted.append(torch.stack((is_fixed.sum(), (is_fixed & ~is_own).sum())))
-
-
 class RoutingReplay:
-    """The routers of this rank's chunks; there are none without experts, or if the model was not built for replay."""
+    """The routers of this rank's chunks; none without experts, or if the model neither replays choices nor computes them again."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, coordinate: Coordinate
@@ -79,9 +33,9 @@ class RoutingReplay:
         for chunk in chunks:
             own: list[Choices] = []
             for module in chunk.modules():
-                if getattr(module, "router_replay", None) is not None:
+                if isinstance(module, MoELayer) and module.router.router_replay is not None:
                     own.append(Choices())
-                    module.router_replay = own[-1]
+                    module.router.router_replay = module.token_dispatcher.choices = own[-1]
             self.routers.append(own)
         mixtures = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         held = [layout.chunk_layers(shape.num_layers, coordinate.pipeline, chunk) for chunk in range(len(chunks))]
@@ -131,9 +85,7 @@ class RoutingReplay:
         """Stop recording and replaying."""
         self.is_recording = False
         for router in self._all:
-            assert not router.repeated, "a layer that was to be computed again was not"
-            router.fixed = router.recorded = None
-            router.is_training = router.is_recording = False
+            router.choose_freely()
 
     def take_counts(self) -> tuple[int, int]:
         """Choices that were fixed in training since the last call, and those of them that this rank's routers would not have made."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from mgrpo.rehearsal.cuda import DEVICE, is_pinned
+from mgrpo.rehearsal.cuda import DEVICE, is_pinned, pin
 from mgrpo.rehearsal.device_bytes import Memory
 
 aten = torch.ops.aten
@@ -146,9 +146,12 @@ class Recorder(TorchDispatchMode):
         if func in _SIZED_BY_VALUES:
             return self._sized_by_values(func, args, kwargs)
         if func is aten._to_copy.default and target == "cpu":
-            if not kwargs.get("non_blocking"):
-                self.wait("copy to the host")
-            return self._on_host(first, kwargs.get("dtype") or first.dtype)
+            found = self._on_host(first, kwargs.get("dtype") or first.dtype)
+            if kwargs.get("non_blocking"):
+                with unset_fake_temporarily():
+                    return pin(found)  # as torch itself
+            self.wait("copy to the host")
+            return found
         if func is aten.copy_.default and args[0].device.type == "cpu":
             if not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
                 self.wait("copy to the host")

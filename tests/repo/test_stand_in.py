@@ -90,9 +90,15 @@ def test_megatron_still_has_what_is_mended_or_overridden():
     """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again, or a norm waits for every tensor."""
     backend.install()
     from mgrpo.parallel import fsdp, gradients, pipeline
-    from mgrpo.parallel.moe import experts
+    from mgrpo.parallel.moe import dispatcher, experts
 
-    for module, name, why in (*experts.REBOUND, *fsdp.REBOUND, *gradients.REBOUND, *pipeline.REBOUND):
+    for module, name, why in (
+        *dispatcher.REBOUND,
+        *experts.REBOUND,
+        *fsdp.REBOUND,
+        *gradients.REBOUND,
+        *pipeline.REBOUND,
+    ):
         assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"
 
 

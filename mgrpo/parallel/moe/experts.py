@@ -92,10 +92,10 @@ class GroupedExperts(torch.nn.Module):
 
         Args:
             rows: `[rows, hidden]`, sorted by expert.
-            rows_per_expert: `[experts]` int64, on the host (pinned, from Megatron's dispatcher) or the device.
+            rows_per_expert: `[experts]` int64, on the device.
             weights: `[rows]` float32, by which the router weighs each row's result.
         """
-        ends = rows_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         gate_and_up = self.linear_fc1(rows, ends)
         hidden = weighted_bias_swiglu_impl(gate_and_up, None, weights[:, None])
         return self.linear_fc2(hidden, ends), None

@@ -22,6 +22,7 @@ from mgrpo.layout import Layout
 from mgrpo.models.megatron_names import router_settings
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
+from mgrpo.parallel.moe import dispatcher
 from mgrpo.parallel.moe.clamped_experts import ClampedExperts
 from mgrpo.parallel.moe.experts import GroupedExperts
 from mgrpo.parallel.moe.routers import BiasedRouter
@@ -38,12 +39,14 @@ def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, settings: Parallel | None = None
 ) -> TransformerConfig:
     """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
-    uses_te = uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda())
+    settings = settings or Parallel()
+    uses_te = uses_transformer_engine(settings, has_cuda=backend.has_cuda())
     config = TransformerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
-        **_recompute_settings(settings or Parallel()),
-        moe_enable_routing_replay=bool(shape.experts and settings and settings.replays_routing),
+        **_recompute_settings(settings),
+        # Where a layer is computed again, its router chooses the same experts.
+        moe_enable_routing_replay=bool(shape.experts and (settings.replays_routing or settings.recomputes("moe"))),
         moe_permute_fusion=uses_te and shape.experts is not None,
         # Megatron-FSDP hands out its gradient buffers by itself.
         gradient_accumulation_fusion=backend.accumulates_gradients() and layout.sharding < 2,
@@ -150,6 +153,7 @@ def block(
 ) -> TransformerBlockSubmodules:
     """Megatron's description of the layers of one chunk of a stage."""
     settings = settings or Parallel()
+    dispatcher.install()
     attention = core_attention(settings.cp_comm_type)
     specs = [_layer(config, shape, layer, attention) for layer in layers]
     if uses_transformer_engine(settings, has_cuda=backend.has_cuda()):

@@ -153,6 +153,16 @@ CASES: dict[str, Case] = {
         settings={"expert_model_parallel_size": 2, "routing_replay": "learner", "num_mini_batches": 2},
         model=EXPERTS,
     ),
+    "experts, tensor, recompute full": Case(
+        learners=4, settings=TENSOR | SHARED | {"recompute_granularity": "full", "num_mini_batches": 2}, model=EXPERTS
+    ),
+    "experts, recompute moe": Case(
+        learners=2,
+        settings=SHARED | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        model=EXPERTS,
+    ),
+    "experts, whole": Case(learners=2, model=EXPERTS),
+    "experts, whole, recompute full": Case(learners=2, settings={"recompute_granularity": "full"}, model=EXPERTS),
     "latent, tensor": Case(learners=4, settings=TENSOR | SHARED, model=LATENT),
     "latent, all_gather": Case(learners=4, settings=CONTEXT | SHARED, model=LATENT),
     "latent, a2a": Case(learners=4, settings=CONTEXT | SHARED | {"cp_comm_type": "a2a"}, model=LATENT),

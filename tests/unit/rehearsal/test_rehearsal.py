@@ -38,9 +38,9 @@ WATCHED = [
 QUIET = {"forward", "backward", "score", "teach"}
 """Phases in which the host may not wait."""
 WAITS = {
-    "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host splits tokens by expert, and asks how many each has",
+    "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host says how many tokens go to which rank",
 }
-"""Where the host waits nevertheless, by `file function`, and why."""
+"""Where the host waits nevertheless in passes that are not repeated, by `file function`, and why."""
 UNREACHED = {
     "backend.py init_process_group": "joins NCCL; a rehearsal is in torch's fake process group",
     "backend.py device_name": "is asked when a run starts",
@@ -139,6 +139,33 @@ def test_the_step_runs_on_cuda_and_the_host_waits_nowhere_in_it(rehearsals, name
     found = rehearsals.of(name, rank)
     assert "error" not in found, described(found)
     assert [wait for wait in found["waits"] if wait[0] in QUIET and not is_allowed(wait[2])] == []
+
+
+@pytest.mark.parametrize(("name", "rank"), every_rank())
+def test_nothing_is_copied_to_the_device_from_memory_that_it_cannot_read(rehearsals, name, rank):
+    """Such a copy holds up the host in every micro-batch."""
+    uploads = rehearsals.of(name, rank)["uploads"]
+    assert [upload for upload in uploads if upload[0] not in ("build", "restore", "save", "sync", "again")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("experts", {"forward": 2}),
+        ("experts, tensor, recompute full", {"score": 4, "forward": 4}),
+        ("experts, recompute moe", {"forward": 2}),
+        ("experts, whole", {}),
+        ("experts, whole, recompute full", {}),
+    ],
+)
+def test_the_host_waits_for_an_exchange_of_tokens_once_in_each_layer(rehearsals, name, waits):
+    """Of two layers and one micro-batch, or two: not again in the backward pass, nor where all experts are on the rank."""
+    found = rehearsals.of(name, 0)
+    assert "error" not in found, described(found)
+    counts: Counter[str] = Counter()
+    for phase, _, _, count in found["waits"]:
+        counts[phase] += count
+    assert {phase: count for phase, count in counts.items() if phase in QUIET} == waits
 
 
 def is_allowed(site: str) -> bool:

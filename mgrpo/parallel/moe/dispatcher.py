@@ -1,0 +1,74 @@
+"""Tokens to experts and back: Megatron's exchange, of which the host asks the device for sizes as rarely as it can.
+
+Sizes of an all-to-all are on the host. Megatron waits for them in each pass through a layer and takes the number of rows of
+each local expert along, which goes back to the device at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mgrpo.parallel.moe.choices import Choices
+
+REBOUND: tuple[tuple[str, str, str], ...] = (
+    # (module under megatron.core, name, why)
+    (
+        "transformer.moe.moe_layer",
+        "MoEAlltoAllTokenDispatcher",
+        "waits for sizes that the host knows, where a layer is computed again or its rows stay on this rank",
+    ),
+)
+_SIZES = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "num_global_tokens_per_local_expert")
+
+
+def install() -> None:
+    """Replace Megatron's dispatcher of the type "alltoall". May be called again."""
+    moe_layer.MoEAlltoAllTokenDispatcher = Dispatcher
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """One wait in each forward pass where rows go to other ranks, no other."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        self.choices: Choices | None = None
+        """Of the layer's router; None: no pass is computed again."""
+        self._earlier: deque[dict[str, Any]] = deque()
+        self.is_alone = self.ep_size * self.tp_size == 1
+        if self.is_alone:
+            # Rows are sorted by expert once. With this number they are not sorted again by the rank that they come from.
+            self.num_local_experts = 1
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """The number of rows of each local expert, on the device; sizes of the exchange as attributes."""
+        if self.is_alone or self.choices is None or not self.choices.is_repeated:
+            return super().preprocess(routing_map)
+        # The router chooses the same experts again.
+        known = self._earlier.popleft()
+        for name in _SIZES:
+            setattr(self, name, known[name])
+        return known["tokens_per_expert"]
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
+        is_known = self.choices is not None and self.choices.is_repeated
+        if self.is_alone or is_known:
+            return tokens_per_expert
+        # Without them as its argument they stay on the device.
+        super()._maybe_dtoh_and_synchronize(point)
+        if point == self.cuda_sync_point and self.choices is not None and self.choices.will_repeat:
+            sizes = {name: getattr(self, name) for name in _SIZES}
+            self._earlier.append(sizes | {"tokens_per_expert": tokens_per_expert})
+        return tokens_per_expert
