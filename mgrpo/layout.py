@@ -144,7 +144,8 @@ class Layout:
         """Why the pipeline cannot split `num_layers` layers, one sentence each: all but its ends take equal shares."""
         stages, chunks, ends = self.pipeline, self.virtual_pipeline, self._ends
         if ends and stages > 1:
-            yield from self._end_problems(num_layers)
+            found = list(self._end_problems(num_layers))
+            yield from found or self._end_chunk_problems(num_layers)
         elif num_layers % stages:
             yield (
                 f"pipeline_model_parallel_size={stages} does not divide num_hidden_layers={num_layers}; "
@@ -175,6 +176,27 @@ class Layout:
                 f"need equal shares; {remedy}"
             )
 
+    def _end_chunk_problems(self, num_layers: int) -> Iterator[str]:
+        """Of interleaved stages whose sizes fit: the first and the last may lack layers of one chunk."""
+        sizes, chunks, ends = self.stage_sizes(num_layers), self.virtual_pipeline, self._ends
+        if chunks == 1:
+            return
+        middle = sizes[1 if self.first_stage_layers else 0 : -1 if self.last_stage_layers else None]
+        whole = middle[0] if middle else -(-max(sizes) // chunks) * chunks
+        if whole % chunks:
+            yield (
+                f"virtual_pipeline_model_parallel_size={chunks} does not divide the {whole} layers of a stage that is neither "
+                f"the first nor the last; {choose_from(divisors(whole))}"
+            )
+            return
+        least = whole - whole // chunks
+        for flag, size in ends.items():
+            if not least <= size <= whole:
+                yield (
+                    f"{flag}={size} with virtual_pipeline_model_parallel_size={chunks} must be {least} to {whole}: a stage has "
+                    f"{chunks} chunks of {whole // chunks} layers, of which the first and the last of the model may have fewer"
+                )
+
     @property
     def _ends(self) -> dict[str, int]:
         """The settings of the first and the last stage that are given."""
@@ -190,11 +212,6 @@ class Layout:
                 yield f"{flag}={layers} must be at least 1"
             elif self.pipeline == 1:
                 yield f"{flag}={layers} needs pipeline_model_parallel_size > 1"
-            elif self.virtual_pipeline > 1:
-                yield (
-                    f"{flag}={layers} cannot be combined with virtual_pipeline_model_parallel_size="
-                    f"{self.virtual_pipeline}; use one of the two"
-                )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield (
                 f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; "

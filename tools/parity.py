@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 (QK norm)": {"family": "qwen3"},
     "llama, tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
+    "qwen3-moe, 6 layers": {"family": "qwen3_moe", "layers": 6},
     "glm-4.5": {"family": "glm4_moe"},
     "deepseek-v3": {"family": "deepseek_v3"},
     "moonlight, dense": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 4},
@@ -53,10 +54,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _DENSE = ("qwen2", "qwen3 (QK norm)", "llama, tied")
 _MOE = ("qwen3-moe", "glm-4.5", "deepseek-v3", "gpt-oss", "qwen3-next")
+_DEEP = "qwen3-moe, 6 layers"
 _OTHERS, _LATENT = ("qwen3.5", "olmo-3", "gemma-3"), ("moonlight, dense",)
 
 MATRIX: dict[str, tuple[str, ...]] = {
-    "dp1": (*_DENSE, *_MOE, *_LATENT),
+    "dp1": (*_DENSE, *_MOE, *_LATENT, _DEEP),
+    "pp2xvpp2+first3+last3": (_DEEP,),
+    "pp2xvpp2+first3+last3+full": (_DEEP,),
+    "pp2xvpp2+first2": (_DEEP,),
     "dp1+zero3": (*_DENSE, *_LATENT),
     "dp1+unpacked": _DENSE,
     "dp1+packs512": _DENSE,

@@ -49,6 +49,11 @@ CASES = {
     "tp2 tied": ("llama", {"tensor": 2}, {}),
     "pp2": ("gemma2", {"pipeline": 2}, {"tensor": 2}),
     "pp2 interleaved": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {"pipeline": 4}),
+    "pp2 interleaved, uneven": (
+        "qwen3_moe",
+        {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 3},
+        {"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 3},
+    ),
     "tp2 ep2": ("qwen3_moe", {"tensor": 2, "expert": 2}, {"expert": 4}),
     "ep2": ("mixtral", {"expert": 2}, {"tensor": 2, "pipeline": 2}),
 }
@@ -58,7 +63,8 @@ CASES = {
 def test_folders_hold_what_megatron_holds(run_ranks, tmp_path, case):
     """A folder of the run's own layout is its ranks' memory; one of another layout loads the same bits."""
     family, own, other = CASES[case]
-    source = save_tiny(tmp_path, family, tied="tied" in case or "gemma" in family)
+    layers = 6 if "uneven" in case else 4
+    source = save_tiny(tmp_path, family, tied="tied" in case or "gemma" in family, layers=layers)
     for number, sizes in enumerate((own, other)):
         ranks = 1
         for axis in ("tensor", "pipeline"):

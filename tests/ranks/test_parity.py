@@ -38,6 +38,7 @@ SUBSET = {
         "pp2xdp2+zero2+full",
     ),
     "qwen3-moe": ("ep2", "ep2xtp2+sp", "ep2xpp2", "ep2xcp2", "ep2xdp4+zero3", "tp2xpp2+sp"),
+    "qwen3-moe, 6 layers": ("pp2xvpp2+first3+last3", "pp2xvpp2+first3+last3+full", "pp2xvpp2+first2"),
     "deepseek-v3": ("ep2xdp4+zero3",),
 }
 CASES = [(model, layout) for model, layouts in SUBSET.items() for layout in layouts]

@@ -184,11 +184,6 @@ def test_sizes_that_follow_from_others():
             "num_layers_in_last_pipeline_stage=3 needs pipeline_model_parallel_size > 1",
         ),
         (
-            Layout(world_size=2, pipeline=2, virtual_pipeline=2, first_stage_layers=3),
-            "num_layers_in_first_pipeline_stage=3 cannot be combined with virtual_pipeline_model_parallel_size=2; use one "
-            "of the two",
-        ),
-        (
             Layout(world_size=1, virtual_pipeline=2),
             "virtual_pipeline_model_parallel_size=2 interleaves the stages of a pipeline; it needs "
             "pipeline_model_parallel_size > 1",

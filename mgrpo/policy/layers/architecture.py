@@ -44,6 +44,7 @@ def transformer_config(
     config = TransformerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
+        **_pipeline(layout, shape.num_layers),
         **_recompute_settings(settings),
         # Where a layer is computed again, its router chooses the same experts.
         moe_enable_routing_replay=bool(shape.experts and (settings.replays_routing or settings.recomputes("moe"))),
@@ -104,11 +105,9 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _axes(layout: Layout) -> dict[str, Any]:
-    settings: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
@@ -119,6 +118,16 @@ def _axes(layout: Layout) -> dict[str, Any]:
         "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def _pipeline(layout: Layout, num_layers: int) -> dict[str, Any]:
+    """How many layers each chunk of each stage has, and how stages send."""
+    if layout.pipeline == 1:
+        return {}
+    chunks = [["decoder"] * size for size in layout.chunk_sizes(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    settings: dict[str, Any] = {"pipeline_model_parallel_layout": chunks}
     if layout.virtual_pipeline > 1:
         settings |= {
             "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,

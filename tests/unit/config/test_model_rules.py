@@ -64,6 +64,28 @@ def found(hf_config, **values):
             "to the other 0 stages, which need equal shares; for num_layers_in_first_pipeline_stage choose from {11}",
         ),
         (
+            DENSE | {"num_hidden_layers": 94},
+            {
+                "pipeline_model_parallel_size": 8,
+                "virtual_pipeline_model_parallel_size": 4,
+                "num_layers_in_first_pipeline_stage": 8,
+                "num_layers_in_last_pipeline_stage": 14,
+            },
+            "num_layers_in_first_pipeline_stage=8 with virtual_pipeline_model_parallel_size=4 must be 9 to 12: a stage has 4 "
+            "chunks of 3 layers, of which the first and the last of the model may have fewer",
+        ),
+        (
+            DENSE | {"num_hidden_layers": 94},
+            {
+                "pipeline_model_parallel_size": 8,
+                "virtual_pipeline_model_parallel_size": 5,
+                "num_layers_in_first_pipeline_stage": 11,
+                "num_layers_in_last_pipeline_stage": 11,
+            },
+            "virtual_pipeline_model_parallel_size=5 does not divide the 12 layers of a stage that is neither the first nor "
+            "the last; choose from {1, 2, 3, 4, 6, 12}",
+        ),
+        (
             DENSE,
             {"context_parallel_size": 8, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
             "context_parallel_size=8 does not divide the 2 of num_key_value_heads=4 that each tensor rank holds, as "
@@ -181,6 +203,33 @@ def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, se
                 "pipeline_model_parallel_size": 4,
                 "num_layers_in_first_pipeline_stage": 5,
                 "num_layers_in_last_pipeline_stage": 3,
+            },
+        ),
+        (
+            DENSE | {"num_hidden_layers": 94},
+            {
+                "pipeline_model_parallel_size": 8,
+                "virtual_pipeline_model_parallel_size": 4,
+                "num_layers_in_first_pipeline_stage": 11,
+                "num_layers_in_last_pipeline_stage": 11,
+            },
+        ),
+        (
+            DENSE | {"num_hidden_layers": 126},
+            {
+                "pipeline_model_parallel_size": 8,
+                "virtual_pipeline_model_parallel_size": 8,
+                "num_layers_in_first_pipeline_stage": 15,
+                "num_layers_in_last_pipeline_stage": 15,
+            },
+        ),
+        (
+            DENSE | {"num_hidden_layers": 126},
+            {
+                "pipeline_model_parallel_size": 16,
+                "virtual_pipeline_model_parallel_size": 8,
+                "num_layers_in_first_pipeline_stage": 7,
+                "num_layers_in_last_pipeline_stage": 7,
             },
         ),
         (DENSE, {"context_parallel_size": 8, "cp_comm_type": "all_gather"}),

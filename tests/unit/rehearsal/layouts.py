@@ -144,6 +144,16 @@ CASES: dict[str, Case] = {
         settings=PIPELINE | {"virtual_pipeline_model_parallel_size": 2},
         model=WIDE | {"num_hidden_layers": 4},
     ),
+    "interleaved, uneven": Case(
+        learners=2,
+        settings=PIPELINE
+        | {
+            "virtual_pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 3,
+            "num_layers_in_last_pipeline_stage": 3,
+        },
+        model=WIDE | {"num_hidden_layers": 6},
+    ),
     "context, all_gather": Case(learners=4, settings=CONTEXT | {"cp_comm_type": "all_gather"}),
     "context, a2a": Case(learners=4, settings=CONTEXT | {"cp_comm_type": "a2a"}),
     "all axes": Case(learners=8, settings=TENSOR | PIPELINE | CONTEXT | {"recompute_granularity": "selective"}),
