@@ -30,10 +30,10 @@ _SIZES = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
 
 def install() -> None:
     """Replace Megatron's dispatcher of the type "alltoall". May be called again."""
-    moe_layer.MoEAlltoAllTokenDispatcher = Dispatcher
+    moe_layer.MoEAlltoAllTokenDispatcher = ExchangedTokens
 
 
-class Dispatcher(MoEAlltoAllTokenDispatcher):
+class ExchangedTokens(MoEAlltoAllTokenDispatcher):
     """One wait in each forward pass where rows go to other ranks, no other."""
 
     def __init__(
