@@ -169,7 +169,15 @@ def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample]) -> Ru
         reserved_gib=0.0,
     )
     # Its times are not looked at.
-    gpu = Gpu(name="own", tflops=1, memory_gib=backend.device_bytes() / GIB, hbm_gb_s=1, nvlink_gb_s=1, pcie_gb_s=1)
+    gpu = Gpu(
+        name="own",
+        tflops=1,
+        fp32_tflops=1,
+        memory_gib=backend.device_bytes() / GIB,
+        hbm_gb_s=1,
+        nvlink_gb_s=1,
+        pcie_gb_s=1,
+    )
     return plan_run(config, shape, Hardware(gpu=gpu, nodes=1, gpus_per_node=2, assumed=assumed), num_learners=1)
 
 

@@ -17,6 +17,8 @@ class Gpu:
     name: str
     tflops: float
     """Peak of dense bf16 matrix products, 1e12 operations per second."""
+    fp32_tflops: float
+    """The same in float32, without TF32."""
     memory_gib: float
     """The data sheets' GB are nearly GiB; the difference is part of `Assumptions.reserved_gib`."""
     hbm_gb_s: float
@@ -37,14 +39,14 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(name="A100-40", tflops=312, memory_gib=40, hbm_gb_s=1555, nvlink_gb_s=300, pcie_gb_s=32),
-        Gpu(name="A100-80", tflops=312, memory_gib=80, hbm_gb_s=2039, nvlink_gb_s=300, pcie_gb_s=32),
-        Gpu(name="H100", tflops=989, memory_gib=80, hbm_gb_s=3350, nvlink_gb_s=450, pcie_gb_s=64),
-        Gpu(name="H200", tflops=989, memory_gib=141, hbm_gb_s=4800, nvlink_gb_s=450, pcie_gb_s=64),
-        Gpu(name="B200", tflops=2250, memory_gib=180, hbm_gb_s=7700, nvlink_gb_s=900, pcie_gb_s=64),
+        Gpu(name="A100-40", tflops=312, fp32_tflops=19.5, memory_gib=40, hbm_gb_s=1555, nvlink_gb_s=300, pcie_gb_s=32),
+        Gpu(name="A100-80", tflops=312, fp32_tflops=19.5, memory_gib=80, hbm_gb_s=2039, nvlink_gb_s=300, pcie_gb_s=32),
+        Gpu(name="H100", tflops=989, fp32_tflops=67, memory_gib=80, hbm_gb_s=3350, nvlink_gb_s=450, pcie_gb_s=64),
+        Gpu(name="H200", tflops=989, fp32_tflops=67, memory_gib=141, hbm_gb_s=4800, nvlink_gb_s=450, pcie_gb_s=64),
+        Gpu(name="B200", tflops=2250, fp32_tflops=75, memory_gib=180, hbm_gb_s=7700, nvlink_gb_s=900, pcie_gb_s=64),
         # No NVLink; ECC takes a sixteenth of the 48 GB.
-        Gpu(name="RTX4090", tflops=165, memory_gib=24, hbm_gb_s=1008, nvlink_gb_s=32, pcie_gb_s=32),
-        Gpu(name="L40S", tflops=362, memory_gib=45, hbm_gb_s=864, nvlink_gb_s=32, pcie_gb_s=32),
+        Gpu(name="RTX4090", tflops=165, fp32_tflops=83, memory_gib=24, hbm_gb_s=1008, nvlink_gb_s=32, pcie_gb_s=32),
+        Gpu(name="L40S", tflops=362, fp32_tflops=92, memory_gib=45, hbm_gb_s=864, nvlink_gb_s=32, pcie_gb_s=32),
     )
 }
 
@@ -162,13 +164,14 @@ class Hardware:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
-    def compute_seconds(self, work: Flops, *, gpus: float, in_8_bits: bool = False) -> float:
-        """Seconds of matrix products spread evenly over `gpus` GPUs."""
+    def compute_seconds(self, work: Flops, *, gpus: float, dtype_bytes: int = 2, in_8_bits: bool = False) -> float:
+        """Seconds of matrix products spread evenly over `gpus` GPUs; 4 bytes: in float32."""
         assumed = self.assumed
         layers = work.dense / assumed.compute_efficiency + work.experts / assumed.expert_efficiency
         at_peak = layers / (2 if in_8_bits else 1)
         at_peak += work.head / assumed.compute_efficiency + work.attention / assumed.attention_efficiency
-        return at_peak / (gpus * self.gpu.tflops * 1e12)
+        tflops = self.gpu.tflops if dtype_bytes < 4 else self.gpu.fp32_tflops
+        return at_peak / (gpus * tflops * 1e12)
 
     @property
     def hbm_bytes_s(self) -> float:

@@ -162,7 +162,7 @@ def _stage_time(
     host = _host_seconds(shape, layout, hardware, stage=stage) * count
 
     def products(work: Flops) -> float:
-        return hardware.compute_seconds(work, gpus=gpus, in_8_bits=in_8_bits)
+        return hardware.compute_seconds(work, gpus=gpus, dtype_bytes=dtype_bytes, in_8_bits=in_8_bits)
 
     def memory(touched: float) -> float:
         return touched * hardware.assumed.elementwise_passes / hardware.hbm_bytes_s
@@ -229,7 +229,7 @@ def _merge_seconds(
         return 0.0
     held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert).adapted
     weights = sum(held[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
-    products = hardware.compute_seconds(Flops(2 * lora.rank * weights), gpus=1)
+    products = hardware.compute_seconds(Flops(2 * lora.rank * weights), gpus=1, dtype_bytes=dtype_bytes)
     return products + 2 * weights * dtype_bytes / hardware.hbm_bytes_s
 
 

@@ -12,7 +12,7 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.shape import Experts
-from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
+from mgrpo.planner.hardware import GPUS, Assumptions, Flops, Hardware
 from mgrpo.planner.learners.links import beside, bytes_s, expert_seconds, link_seconds, nodes_reached, ring_bytes_s
 from mgrpo.planner.learners.touched import stage_touched
 from mgrpo.planner.plan_command import shipped_config
@@ -116,3 +116,13 @@ def test_the_gpu_waits_for_the_host_where_packs_are_short() -> None:
         assert busy >= host * 0.999
         plans[length] = busy / host
     assert plans[512] == pytest.approx(1, rel=0.01) and plans[16_384] > 1.5
+
+
+def test_products_are_as_fast_as_their_operands_allow() -> None:
+    """An H100 computes 989e12 operations a second in bf16, twice that in fp8, and 67e12 in float32; heads and attention stay in bf16."""
+    ideal = Assumptions(compute_efficiency=1, expert_efficiency=0.5, attention_efficiency=0.25)
+    hardware = dataclasses.replace(H100S, assumed=ideal)
+    work = Flops(dense=989e12, experts=989e12, attention=989e12, head=989e12)
+    assert hardware.compute_seconds(work, gpus=1) == pytest.approx(1 + 2 + 4 + 1)
+    assert hardware.compute_seconds(work, gpus=2, in_8_bits=True) == pytest.approx((0.5 + 1 + 4 + 1) / 2)
+    assert hardware.compute_seconds(work, gpus=1, dtype_bytes=4) == pytest.approx(8 * 989 / 67)

@@ -16,6 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from mgrpo.models.family import shape_of
+from mgrpo.models.memory import padded_vocab
 from mgrpo.models.shape import ModelShape
 from mgrpo.moving import from_values
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
@@ -112,6 +113,24 @@ def seconds(row: dict[str, Any], plan: RunPlan) -> float:
     )
 
 
+def gpu_gib(row: dict[str, Any], plan: RunPlan) -> float:
+    """GiB of torch's allocator on the fullest GPU, without what CUDA and NCCL take beside it.
+
+    `memory` of a row is what its program keeps and mgrpo does not: bytes of all states of a weight in place of 18, bytes of
+    a logit at the peak of the loss, elements of a token and layer that its recomputation keeps.
+    """
+    stage, facts = plan.worst, row.get("memory", {})
+    states = (stage.states.total - stage.states.unsharded) * facts.get("state_bytes", 18) / 18 + stage.states.unsharded
+    kept, loss = float(stage.activations.kept), float(stage.loss)
+    pack = plan.config.parallel.pack_length
+    if "kept" in facts:
+        kept = pack * plan.shape.num_layers * facts["kept"] * plan.dtype_bytes
+    if "logit_bytes" in facts:
+        loss = pack * padded_vocab(plan.shape) * facts["logit_bytes"] + stage.gradients.head
+    passes = kept + stage.activations.buffers + max(loss, stage.layer)
+    return (states + passes * (1 + stage.waste)) / GIB
+
+
 def compare_training(assumed: Assumptions | None = None) -> list[Compared]:
     """Speed and memory of all rows of training."""
     found = []
@@ -124,7 +143,7 @@ def compare_training(assumed: Assumptions | None = None) -> list[Compared]:
             reported.get("tok_s_gpu")
             or reported["tflops"] * 1e12 * tokens / 3 / forward_flops(plan.shape, plan.work).total
         )
-        planned = {"tok_s_gpu": tokens / gpus / seconds(row, plan), "mem_gib": plan.worst.total / GIB}
+        planned = {"tok_s_gpu": tokens / gpus / seconds(row, plan), "mem_gib": gpu_gib(row, plan)}
         figures = {"tok_s_gpu": speed} | ({"mem_gib": reported["mem_gib"]} if "mem_gib" in reported else {})
         found += [
             Compared(
