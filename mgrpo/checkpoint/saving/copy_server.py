@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from mgrpo.checkpoint.folder import LocalFolder, step_of
 from mgrpo.checkpoint.manifest import file_name
-from mgrpo.processes.tcp_links import MAX_PROOF_BYTES, is_proof, notice_silence, reach
+from mgrpo.processes.tcp_links import GREETING_S, MAX_PROOF_BYTES, is_proof, notice_silence, reach
 
 TIMEOUT_S = 60.0
 """Within which the other end of a copy must go on."""
@@ -98,12 +98,13 @@ def _ask(address: Address, secret: str, question: Mapping[str, Any]) -> Iterator
 
 
 def _serve(connection: socket.socket, folder: Path, secret: str) -> None:
-    connection.settimeout(TIMEOUT_S)
+    connection.settimeout(GREETING_S)
     notice_silence(connection)
     nonce = secrets.token_hex(16)
     connection.sendall(json.dumps({"nonce": nonce, "is_secret": True}).encode() + b"\n")
     if not is_proof(_read_line(connection, MAX_PROOF_BYTES), secret, nonce):
         return
+    connection.settimeout(TIMEOUT_S)
     question = _line(connection)
     if step_of(str(question["folder"])) is None:
         return

@@ -68,8 +68,13 @@ def _room_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         if needed > free_bytes(place):
             yield (
                 f"{place} has {words(free_bytes(place))} free, but {words(needed)} are needed for {what}; make room or name "
-                "another folder"
+                f"another folder{_or_no_states(config) if states else ''}"
             )
+
+
+def _or_no_states(config: Config) -> str:
+    is_derived = config.provenance.sources.get("save_every_minutes") == "derived"
+    return ", or save no states: save_every_minutes=0" if is_derived else ""
 
 
 def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> dict[str, tuple[int, str]]:

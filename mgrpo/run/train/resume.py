@@ -22,7 +22,6 @@ from mgrpo.checkpoint.folder import (
     near_root,
     open_folder,
     resumable,
-    split_path,
     step_path,
 )
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
@@ -209,7 +208,7 @@ class States:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
         folder = Path(self.config.experiment.output_dir) / "hf"
         exports = f"exports are in {folder}; " if folder.is_dir() else ""
-        return f"{exports}there is no checkpoint, set checkpoint_state_freq"
+        return f"{exports}there is no checkpoint, set checkpoint_state_freq or save_every_minutes"
 
     def how_to_go_on(self, saved: int) -> str:
         """A clause that says how a stopped run is continued.
@@ -217,16 +216,18 @@ class States:
         Args:
             saved: the step of its newest state; 0: there is none.
         """
-        if not saved:
+        return self._continues_from(step_path(self.root, saved) if saved else None)
+
+    def _continues_from(self, newest: str | None) -> str:
+        if newest is None:
             return "no state was saved, so the same command begins again"
-        newest = step_path(self.root, saved)
         own = self.config.checkpoint.resume in ("auto", "intact")
         return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
 
     def how_to_go_on_from_newest(self) -> str:
         """The same for a run that was cut off. Remote folders are not asked, since that may take longer than a user waits."""
-        newest = latest(self.root) if isinstance(open_folder(self.root), LocalFolder) else None
-        return self.how_to_go_on(split_path(newest)[1] if newest else 0)
+        paths = resumable(self.root) if isinstance(open_folder(self.root), LocalFolder) else []
+        return self._continues_from(paths[0] if paths else None)
 
     def stop(self) -> None:
         """Stop writing."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mgrpo.config.derived import with_saves
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
@@ -95,3 +96,16 @@ def test_a_run_that_may_fill_the_disk_later_is_warned(tmp_path, shape, monkeypat
     few = {"checkpoint_state_freq": 1, "keep_last_n_checkpoints": 1}
     assert list(room_notes(config(tmp_path, **few), shape)) == []
     assert len(list(room_notes(config(tmp_path, **few | {"keep_last_n_checkpoints": 2}), shape))) == 1
+
+
+def test_states_that_nobody_has_asked_for_can_be_left_out(tmp_path, shape, monkeypatch):
+    """A run on many GPUs saves states by itself: whoever has no room for them must learn how to go without."""
+    settings = {"save_final": False, "save_freq": -1}
+    own = with_saves(config(tmp_path, **settings), 1024)
+    assert own.checkpoint.save_every_minutes == 31
+    with_free(monkeypatch, 10)
+    (problem,) = output_problems(own, shape)
+    assert problem.endswith("make room or name another folder, or save no states: save_every_minutes=0")
+    (problem,) = output_problems(config(tmp_path, **settings, checkpoint_state_freq=1), shape)
+    assert problem.endswith("make room or name another folder")
+    assert list(output_problems(with_saves(config(tmp_path, **settings, save_every_minutes=0), 1024), shape)) == []
