@@ -58,8 +58,10 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_they_had_not_been(tmp_
         reference.end()
     folder, kills = new_folder(tmp_path), 0
     while kills < KILLS:
-        # Saves in the background and in the foreground are of one format.
-        run = JOB.launch(folder, ["--checkpoint_async", rng.choice(["true", "false"])])
+        # Saves in the background and in the foreground are of one format; between those on storage each rank's disk has newer ones.
+        near = ["--checkpoint_local_dir", f"{folder}/disk$RANK", "--save_every_minutes", "0.0001"]
+        flags = ["--checkpoint_async", rng.choice(["true", "false"]), *rng.choice([near, []])]
+        run = JOB.launch(folder, flags)
         try:
             before = run.text().count(FIRST_STEP) if run.log.exists() else 0
             moment = wait_for_moment(run, rng, before=before, start_s=start_s, train_s=train_s)

@@ -19,7 +19,7 @@ from tests.e2e.launching import survivors
 JOB = Job(
     flags=[
         *("--num_unique_prompts_rollout", "16", "--num_samples_per_prompt_rollout", "8", "--total_episodes", str(8 * 128)),
-        *("--beta", "0.05", "--ref_policy_update_freq", "2", "--alpha", "0.5", "--local_eval_every", "4"),
+        *("--beta", "0.05", "--ref_policy_update_freq", "2", "--alpha", "0.5", "--local_eval_every", "4", "--warm_up_steps", "1"),
     ]
 )  # fmt: skip
 
