@@ -174,8 +174,7 @@ class States:
         self._agree(self.saver.wait)
 
     def finish(self) -> None:
-        """The run has come to its end: wait as `wait` does, and leave nothing on disks of the nodes. Collective."""
-        self.wait()
+        """The run has come to its end, and nothing is being written: leave nothing on disks of the nodes. Collective."""
         if self.near:
             self.near.finish()
 

@@ -132,9 +132,10 @@ class Trainer:
                 break
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
-        self.states.finish()
+        self.states.wait()
         best = self.lead.share(lambda: self.reporter.best_step)
         self.reporter.finish(before=self.before, after=after)
+        self.states.finish()
         return TrainResult(
             output_dir=self.output_dir,
             steps=self.done,

@@ -1,0 +1,60 @@
+"""What a plan says of failures, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mgrpo.models.family import shape_of
+from mgrpo.moving import load_file
+from mgrpo.planner.failures import RestartTimes, failures, restart_phases, state_bytes
+from mgrpo.planner.hardware import GPUS, Hardware
+from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.planner.plan_command import shipped_config
+
+CONFIG = Path(__file__).parents[3] / "examples/configs/32b_16x8.yaml"
+
+
+@pytest.fixture(scope="module")
+def plan() -> RunPlan:
+    config = load_file(CONFIG)
+    hf_config = shipped_config(str(config.model.model_name_or_path))
+    assert hf_config is not None
+    return plan_run(config, shape_of(hf_config), Hardware(gpu=GPUS["H100"], nodes=16), num_learners=64)
+
+
+def with_settings(plan: RunPlan, **settings: object) -> RunPlan:
+    config = plan.config
+    return replace(plan, config=replace(config, checkpoint=replace(config.checkpoint, **settings)))
+
+
+def test_a_restart_is_the_sum_of_its_phases(plan):
+    """A phase that is left out would promise minutes that nobody gets; 32.76 billion weights of 12 bytes on 64 learners."""
+    own = state_bytes(plan) / 64 / 1e9
+    assert own == pytest.approx(32.76 * 12 / 64, rel=0.001)
+    storage = restart_phases(plan, RestartTimes(engines_s=0))
+    read = "the state read, engines beside it"
+    # 393 GB at 50 GB/s take longer than 6.1 GB of each learner at 1 GB/s; then 5 GB/s are hashed.
+    assert storage[read] == pytest.approx(64 * own / 50 + own / 5, rel=0.001)
+    assert sum(storage.values()) == pytest.approx(30 + 10 + 20 + 35 + storage[read] + 15 + plan.sync_s)
+    near = restart_phases(with_settings(plan, checkpoint_local_dir="/nvme"), RestartTimes(engines_s=0))
+    # Two copies of 8 learners at 12 GB/s, and a learner's own over 400 Gbit/s.
+    assert near[read] == pytest.approx(2 * 8 * own / 12 + own / (50 * plan.hardware.assumed.link_efficiency), rel=0.001)
+    slow = restart_phases(plan, RestartTimes(engines_s=100))
+    assert slow[read] == 100 and sum(slow.values()) < 225
+
+
+def test_a_sentence_says_what_failures_cost(plan):
+    """The one who rents 128 GPUs decides by it how often to save; eight of them need not think about it."""
+    often = failures(plan)
+    assert "one every 396 hours on 128 GPUs" in often and "no states" not in often
+    never = failures(with_settings(plan, save_every_minutes=0, checkpoint_state_freq=-1))
+    assert "no states are saved; the least is lost with one every" in never
+    # Nobody has said anything: the run saves by itself.
+    assert "states and the share of the time that is lost: every 1." in failures(
+        with_settings(plan, save_every_minutes=None, checkpoint_state_freq=-1, checkpoint_async=False)
+    )
+    small = replace(plan.config, engine=replace(plan.config.engine, vllm_num_engines=1))
+    assert failures(replace(plan, config=small)) != "" and "68 GPUs" in failures(replace(plan, config=small))
