@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from mgrpo.layout import Layout
+from mgrpo.layout import Layout, least_loaded
 from mgrpo.models.adapters import LoraShape, adapter_tensors
 from mgrpo.models.placement.box_table import COLUMNS, HeldBoxes, Tensors
 from mgrpo.models.placement.boxes import Box, LocalParameter
@@ -65,14 +66,50 @@ class ShardedParameters:
                 yield piece.box, piece.view(self.live[name].data)
 
     @torch.no_grad()
-    def load(self, names: Iterable[str], read: Read) -> None:
-        """Fill these parameters with the values that `read` returns for their boxes; padding rows become 0."""
-        for name in names:
-            place = self.places[name]
-            if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
-                self.live[name].data.zero_()
-            for piece in place.pieces:
-                piece.view(self.live[name].data).copy_(read(piece.box))
+    def load(self, names: Iterable[str], read: Read, *, into: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Fill these parameters with the values that `read` returns for their boxes; padding rows become 0.
+
+        Of the ranks that hold the same parameters each reads its share and sends it to the others, so that they together read the
+        files once. Call while parameters are whole; every rank must call, with the same names as the others that hold them.
+
+        Args:
+            into: in the place of the parameters, tensors of their shapes.
+        """
+        targets = {name: (into or self.live)[name].data for name in names}
+        readers = _readers(targets)
+        for name, target in targets.items():
+            group, number = readers[name]
+            if group.rank() != number:
+                continue
+            pieces = self.places[name].pieces
+            if sum(piece.box.size for piece in pieces) < target.numel():
+                target.zero_()
+            for piece in pieces:
+                piece.view(target).copy_(read(piece.box))
+        for name, target in targets.items():
+            group, number = readers[name]
+            if group.size() > 1:
+                dist.broadcast(target, group=group, group_src=number)
+
+
+def _readers(targets: Mapping[str, torch.Tensor]) -> dict[str, tuple[dist.ProcessGroup, int]]:
+    """For each parameter the ranks that hold the same, and which of them reads it: the one with the fewest bytes so far."""
+    loads: dict[dist.ProcessGroup, list[int]] = {}
+    found = {}
+    for name, target in targets.items():
+        group = _replicas(name)
+        load = loads.setdefault(group, [0] * group.size())
+        number = least_loaded(range(group.size()), load)
+        load[number] += target.nbytes
+        found[name] = group, number
+    return found
+
+
+def _replicas(name: str) -> dist.ProcessGroup:
+    """The ranks that hold the same values of a parameter, while parameters are whole: data and context replicas."""
+    if ".experts." in name:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def global_name(name: str, first_layer: int) -> str:

@@ -31,11 +31,11 @@ class UntrainedPolicy(Policy):
 
     def load_masters(self, read: Read) -> None:
         """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
-        self.load(read)
-        for name, place in self.parameters.places.items():
-            master = self._masters[name] = torch.zeros(place.shape, device=backend.device())
-            for piece in place.pieces:
-                piece.view(master).copy_(read(piece.box))
+        places, live = self.parameters.places, self.parameters.live
+        self._masters = {name: torch.empty(place.shape, device=backend.device()) for name, place in places.items()}
+        self.parameters.load(places, read, into=self._masters)
+        for name, master in self._masters.items():
+            live[name].data.copy_(master)
 
     def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Every box of the float32 copies, except a tied head's copy of the embedding."""
