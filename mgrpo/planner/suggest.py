@@ -149,6 +149,7 @@ def _axes(
                     if num_learners // stages % expert:
                         continue
                     for chunks in CHUNKS if stages > 1 else (1,):
+                        first, last = _ends(shape.num_layers, stages, chunks)
                         parallel = replace(
                             config.parallel,
                             tensor_model_parallel_size=tensor,
@@ -156,14 +157,22 @@ def _axes(
                             context_parallel_size=context,
                             expert_model_parallel_size=expert,
                             virtual_pipeline_model_parallel_size=chunks,
-                            num_layers_in_first_pipeline_stage=None,
-                            num_layers_in_last_pipeline_stage=None,
+                            num_layers_in_first_pipeline_stage=first,
+                            num_layers_in_last_pipeline_stage=last,
                             fsdp_shard_degree=None,
                             sequence_parallel="auto",
                         )
                         layout = layout_of(replace(config, parallel=parallel), num_learners)
                         if not any(problem for own in hf_configs for problem in layout_problems(own, layout)):
                             yield parallel
+
+
+def _ends(num_layers: int, stages: int, chunks: int) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage where the layers are too few for equal chunks: these have less, by a chunk at most."""
+    a_chunk = -(-num_layers // (stages * chunks))
+    missing = a_chunk * chunks * stages - num_layers
+    first, last = (a_chunk * chunks - (missing + own) // 2 for own in (0, 1))
+    return (first, last) if missing and last >= max(a_chunk * (chunks - 1), 1) else (None, None)
 
 
 def _fitting(plan: RunPlan, config: Config, parallel: Parallel, num_learners: int) -> list[RunPlan]:

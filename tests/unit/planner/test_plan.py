@@ -23,7 +23,7 @@ from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.learners.timing import learner_time
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
-from mgrpo.planner.suggest import other_splits, suggest
+from mgrpo.planner.suggest import _ends, other_splits, suggest
 from mgrpo.planner.work import forward_flops, passes_of
 from tests.unit.planner.test_activations import GPT_175B
 from tests.unit.planner.test_work import BATCH
@@ -370,3 +370,17 @@ def test_the_length_of_a_run_in_passes_does_not_change_the_plan_of_its_steps(cap
         printed.append(capsys.readouterr().out)
     step, sums, rest = re.split(r"^(whole run: (?:.*\n)+?)(?=operations)", printed[1], flags=re.MULTILINE)
     assert printed[0] == step + rest and "learner" in step and "exports" in sums
+
+
+def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() -> None:
+    """94 layers have no divisor but 2 and 47: without ends of their own a model of 235B has no pipeline of 4 or 8 stages."""
+    plan, hf_config = shipped_plan("235b_a22b_32x8")
+    assert (
+        _ends(94, 8, 1) == _ends(94, 8, 4) == (11, 11)
+        and _ends(126, 16, 8) == (7, 7)
+        and _ends(96, 8, 4) == (None, None)
+    )
+    assert _ends(61, 8, 4) == (7, 6) and _ends(94, 63, 1) == (None, None)
+    layouts = [suggestion.plan.layout for suggestion in suggest(plan, count=12, hf_config=hf_config)]
+    assert any(layout.pipeline in (4, 8) for layout in layouts)
+    assert all(sum(layout.stage_sizes(94)) == 94 for layout in layouts)
