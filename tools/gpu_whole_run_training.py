@@ -35,7 +35,6 @@ BY_TURNS = "--vllm_kv_cache_mb 2000 --total_episodes 3840"
 """A sleep gives back more than what another process is likely to take meanwhile."""
 GRAPHS = "--vllm_enforce_eager false"
 MINI_BATCHES = "--num_mini_batches 4 --use_vllm_logprobs false"
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 TRAINED = "QUICKSTART"
 TEACHER = f"--teacher_model_name_or_path {TRAINED} --distillation_only true"
 """The last export of the stage quickstart teaches the model that this began with."""
@@ -70,8 +69,7 @@ VARIANTS = {
     "masks": Variant("kept sets by vLLM's masks", f"--top_k 100 --top_p 0.95 --min_p 0.02 {GRAPHS}", needs_gpu=True),
     "drafts": Variant(
         "tokens drafted from those so far",
-        f"--vllm_extra_args {shlex.quote(json.dumps({'speculative_config': DRAFTS}))} {GRAPHS}",
-        needs_gpu=True,
+        f"--vllm_speculative_method ngram {GRAPHS}",
     ),
     "fp8": Variant(
         "keys and values in 8 bits", f"--vllm_kv_cache_dtype fp8 --use_rho_correction true {GRAPHS}", apart=FP8_APART

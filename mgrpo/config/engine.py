@@ -24,6 +24,7 @@ STARTED = Needs(
     "engines that the run starts (vllm_mode=ray or colocate); a server has its own command line",
     lambda vllm_mode: vllm_mode != "server",
 )
+DRAFTING = Needs("vllm_speculative_method", lambda vllm_speculative_method: vllm_speculative_method != "none")
 SERVERS = Needs(
     "vllm_mode=server or teacher_mode=server", lambda vllm_mode, teacher_mode: "server" in (vllm_mode, teacher_mode)
 )
@@ -59,6 +60,11 @@ class Engine:
     """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU).
 
     Models with gated delta nets have no such cache on a CPU."""
+    vllm_speculative_method: Annotated[Literal["none", "ngram", "suffix"], STARTED] = "none"
+    """What engines draft tokens from, which the model then judges several at a time: ngram: earlier occurrences of the last tokens in prompt
+    and answer; suffix: the same in earlier answers too, as many tokens as are likely. The distribution and its log-probabilities stay."""
+    vllm_num_speculative_tokens: Annotated[int, ONE_OR_MORE, DRAFTING] = 3
+    """Tokens that are drafted at a time; with suffix the most."""
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT, STARTED] = NO_ENTRIES
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""

@@ -79,6 +79,8 @@ class Dispatcher(EngineQueue[Request]):
         """Groups to train on that were taken from engines which failed or left, since `take_metrics`."""
         self.num_deaths = 0
         """The roster's, at `take_metrics`."""
+        self.drafts = np.zeros(3, np.int64)
+        """The engines' counts of drafts, see `Completions`, since `take_metrics`."""
         self.holds_training = False
         """Whether training prompts stay here, because the engines are paused."""
         super().__init__(fleet, Background("rollout"), samples_per_engine=samples_per_engine)
@@ -136,10 +138,16 @@ class Dispatcher(EngineQueue[Request]):
         """Metrics of engines and environments since the last call. In the dispatcher's thread."""
         deaths, self.num_deaths = self.fleet.roster.num_deaths - self.num_deaths, self.fleet.roster.num_deaths
         replayed, self.num_replayed = self.num_replayed, 0
+        (times, drafted, accepted), self.drafts = self.drafts.tolist(), np.zeros(3, np.int64)
         return {
             "engines/serving": len(self.fleet.members.open),
             "engines/failed": deaths,
             "engines/replayed_groups": replayed,
+            **(
+                {"engines/draft_acceptance": accepted / drafted, "engines/accepted_a_draft": accepted / times}
+                if drafted
+                else {}
+            ),
             **(self.interaction.take_metrics() if self.interaction else {}),
         }
 
@@ -230,6 +238,7 @@ class Dispatcher(EngineQueue[Request]):
         return prompt_batch(numbered, sampling, run_seed=self.run_seed if seeds else None)
 
     def _read(self, requests: Sequence[Request], arrays: Completions) -> list[RolloutGroup]:
+        self.drafts += arrays.get("drafts", 0)
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem

@@ -29,6 +29,8 @@ With `Sampling.keeps_routes`, from engines that say which experts they chose, al
 route_sizes), MoE layers, top_k]`, and how many tokens of each sample have them, `route_sizes [samples]` int64: those of the prompt and its
 own except the last, or none.
 
+From engines that draft also `drafts [3]` int64: how many times they did since the last answer, how many tokens, and how many were accepted.
+
 Under `Sampling.prompt_logprobs` also what was asked of the prompts' tokens: `prompt_sizes [groups]` int64 counts them, `prompt_logprobs
 [sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest at their places,
 with -1 and NaN where the engine gave fewer."""

@@ -19,7 +19,7 @@ import numpy as np
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
-from mgrpo.rollout.engine import Completions, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, PromptBatch
 from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
@@ -38,6 +38,8 @@ class EngineActor(EngineCalls):
         self.asleep: set[str] = set()
         """The parts without memory on the device, by vLLM's tags."""
         self.waking = asyncio.Lock()
+        self.drafts: np.ndarray | None = None
+        """`[3]` int64: drafts, their tokens, and those that were accepted, since the last poll; None where the engine does not draft."""
 
     async def start(
         self,
@@ -94,7 +96,13 @@ class EngineActor(EngineCalls):
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo") if teacher_temperature is None else None
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
+        loggers = []
+        if "speculative_config" in args:
+            self.drafts = np.zeros(3, np.int64)
+            loggers.append(draft_logger(self.drafts))
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**args, weight_transfer_config=transfer), stat_loggers=loggers
+        )
         if teacher_temperature not in (None, 1.0):
             await self.engine.collective_rpc("divide_logits", args=(teacher_temperature,))
         await self.pause("recompute")
@@ -149,6 +157,15 @@ class EngineActor(EngineCalls):
             self.engine.finish_weight_update(weight_version=str(self.version)),
         )
 
+    async def poll(self, gather_s: float = GATHER_S) -> Completions:
+        """See `EngineCalls.poll`; with the counts of drafts."""
+        found = await super().poll(gather_s)
+        if self.drafts is None:
+            return found
+        drafts = self.drafts.copy()
+        self.drafts -= drafts
+        return found | {"drafts": drafts}
+
     async def _abort(self, requests: Sequence[str]) -> None:
         await self.engine.abort(requests, internal=True)
 
@@ -195,6 +212,25 @@ class EngineActor(EngineCalls):
             salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own, lora_request=self.adapter)
             self._expect(number, request.request_id, _group(number, request, start=start, **reading))
+
+
+def draft_logger(counts: np.ndarray) -> Any:
+    """A class of vLLM's loggers which adds to `counts`, see `EngineActor.drafts`."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class DraftLogger(StatLoggerBase):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            stats = scheduler_stats and scheduler_stats.spec_decoding_stats
+            if stats:
+                counts[:] += stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return DraftLogger
 
 
 def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:

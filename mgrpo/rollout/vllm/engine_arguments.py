@@ -24,8 +24,9 @@ from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
 from mgrpo.models.hf_config import HfConfig, read_hf_config
 from mgrpo.processes.address import INTERFACES
+from mgrpo.rollout.drafts import ARGUMENTS, draft_args, draft_problems
 from mgrpo.rollout.vllm.engine_set import EngineKind
-from mgrpo.rollout.vllm.kept_sets import draft_problems, kept_args, kept_problems
+from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
 from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -87,6 +88,7 @@ OWNED = {
     **dict.fromkeys(
         ("logits_processors", "watermark_config"), "the trainer's log-probabilities are those of the model's own logits"
     ),
+    **dict.fromkeys(ARGUMENTS, "use vllm_speculative_method; what drafts with weights of its own gets no updates"),
     "kv_cache_dtype": "use vllm_kv_cache_dtype",
     "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
@@ -143,8 +145,9 @@ def machine_problems(
             []
             if has_servers
             else address_problems(settings.ray_address)
-            + extra_problems(settings.vllm_extra_args, on_gpu=bool(gpus))
+            + extra_problems(settings.vllm_extra_args)
             + list(kept_problems(config, on_gpu=bool(gpus)))
+            + list(draft_problems(config, on_gpu=bool(gpus), has_states="linear_num_key_heads" in hf_config))
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -273,7 +276,7 @@ def address_problems(address: str | None) -> list[str]:
     return []
 
 
-def extra_problems(text: str, *, on_gpu: bool) -> list[str]:
+def extra_problems(text: str) -> list[str]:
     """Sentences about the mistakes in `vllm_extra_args`."""
     try:
         extra = json.loads(text)
@@ -283,15 +286,11 @@ def extra_problems(text: str, *, on_gpu: bool) -> list[str]:
         return [f'vllm_extra_args={text}; expected a JSON object, for example {{"max_num_batched_tokens": 8192}}']
     known = _known_args() if extra else frozenset()
     useful = sorted(known - OWNED.keys())
-    return (
-        [*draft_problems(extra, on_gpu=on_gpu)]
-        + [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED]
-        + [
-            f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
-            f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
-            for name in extra.keys() - known
-        ]
-    )
+    return [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED] + [
+        f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
+        f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
+        for name in extra.keys() - known
+    ]
 
 
 def _known_args() -> frozenset[str]:
@@ -355,6 +354,7 @@ def engine_args(
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
         **kept_args(config),
+        **draft_args(config),
         **({"enable_return_routed_experts": True} if config.parallel.routing_replay == "rollout" else {}),
         **_adapter_args(config.adapter.lora),
     }

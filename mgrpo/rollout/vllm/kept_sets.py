@@ -11,7 +11,7 @@ and runs with `top_k` 100 have trained on an H200 and an H100.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,10 +24,6 @@ from mgrpo.types import KeptTokens
 TIES = 16
 """Log-probabilities that are asked for beyond top_k: on a CPU vLLM keeps all tokens that are as likely as the last of the top k,
 and half-precision logits of different tokens are often equal."""
-DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-"""Arguments of vLLM that turn speculative decoding on."""
-WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that draft from the tokens so far."""
 MISSING = 1e-4
 """Probability that a set may lack: more than rounding errors, and too little to show in a ratio of policies."""
 
@@ -47,41 +43,9 @@ def kept_args(config: Config) -> dict[str, Any]:
     return {"max_logprobs": num_logprobs(config)} if config.rollout.is_cut else {}
 
 
-def second_model(drafts: Mapping[str, Any]) -> str:
-    """What drafts with weights of its own, by vLLM's speculative_config; empty where the drafts come from the tokens so far."""
-    model = drafts.get("model")
-    method = drafts.get("method") or model
-    return "" if method in WITHOUT_WEIGHTS and model in (None, method) else str(model or method)
-
-
-def draft_problems(extra: Mapping[str, Any], *, on_gpu: bool) -> Iterator[str]:
-    """Sentences about why engines with these arguments of vLLM cannot draft tokens."""
-    if not any(name in extra for name in DRAFTS):
-        return
-    given = extra.get("speculative_config")
-    short = {"method": extra.get("spec_method"), "model": extra.get("spec_model")}
-    drafts = given if isinstance(given, dict) else {name: value for name, value in short.items() if value}
-    if model := second_model(drafts):
-        yield (
-            f"vllm_extra_args: {model} drafts tokens with weights of its own, which get no updates; use the method ngram or suffix, which "
-            "draft from the tokens so far"
-        )
-    elif not on_gpu:
-        yield (
-            "vllm_extra_args: tokens are drafted by engines on GPUs only: on a CPU vLLM judges drafts by another distribution than the "
-            "model's; leave speculative decoding out"
-        )
-
-
 def kept_problems(config: Config, *, on_gpu: bool) -> Iterator[str]:
     """Sentences about why engines that a run starts cannot return the sets."""
     rollout = config.rollout
-    drafts = [name for name in DRAFTS if f'"{name}"' in config.engine.vllm_extra_args]
-    if rollout.is_cut and drafts:
-        yield (
-            f"vllm_extra_args cannot hold {' or '.join(drafts)} with top_k={rollout.top_k}: what the engine samples from is known of "
-            "tokens that it samples one by one; leave one of them out"
-        )
     if rollout.needs_masks and not on_gpu:
         yield (
             f"top_k={rollout.top_k} must be at most {MOST_KEPT} with engines on a CPU: of more tokens only engines on GPUs say "

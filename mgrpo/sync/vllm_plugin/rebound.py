@@ -93,6 +93,18 @@ def _activated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     raise NotImplementedError(f"experts with the activation {activation!r} on a CPU")
 
 
+def expanded(
+    values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """`expand_batch_to_tokens`: the value of each request for each of its drafted tokens.
+
+    Args:
+        values, ends: `[requests]`; the tokens of a request end before `ends`.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return torch.where(values == replace_from, replace_to, values).to(values.dtype).repeat_interleave(counts)
+
+
 def rotated(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,6 +217,12 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         "forward_cpu",
         rotated,
         "vLLM's kernel turns the queries and keys of latent attention by other angles",
+    ),
+    (
+        "vllm.v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        expanded,
+        "vLLM's kernel writes temperatures into a copy, and drafts are judged by what memory held",
     ),
     (
         "vllm.config.vllm:VllmConfig",

@@ -12,9 +12,9 @@ import pytest
 
 from mgrpo.models.adapters import LINEAR_LAYERS
 from mgrpo.moving import from_values
+from mgrpo.rollout import drafts
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.engine_set import engine_bundles
-from mgrpo.rollout.vllm.kept_sets import DRAFTS
 
 
 def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
@@ -266,7 +266,7 @@ def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apa
 def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
     """vLLM would refuse an unknown one after Ray and the engines' imports; one of ours would break the weight sync."""
     had_vllm = "vllm" in sys.modules  # of another test
-    found = engine_arguments.extra_problems(text, on_gpu=False)
+    found = engine_arguments.extra_problems(text)
     assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
     assert had_vllm or "vllm" not in sys.modules
 
@@ -301,34 +301,50 @@ OWN_MODEL = "the engine samples from the model that is trained"
 )
 def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, value, reason):
     """Weights would be written where nothing reads them, or the engine would sample from another distribution."""
-    (sentence,) = engine_arguments.extra_problems(json.dumps({name: value}), on_gpu=True)
+    (sentence,) = engine_arguments.extra_problems(json.dumps({name: value}))
     assert sentence.startswith(f"vllm_extra_args cannot hold {name}: ") and reason in sentence
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    ("method", "values", "on_gpu", "has_states", "words"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, None),
-        ({"speculative_config": {"model": "ngram"}}, None),
-        ({"speculative_config": {"method": "suffix"}}, None),
-        ({"spec_method": "ngram", "spec_tokens": 3}, None),
-        ({"speculative_config": {"method": "eagle3", "model": "owner/draft"}}, "owner/draft drafts tokens with weights of its own"),
-        ({"speculative_config": {"method": "ngram", "model": "owner/draft"}}, "owner/draft drafts tokens with weights"),
-        ({"speculative_config": {"method": "mtp"}}, "mtp drafts tokens with weights of its own"),
-        ({"spec_model": "owner/draft"}, "owner/draft drafts tokens with weights of its own"),
+        ("ngram", {}, False, False, None),
+        ("suffix", {}, True, True, None),
+        ("ngram", {"top_k": 8}, True, False, "with top_k=8: what the engine samples from is known of tokens"),
+        ("ngram", {"routing_replay": "rollout"}, True, False, "use routing_replay=learner"),
+        ("ngram", {}, False, True, "cannot go back to the last accepted token"),
     ],
-)  # fmt: skip
-def test_tokens_are_drafted_without_weights_and_on_gpus(extra, words):
+)
+def test_tokens_are_drafted_without_weights(method, values, on_gpu, has_states, words, monkeypatch):
     """A second model would stay that of the first step, and fewer of its drafts be right with every step."""
-    found = engine_arguments.extra_problems(json.dumps(extra), on_gpu=True)
+    monkeypatch.setattr(drafts, "find_spec", lambda module: object())
+    config = from_values({"vllm_speculative_method": method, "vllm_num_speculative_tokens": 5, **values})
+    found = list(drafts.draft_problems(config, on_gpu=on_gpu, has_states=has_states))
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
-    (on_cpu,) = engine_arguments.extra_problems(json.dumps(extra), on_gpu=False)
-    assert (words or "by engines on GPUs only") in on_cpu
+    given = drafts.draft_args(config)["speculative_config"]
+    assert (given["method"], given["num_speculative_tokens"]) == (method, 5) and not drafts.draft_args(from_values({}))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_method_whose_package_is_missing_is_refused(method, monkeypatch):
+    """An engine would say so when it has started, minutes later."""
+    monkeypatch.setattr(drafts, "find_spec", lambda module: None)
+    config = from_values({"vllm_speculative_method": method})
+    (sentence,) = drafts.draft_problems(config, on_gpu=True, has_states=False)
+    assert sentence.startswith(f"vllm_speculative_method={method} needs a package") and "pip install" in sentence
+
+
+def test_what_drafts_with_weights_of_its_own_is_refused_on_servers():
+    """By vLLM's words: a method, a model, or a model's name in the place of a method."""
+    assert not drafts.second_model({"method": "ngram"}) and not drafts.second_model({"model": "ngram"})
+    assert drafts.second_model({"method": "eagle3", "model": "owner/draft"}) == "owner/draft"
+    assert drafts.second_model({"method": "ngram", "model": "owner/draft"}) == "owner/draft"
+    assert drafts.second_model({"method": "mtp"}) == "mtp"
 
 
 def test_only_arguments_that_vllm_has_are_refused_by_name():
     """A misspelled one would let the real one pass."""
-    assert {*engine_arguments.OWNED, *DRAFTS} <= engine_arguments._known_args()
+    assert engine_arguments.OWNED.keys() <= engine_arguments._known_args()
 
 
 def test_vllms_own_arguments_take_the_place_of_defaults():

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mgrpo.sync.vllm_plugin.rebound import expanded
+
 pytestmark = pytest.mark.slow
 VOCAB, REQUESTS, DRAFTED = 8, 2000, 3
 TEMPERATURE = 0.7
@@ -49,17 +51,9 @@ def verified(vllm: Any, logits: Any, drafts: list[list[int]]) -> tuple[list[list
     return sampler.parse_output(done.sampled_token_ids, VOCAB, logprobs_tensors=done.logprobs_tensors)
 
 
-def expanded(values: Any, ends: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Any:
-    """vLLM's `expand_batch_to_tokens`: a request's value for each of its drafted tokens."""
-    import torch
-
-    counts = torch.diff(ends, prepend=torch.zeros(1, dtype=ends.dtype))
-    return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts)
-
-
 def test_on_a_cpu_drafts_are_judged_at_no_temperature(vllm):
-    """Why they are refused there: vLLM's CPU kernel writes the temperatures into a copy, and divides by what memory held. Where this
-    fails, they can be allowed."""
+    """What the plugin replaces: vLLM's CPU kernel writes the temperatures into a copy, and divides by what memory held. Where this fails,
+    `expanded` may go."""
     import torch
     from vllm.platforms import current_platform
 

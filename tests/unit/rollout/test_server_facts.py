@@ -72,7 +72,6 @@ def test_a_server_as_it_should_be_has_no_problem():
         ("model_config/quantization", "fp8", "quantizes weights (fp8)"),
         ("model_config/hf_overrides", {"head_dtype": "bfloat16"}, "computes logits in bfloat16, expected float32"),
         ("cache_config/cache_dtype", "fp8", "keeps keys and values in fp8, expected vllm_kv_cache_dtype=auto; start it with --kv"),
-        ("speculative_config", {"method": "ngram"}, "drafts tokens, which vLLM on a CPU judges by another"),
         ("speculative_config", {"method": "eagle", "model": "a/b"}, "with weights of their own (a/b), which get no updates; leave"),
         ("scheduler_config/max_num_seqs", 3, "max_num_seqs is 3, expected at least the 16 samples of a prompt"),
         ("scheduler_config/enable_chunked_prefill", True, "start it with --no-enable-chunked-prefill"),

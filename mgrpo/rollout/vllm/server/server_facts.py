@@ -12,7 +12,8 @@ from mgrpo.config.schema import MOST_KEPT, Config
 from mgrpo.models.cuts import num_experts
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.processes.address import own_address
-from mgrpo.rollout.vllm.kept_sets import num_logprobs, second_model
+from mgrpo.rollout.drafts import second_model
+from mgrpo.rollout.vllm.kept_sets import num_logprobs
 
 _SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -131,8 +132,6 @@ def _drafts(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server drafts tokens with weights of their own ({model}), which get no updates; leave --speculative-config out, or use "
             "its method ngram or suffix"
         )
-    elif found["device_config"]["device"] == "cpu":
-        yield "the server drafts tokens, which vLLM on a CPU judges by another distribution than the model's; leave --speculative-config out"
     elif config.rollout.is_cut:
         yield (
             f"the server drafts tokens, and what it samples from with top_k={config.rollout.top_k} is known of tokens that it samples one by "

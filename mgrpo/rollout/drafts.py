@@ -1,0 +1,68 @@
+"""Speculative decoding: tokens that an engine guesses from those so far, and the model judges several at a time.
+
+What is accepted is distributed as the model samples (Leviathan et al., arXiv:2211.17192), and its log-probabilities are the model's. Only
+methods without weights: those of a draft model would have to be trained, and a weight sync does not reach them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from mgrpo.config.schema import Config
+
+ARGUMENTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Arguments of vLLM that turn it on."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's names of methods that draft from the tokens so far."""
+PACKAGES = {"ngram": ("numba", "numba==0.65.0"), "suffix": ("arctic_inference", "arctic-inference==0.1.1")}
+"""What a method needs beside vLLM: the module, and the requirement that vLLM 0.32 states."""
+NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""Lengths of the ends that are looked for in the tokens so far. vLLM's own, 5 and 5, rarely find one in an answer."""
+
+
+def draft_args(config: Config) -> dict[str, Any]:
+    """Arguments of vLLM with which an engine drafts."""
+    method = config.engine.vllm_speculative_method
+    if method == "none":
+        return {}
+    drafts = {"method": method, "num_speculative_tokens": config.engine.vllm_num_speculative_tokens}
+    # Statistics are off otherwise; those of drafts are handed over with the groups.
+    return {"speculative_config": drafts | (NGRAMS if method == "ngram" else {})}
+
+
+def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterator[str]:
+    """Sentences about why engines that a run starts on this machine cannot draft.
+
+    Args:
+        has_states: the model has gated delta nets.
+    """
+    method, rollout = config.engine.vllm_speculative_method, config.rollout
+    if method == "none":
+        return
+    name = f"vllm_speculative_method={method}"
+    module, requirement = PACKAGES[method]
+    if find_spec(module) is None:
+        yield f"{name} needs a package that is not installed: pip install {requirement}, on every node with engines"
+    if rollout.is_cut:
+        yield (
+            f"{name} with top_k={rollout.top_k}: what the engine samples from is known of tokens that it samples one by one; leave one of "
+            "them out"
+        )
+    if config.parallel.routing_replay == "rollout":
+        yield (
+            f"{name} with routing_replay=rollout: engines say which experts they chose for tokens that they sample one by one; use "
+            "routing_replay=learner, or leave drafts out"
+        )
+    if has_states and not on_gpu:
+        yield (
+            f"{name}: on a CPU the state of a gated delta net cannot go back to the last accepted token; use none, or engines on GPUs"
+        )
+
+
+def second_model(drafts: Mapping[str, Any]) -> str:
+    """What drafts with weights of its own, by vLLM's speculative_config; empty where the drafts come from the tokens so far."""
+    model = drafts.get("model")
+    method = drafts.get("method") or model
+    return "" if method in WITHOUT_WEIGHTS and model in (None, method) else str(model or method)
