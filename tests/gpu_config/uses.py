@@ -32,6 +32,8 @@ OWNERS: Mapping[str, Mapping[str, str]] = {
         "completion": COMPLETION,
         "c": COMPLETION,
         "c.sampling_mask": "vllm.outputs:SamplingMask",
+        "scheduler_stats": "vllm.v1.metrics.stats:SchedulerStats",
+        "stats": "vllm.v1.spec_decode.metrics:SpecDecodingStats",
         "found": "vllm.logprobs:FlatLogprobs",
     },
     "rollout/vllm/calls.py": {"completion": COMPLETION, "c": COMPLETION, "span": "vllm.outputs:WeightVersionSpan"},
@@ -44,6 +46,8 @@ OWNERS: Mapping[str, Mapping[str, str]] = {
     "sync/vllm_plugin/transfer_engine.py": {
         "self.device": "torch:device",
         "self.parallel_config": "vllm.config.parallel:ParallelConfig",
+        "self.vllm_config": "vllm.config.vllm:VllmConfig",
+        "self.vllm_config.load_config": "vllm.config.load:LoadConfig",
     },
     "sync/group.py": {
         "nccl": NCCL,
