@@ -119,7 +119,7 @@ INNER = {
     "rewards.verifiers": {"constraints", "judges", "rubrics", "verifier"},
     "rewards.verifiers.answers": set(),
     "rollout.engines": {"engine", "requests"},
-    "rollout.vllm": {"engine", "mixtures"},
+    "rollout.vllm": {"drafts", "engine", "mixtures"},
     "run.ranks": set(),
     "run.inputs": {"ranks"},
     "run.produce": {"inputs", "ranks", "records"},
