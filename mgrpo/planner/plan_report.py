@@ -319,7 +319,7 @@ def _traffic(plan: RunPlan) -> Table:
         if not sent:
             continue
         link = "in the node" if span_of(plan.layout, axis) <= hardware.gpus_per_node else "network"
-        rate = bytes_s(axis, plan.layout, hardware, plan.shape.experts)
+        rate = bytes_s(axis, plan.layout, plan.config.parallel, hardware, plan.shape.experts)
         table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{rate / 1e9:.0f}")
     engines = plan.config.engine.vllm_num_engines
     link = "in the node" if hardware.num_gpus <= hardware.gpus_per_node else "network"

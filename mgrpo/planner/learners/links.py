@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.shape import Experts
 from mgrpo.planner.hardware import Hardware
@@ -28,7 +29,18 @@ def ring_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
     return rate * 1e9 * hardware.assumed.link_efficiency
 
 
-def bytes_s(axis: str, layout: Layout, hardware: Hardware, experts: Experts | None) -> float:
+def exchange_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
+    """The same of an exchange of all with all: what stays in the node and what leaves it go at the same time."""
+    within = min(ranks, max(hardware.gpus_per_node // stride, 1))
+    if within == ranks:
+        return ring_bytes_s(hardware, ranks=ranks, stride=stride)
+    leaving = (ranks - within) / (ranks - 1)
+    over_network = hardware.network_gbps / 8 / leaving
+    over_nvlink = hardware.gpu.nvlink_gb_s / (1 - leaving) if within > 1 else math.inf
+    return min(over_network, over_nvlink) * 1e9 * hardware.assumed.link_efficiency
+
+
+def bytes_s(axis: str, layout: Layout, settings: Parallel, hardware: Hardware, experts: Experts | None) -> float:
     """Assumed bytes per second of each rank in exchanges of this axis; of a mixture's data-parallel ranks, in those of what is no expert."""
     if axis == "expert" and experts is not None:
         return 1 / expert_seconds(1.0, layout, hardware, experts)
@@ -39,13 +51,17 @@ def bytes_s(axis: str, layout: Layout, hardware: Hardware, experts: Experts | No
         "data": (layout.data * layout.context, layout.tensor),
         "pipeline": (2, layout.world_size // layout.pipeline),
     }[axis]
+    if axis == "context" and settings.cp_comm_type == "a2a":
+        return exchange_bytes_s(hardware, ranks=ranks, stride=stride)
     return ring_bytes_s(hardware, ranks=ranks, stride=stride)
 
 
-def link_seconds(traffic: Traffic, layout: Layout, hardware: Hardware, experts: Experts | None) -> dict[str, float]:
+def link_seconds(
+    traffic: Traffic, layout: Layout, settings: Parallel, hardware: Hardware, experts: Experts | None
+) -> dict[str, float]:
     """Seconds of a pass by axis; data-parallel traffic is `data_seconds`'."""
     axes = {axis: getattr(traffic, axis) for axis in ("tensor", "context", "expert", "pipeline")}
-    seconds = {axis: sent / bytes_s(axis, layout, hardware, experts) for axis, sent in axes.items() if sent}
+    seconds = {axis: sent / bytes_s(axis, layout, settings, hardware, experts) for axis, sent in axes.items() if sent}
     if "tensor" in seconds:
         seconds["tensor"] *= hardware.assumed.tensor_exposed
     return seconds
@@ -58,19 +74,14 @@ def expert_seconds(sent: float, layout: Layout, hardware: Hardware, experts: Exp
     network, at the same time. The "flex" one (DeepEP, HybridEP) sends a token once to each node that has some of its experts,
     and there over NVLink.
     """
-    gpu, assumed = hardware.gpu, hardware.assumed
     ranks = layout.expert * layout.expert_tensor
     within = min(ranks, hardware.gpus_per_node)
-    nvlink, network = gpu.nvlink_gb_s * 1e9 * assumed.link_efficiency, hardware.network_gbps / 8 * 1e9
-    if within == ranks:
-        return sent / nvlink
-    copies = sent / ((ranks - 1) / ranks)
-    leaving = copies * (ranks - within) / ranks
-    if not hardware.dispatches_by_node:
-        return max((sent - leaving) / nvlink, leaving / (network * assumed.link_efficiency))
-    nodes = ranks / within
+    if within == ranks or not hardware.dispatches_by_node:
+        return sent / exchange_bytes_s(hardware, ranks=ranks, stride=1)
+    nodes, copies = ranks / within, sent * ranks / (ranks - 1)
     across = copies / experts.top_k * nodes_reached(nodes, experts) * (nodes - 1) / nodes
-    return max(sent / nvlink, across / (network * FLEX_EFFICIENCY))
+    in_node = ring_bytes_s(hardware, ranks=within, stride=1)
+    return max(sent / in_node, across / (hardware.network_gbps / 8 * 1e9 * FLEX_EFFICIENCY))
 
 
 def nodes_reached(nodes: float, experts: Experts) -> float:
@@ -101,14 +112,16 @@ class Hidden:
     """Share of it that nothing can hide: the first layer's gather, the last one's reduction."""
 
 
-def data_seconds(sent: float, layout: Layout, hardware: Hardware, hidden: Hidden, *, expert_share: float) -> float:
+def data_seconds(
+    sent: float, layout: Layout, settings: Parallel, hardware: Hardware, hidden: Hidden, *, expert_share: float
+) -> float:
     """Seconds that data-parallel traffic adds to an update.
 
     Args:
         sent: bytes of one rank.
         expert_share: share of them that are of experts, which fewer ranks share.
     """
-    dense = bytes_s("data", layout, hardware, None)
+    dense = bytes_s("data", layout, settings, hardware, None)
     experts = ring_bytes_s(hardware, ranks=layout.expert_data, stride=layout.expert * layout.expert_tensor)
     seconds = sent * ((1 - expert_share) / dense + expert_share / experts)
     return beside(seconds, hidden.window, hardware, exposed=hidden.edge)

@@ -106,12 +106,13 @@ def learner_time(
     training["data"] = data_seconds(
         update.data,
         layout,
+        settings,
         hardware,
         _hidden(settings, layout, shape, busy=sum(training.values()), count=count * parts * passes.train),
         expert_share=held.experts / held.total,
     )
     # What data-parallel ranks do not send: copies of an embedding, gradients of weights that all tensor ranks have.
-    rest = link_seconds(replace(update, data=0.0), layout, hardware, None)
+    rest = link_seconds(replace(update, data=0.0), layout, settings, hardware, None)
     training |= {axis: training.get(axis, 0.0) + spent for axis, spent in rest.items()}
     training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(states, hardware)
     return LearnerTime(
@@ -168,7 +169,7 @@ def _stage_time(
         return touched * hardware.assumed.elementwise_passes / hardware.hbm_bytes_s
 
     def links(traffic: Traffic) -> dict[str, float]:
-        return link_seconds(traffic, layout, hardware, shape.experts)
+        return link_seconds(traffic, layout, settings, hardware, shape.experts)
 
     training = {
         "compute": products(flops.forward * (1 + passes.backward)) * passes.train,

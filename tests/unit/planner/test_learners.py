@@ -38,9 +38,18 @@ def test_only_copies_that_leave_the_node_go_over_the_network() -> None:
     layout = Layout(world_size=16, expert=16)
     sent = 15e9
     assert expert_seconds(sent, layout, H100S, EXPERTS) == pytest.approx(8e9 / 50e9)
-    assert bytes_s("expert", layout, H100S, EXPERTS) == pytest.approx(50e9 * 15 / 8)
+    assert bytes_s("expert", layout, Parallel(), H100S, EXPERTS) == pytest.approx(50e9 * 15 / 8)
     inside = Layout(world_size=16, expert=8)
     assert expert_seconds(sent, inside, H100S, EXPERTS) == pytest.approx(15e9 / 450e9)
+
+
+def test_contexts_gather_in_a_ring_or_exchange() -> None:
+    """16 context ranks, two of them in a node of two tensor groups of four: 14 of 15 parts of an exchange leave it."""
+    layout = Layout(world_size=64, tensor=4, context=16)
+    ring, exchange = (
+        bytes_s("context", layout, Parallel(cp_comm_type=kind), H100S, None) for kind in ("all_gather", "a2a")
+    )
+    assert ring == 100e9 and exchange == pytest.approx(50e9 * 15 / 14)
 
 
 def test_a_token_goes_to_a_node_once_where_dispatch_is_by_node() -> None:
@@ -68,7 +77,7 @@ def test_hidden_traffic_costs_what_it_takes_of_the_gpu() -> None:
     assert beside(10.0, 60.0, H100S, exposed=0.1) == pytest.approx(1 + 9 * 0.15)
     half = dataclasses.replace(H100S, assumed=dataclasses.replace(H100S.assumed, tensor_exposed=0.5))
     layout = Layout(world_size=8, tensor=8)
-    seconds = [link_seconds(Traffic(tensor=45e9), layout, hardware, None) for hardware in (H100S, half)]
+    seconds = [link_seconds(Traffic(tensor=45e9), layout, Parallel(), hardware, None) for hardware in (H100S, half)]
     assert seconds == [{"tensor": pytest.approx(0.1)}, {"tensor": pytest.approx(0.05)}]
 
 
