@@ -1,6 +1,6 @@
 """The share of a run's time that counts, when machines fail at random moments, by how and how often it saves.
 
-    OMP_NUM_THREADS=1 python tools/bench_goodput.py [--days 30] [--seeds 5] [--gpus 128 1024 4096] [--step_s 244]
+    OMP_NUM_THREADS=1 python tools/bench_goodput.py [--failures 25] [--seeds 3] [--gpus 128 1024 4096] [--step_s 244]
 
 A run is simulated step by step with a clock of its own. What decides and what is written are the run's own parts: `Schedule` says when
 a state is due and where it goes, `Saver` writes it (tensors of a few bytes, whose time is that of a real state), with the nodes'
@@ -202,6 +202,7 @@ def simulate(
             # Failures while nothing runs hit what is starting.
             moment, disks = next(ahead)
             moment = max(moment, clock.now)
+    open_folder(f"memory://{name}").remove_all()
     return {
         "goodput": steps * step_s / clock.now,
         "goodput by the run": metrics["time/goodput"],
@@ -231,8 +232,8 @@ def policies(args: argparse.Namespace, mtbf: float) -> list[Policy]:
         Policy(name="by the size of the run, in the background", every_s=own_s, restart_s=old),
         Policy(name="the same, planned restart", every_s=own_s, restart_s=new),
         Policy(
-            name="every 5 minutes on the nodes, every 25 steps on storage, planned restart",
-            every_s=300,
+            name="three times as often on the nodes, every 25 steps on storage",
+            every_s=own_s / 3,
             every_steps=25,
             has_near=True,
             restart_s=new,
@@ -252,12 +253,13 @@ def rates_of(args: argparse.Namespace, learners: int) -> Rates:
 
 def measure(args: argparse.Namespace, num_gpus: int) -> dict[str, dict]:
     mtbf, rates = mtbf_s(num_gpus), rates_of(args, num_gpus // 2)
-    steps = round(args.days * 86400 / args.step_s)
+    seconds = args.failures * mtbf
+    steps = round(seconds / args.step_s)
     found: dict[str, dict] = {}
     for policy in policies(args, mtbf):
         runs = [
             simulate(
-                policy, rates, step_s=args.step_s, steps=steps, failures=draw(seed, mtbf, 20 * args.days * 86400),
+                policy, rates, step_s=args.step_s, steps=steps, failures=draw(seed, mtbf, 20 * seconds),
                 name=f"{num_gpus}-{seed}-{next(_names)}",
             )
             for seed in range(args.seeds)
@@ -278,8 +280,8 @@ _names = itertools.count()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--days", type=float, default=30, help="of steps")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--failures", type=int, default=25, help="on average, in the steps of a run")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--gpus", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--step_s", type=float, default=244, help="seconds of a step; as planned for 32b_16x8.yaml")
     parser.add_argument("--state_tb", type=float, default=0.393, help="of a training state: 32B weights of 12 bytes")
@@ -295,9 +297,9 @@ def main() -> None:
     results = {}
     for num_gpus in args.gpus:
         results[str(num_gpus)] = found = measure(args, num_gpus)
-        print(f"{num_gpus} GPUs, a failure every {mtbf_s(num_gpus) / 3600:.1f} hours, {args.days:g} days of steps")
+        print(f"{num_gpus} GPUs, a failure every {mtbf_s(num_gpus) / 3600:.1f} hours", flush=True)
         for name, own in found.items():
-            print(f"  {name:75} lost {own['lost']:6.2%}  {own['lost / baseline']:5.2f} of the baseline")
+            print(f"  {name:60} lost {own['lost']:6.2%}  {own['lost / baseline']:5.2f} of the baseline", flush=True)
     assumptions = {key: value for key, value in vars(args).items() if key != "out"}
     args.out.write_text(
         json.dumps({"python": platform.python_version(), "assumptions": assumptions, "gpus": results}, indent=1) + "\n"
