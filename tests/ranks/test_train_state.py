@@ -193,3 +193,15 @@ def test_one_folder_for_all_nodes_has_no_partner(run_ranks, folders, tmp_path):
     arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "lost": [[], [0]]}
     for found in run_ranks(2, run_cases.continue_from_nodes, settings=settings, **arguments):
         assert found == [[2, 0, True], [1, 1, False], False, []]
+
+
+def test_a_disk_that_one_node_lacks_is_said_on_every_rank(run_ranks, folders, tmp_path):
+    """The other ranks would wait for the one that ends, until their time-out."""
+    (tmp_path / "disk1").write_text("")
+    settings = LEARN | TENSOR | {
+        "output_dir": str(tmp_path), "checkpoint_local_dir": f"{tmp_path}/disk$RANK", "save_every_minutes": 1, "checkpoint_state_freq": 1,
+    }  # fmt: skip
+    with pytest.raises(
+        AssertionError, match=rf"checkpoint_local_dir={tmp_path}/disk\$RANK on 127.0.0.1: {tmp_path}/disk1 is a file"
+    ):
+        run_ranks(2, run_cases.trainer_of, model_dir=str(folders["qwen2"]), settings=settings, groups=scored_groups())

@@ -43,9 +43,16 @@ class NearStates:
         )
         given = Path(os.path.expandvars(setting))
         self.local = LocalFolder(given / f"mgrpo-{name}")
-        self._check([f"checkpoint_local_dir={setting} on {host}: {why}" if (why := unwritable(given)) else ""])
-        self.server = CopyServer(self.local.path, host, secret)
-        found = gather_json([node_name(self.local.path), host, self.server.address], host_group)
+        node, why = "", unwritable(given)
+        try:
+            node = "" if why else node_name(self.local.path)
+            self.server = CopyServer(self.local.path, host, secret)
+        except OSError as err:
+            why = why or str(err)
+        problem = f"checkpoint_local_dir={setting} on {host}: {why}" if why else ""
+        if problems := list(dict.fromkeys(filter(None, gather_json(problem, host_group)))):
+            raise ConfigError(problems)
+        found = gather_json([node, host, self.server.address], host_group)
         nodes = [node for node, _, _ in found]
         self._servers: list[Address] = [(address[0], address[1]) for _, _, address in found]
         if len({*nodes}) == 1 < len({host for _, host, _ in found}):
@@ -100,11 +107,6 @@ class NearStates:
             shutil.rmtree(self.local.path, ignore_errors=True)
         if self.rank == 0:
             self.folder.shared.remove_all()
-
-    def _check(self, problems: list[str]) -> None:
-        found = [problem for own in gather_json(problems, self.host_group) for problem in own if problem]
-        if found:
-            raise ConfigError(list(dict.fromkeys(found)))
 
 
 def _send(address: Address, secret: str, folder: LocalFolder, name: str) -> None:
