@@ -109,6 +109,7 @@ def infer_layout_of(engine: Engine) -> InferLayout:
     return InferLayout(
         engines=engine.vllm_num_engines,
         tensor=engine.vllm_tensor_parallel_size,
+        data=engine.vllm_data_parallel_size,
         expert_parallel=engine.vllm_enable_expert_parallel,
     )
 

@@ -35,9 +35,13 @@ class Engine:
     vllm_num_engines: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
     """Number of vLLM engines."""
     vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
-    """Workers of each engine."""
+    """Workers of each engine that cut its weights among them."""
     vllm_enable_expert_parallel: bool = False
     """Workers of an engine share out the experts of a mixture, each whole; false: every worker has a part of every expert."""
+    vllm_data_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
+    """With vllm_enable_expert_parallel: copies of an engine's attention, of vllm_tensor_parallel_size workers each and with completions
+    of their own; all workers together share out the experts. Without it a copy of the model is an engine of its own: this many times
+    vllm_num_engines."""
     vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
     """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs,
     a worker on each; server: they are vLLM servers that run already."""
@@ -53,7 +57,7 @@ class Engine:
     """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale;
     fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
-    """Completions that an engine generates at once."""
+    """Completions that an engine generates at once, each of the copies of vllm_data_parallel_size."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT, STARTED] = False
     """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT, STARTED] = True
@@ -95,6 +99,19 @@ class Engine:
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
     """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first
     step."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of each engine."""
+        return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size
+
+    @property
+    def workers_asked(self) -> str:
+        """The settings that make up the workers of all engines, for an error."""
+        copies = (
+            f" x vllm_data_parallel_size={self.vllm_data_parallel_size}" if self.vllm_data_parallel_size > 1 else ""
+        )
+        return f"vllm_num_engines={self.vllm_num_engines} x vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}{copies}"
 
     @property
     def shares_gpus(self) -> bool:

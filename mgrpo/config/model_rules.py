@@ -77,9 +77,8 @@ def _engine_copies(hf_config: HfConfig, provenance: Provenance) -> Iterator[str]
     copies = provenance.expected.get("vllm_data_parallel_size", 1)
     if num_experts(hf_config) and copies > 1:
         yield (
-            f"vllm_data_parallel_size={copies} with a mixture of experts would share the experts among copies of the engine, "
-            "which must then pause in the same step for every weight sync: not supported; use vllm_num_engines or "
-            "vllm_tensor_parallel_size"
+            f"vllm_data_parallel_size={copies} with a mixture of experts is for copies that share out the experts; use "
+            "vllm_enable_expert_parallel=true with it, or vllm_num_engines for copies of the whole model"
         )
 
 

@@ -38,9 +38,9 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
 
 def engine_problems(hf: HfConfig, layout: InferLayout) -> Iterator[str]:
     """Why the model cannot be split over the workers of an engine."""
-    workers, experts = layout.tensor, num_experts(hf)
+    workers, experts = layout.workers, num_experts(hf)
     widths = _widths(hf, experts_are_whole=layout.expert_parallel)
-    yield from _split_problems("vllm_tensor_parallel_size", workers, head_sizes(hf) | _sizes(hf, *widths))
+    yield from _split_problems("vllm_tensor_parallel_size", layout.tensor, head_sizes(hf) | _sizes(hf, *widths))
     if not layout.expert_parallel:
         return
     if not experts:
@@ -48,14 +48,20 @@ def engine_problems(hf: HfConfig, layout: InferLayout) -> Iterator[str]:
     elif not 1 < workers <= experts:
         yield (
             f"vllm_enable_expert_parallel=true shares out the model's {experts} experts among the workers of an engine, but "
-            f"vllm_tensor_parallel_size={workers}; "
+            f"{_sizes_of(layout)}; "
             + ("leave it out, or use at least 2 workers" if workers == 1 else f"use at most {experts} workers")
         )
     elif experts % workers and hf.get("model_type") == "gpt_oss":
         yield (
-            f"vllm_enable_expert_parallel=true with vllm_tensor_parallel_size={workers}: vLLM's gpt-oss needs equal shares of the "
+            f"vllm_enable_expert_parallel=true with {_sizes_of(layout)}: vLLM's gpt-oss needs equal shares of the "
             f"{experts} experts; {choose_from(divisors(experts)[1:])}"
         )
+
+
+def _sizes_of(layout: InferLayout) -> str:
+    """The sizes that make up the workers of an engine."""
+    tensor = f"vllm_tensor_parallel_size={layout.tensor}"
+    return tensor if layout.data == 1 else f"{tensor} x vllm_data_parallel_size={layout.data} = {layout.workers}"
 
 
 def head_sizes(hf: HfConfig) -> dict[str, int]:

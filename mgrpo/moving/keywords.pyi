@@ -506,9 +506,11 @@ class Keywords(TypedDict, total=False):
     vllm_num_engines: int
     """Number of vLLM engines. (default: 1)"""
     vllm_tensor_parallel_size: int
-    """Workers of each engine. (default: 1)"""
+    """Workers of each engine that cut its weights among them. (default: 1)"""
     vllm_enable_expert_parallel: bool
     """Workers of an engine share out the experts of a mixture, each whole; false: every worker has a part of every expert. (default: false)"""
+    vllm_data_parallel_size: int
+    """With vllm_enable_expert_parallel: copies of an engine's attention, of vllm_tensor_parallel_size workers each and with completions of their own; all workers together share out the experts. Without it a copy of the model is an engine of its own: this many times vllm_num_engines. (default: 1)"""
     vllm_mode: Literal["ray", "server", "colocate"]
     """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs, a worker on each; server: they are vLLM servers that run already. (default: ray)"""
     vllm_enable_sleep_mode: bool
@@ -520,7 +522,7 @@ class Keywords(TypedDict, total=False):
     vllm_kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"]
     """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale; fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction. (default: auto)"""
     vllm_max_num_seqs: int
-    """Completions that an engine generates at once. (default: 256)"""
+    """Completions that an engine generates at once, each of the copies of vllm_data_parallel_size. (default: 256)"""
     vllm_enforce_eager: bool
     """Run without CUDA graphs; always on CPU. (default: false)"""
     vllm_enable_prefix_caching: bool

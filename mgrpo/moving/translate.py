@@ -200,24 +200,27 @@ def lengths(r: Resolution) -> None:
 
 
 def engines(r: Resolution) -> None:
-    """Servers, and copies of the model within one engine, which `model_rules` refuses for experts."""
+    """Servers, and copies of the model, which are engines of their own unless they share out experts; see also `model_rules`."""
     place = [name for name in ("vllm_server_host", "vllm_server_port") if name in r.peers]
     if r.value("vllm_mode") != "server":
         idle = [name for name in place if r.peer(name) not in (None, *table()[name].neutral)]
         r.notes.extend(f"{name} has no effect without vllm_mode=server" for name in idle)
-    copies = r.peer("vllm_data_parallel_size", 1)
-    if copies < 1:
-        r.problems.append(f"vllm_data_parallel_size={copies} must be 1 or more")
-    elif r.value("vllm_mode") == "server":
+    has_servers = r.value("vllm_mode") == "server"
+    if has_servers:
         _servers(r)
-        if copies > 1:
-            r.problems.append(
-                f"vllm_data_parallel_size={copies} must be 1 with vllm_mode=server; start {copies} times as many servers"
-            )
-    elif copies > 1:
-        engines = copies * r.value("vllm_num_engines")
-        r.expected["vllm_data_parallel_size"] = copies
-        r.derive("vllm_num_engines", engines, f"vllm_data_parallel_size={copies} -> vllm_num_engines ({engines})")
+    copies = r.value("vllm_data_parallel_size")
+    if copies <= 1 or r.value("vllm_enable_expert_parallel"):
+        return
+    if has_servers:
+        r.problems.append(
+            f"vllm_data_parallel_size={copies} with vllm_mode=server is for a mixture and vllm_enable_expert_parallel=true; start "
+            f"{copies} times as many servers"
+        )
+        return
+    engines = copies * r.value("vllm_num_engines")
+    r.expected["vllm_data_parallel_size"] = copies
+    r.derive("vllm_data_parallel_size", 1, f"vllm_data_parallel_size={copies} -> vllm_num_engines ({engines})")
+    r.derive("vllm_num_engines", engines, f"vllm_data_parallel_size={copies} -> vllm_num_engines ({engines})")
 
 
 def _servers(r: Resolution) -> None:

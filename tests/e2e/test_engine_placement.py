@@ -132,9 +132,10 @@ class Probe:
     async def start(self, args, *others, **settings):
         import ray
         from mgrpo.rollout.vllm import actor
+        from mgrpo.rollout.vllm.ray_processes import engine_part
 
         if not by_hand:
-            actor.own_interfaces = lambda address: {}
+            engine_part.own_interfaces = lambda address: {}
         with contextlib.suppress(FileNotFoundError):  # of the model
             await actor.EngineActor.start(self, args, *others, **settings)
         return ray.util.get_node_ip_address(), *map(os.environ.get, INTERFACES)

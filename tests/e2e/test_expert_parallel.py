@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,30 +19,36 @@ from mgrpo.sync.sending.layout_tables import training_holdings
 from tests.e2e.lone_engine import lone_engine
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
-from tests.sampling import prompt_batch, sampled
+from tests.sampling import collected, prompt_batch, sampled
 from tests.tiny_models import load_hf, save_tiny
 
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(num_samples=2, max_tokens=16, temperature=0.7, stop_token_ids=(2,))
+LONG = replace(SAMPLING, num_samples=1, max_tokens=32)
 PROMPTS = [np.arange(3, 3 + n) for n in (1, 9, 30)]
-ENGINE = InferLayout(tensor=2, expert_parallel=True)
+CUT = InferLayout(tensor=2, expert_parallel=True)
+COPIES = InferLayout(data=2, expert_parallel=True)
+CASES = [
+    *((family, engine) for engine in (CUT, COPIES) for family in ("qwen3_moe", "glm4_moe", "gpt_oss")),
+    ("qwen3_moe", InferLayout(tensor=2, data=2, expert_parallel=True)),
+]
 LAYOUTS = [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}]
 HOST = "127.0.0.1"
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].tensor}x{case[1].data}")
 def models(tmp_path_factory, request):
     """The weights that an engine starts with, and those that it is sent. Of 5 experts the first worker has 3; one layer has none."""
-    folder = tmp_path_factory.mktemp("models")
+    folder, (family, engine) = tmp_path_factory.mktemp("models"), request.param
     settings = {"qwen3_moe": {"num_experts": 5}, "gpt_oss": {"intermediate_size": 64}}
-    sent = save_tiny(folder / "sent", request.param, **settings.get(request.param, {}))
+    sent = save_tiny(folder / "sent", family, **settings.get(family, {}))
     torch.manual_seed(123)
     model = load_hf(sent)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder / "start")
-    return {"start": folder / "start", "sent": sent}
+    return {"start": folder / "start", "sent": sent, "engine": engine}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +59,32 @@ def engine(models):
         "max_prompt_token_length": 32,
         "response_length": 32,
         "vllm_kv_cache_mb": 16,
-        "vllm_tensor_parallel_size": 2,
+        "vllm_tensor_parallel_size": models["engine"].tensor,
+        "vllm_data_parallel_size": models["engine"].data,
         "vllm_enable_expert_parallel": True,
         "output_dir": str(models["start"].parent / "out"),
     }
     with lone_engine(values) as fleet:
         yield fleet.engines[0]
+
+
+def test_a_pause_stops_every_copy_in_the_middle_of_a_group(engine, models):
+    """A copy that computes on while another takes weights over waits for it in its experts' exchange, for ever."""
+    for pause in ("recompute", "keep"):
+        engine.submit(prompt_batch(PROMPTS, LONG)).result(60)
+        engine.resume().result(60)
+        engine.pause(pause).result(60)
+        engine.ping().result(60)
+        engine.resume().result(60)
+        got = collected(engine, len(PROMPTS))
+        assert len(got["tokens"]) > len(PROMPTS)
+        engine.pause("recompute").result(60)
+        assert of_transformers(got, PROMPTS, LONG, models["start"]) < 1e-5
+
+
+def test_one_copy_samples_while_the_other_has_nothing_to_do(engine, models):
+    """Its experts are needed all the same."""
+    assert difference(engine, models["start"], PROMPTS[:1]) < 1e-5
 
 
 def test_engine_logprobs_equal_transformers_before_and_after_a_sync(engine, models, run_ranks):  # noqa: F811
@@ -67,8 +95,8 @@ def test_engine_logprobs_equal_transformers_before_and_after_a_sync(engine, mode
         holdings = run_ranks(2, cases.holdings, model_dir=str(models["sent"]), layout=layout)[0]
         for model in ("start", "sent"):
             store = open_store(HOST, 60)
-            sender = make_sender(models[model], layout, ENGINE, store, holdings)
-            arguments = {"layout": layout, "port": store[1], "version": version, "engine": ENGINE}
+            sender = make_sender(models[model], layout, models["engine"], store, holdings)
+            arguments = {"layout": layout, "port": store[1], "version": version, "engine": models["engine"]}
             pool = run_ranks.start(2, cases.send_weights, model_dir=str(models[model]), **arguments)
             engine.join(sender.invitation(0)).result(60)
             engine.receive_weights(version, check=True, seed=0).result(60)
@@ -106,15 +134,19 @@ def make_sender(model_dir, layout, engine, store, holdings) -> Sender:
     )
 
 
-def difference(engine, folder) -> float:
+def difference(engine, folder, prompts=PROMPTS) -> float:
     """The largest between log-probabilities of the engine's tokens in the engine, and in transformers' model of this folder."""
-    got = sampled(engine, prompt_batch(PROMPTS, SAMPLING))
+    return of_transformers(sampled(engine, prompt_batch(prompts, SAMPLING)), prompts, SAMPLING, folder)
+
+
+def of_transformers(got, prompts, sampling, folder) -> float:
+    """See `difference`."""
     model, most = load_hf(folder), 0.0
-    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLING.num_samples)]
+    prompts = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
     for prompt, a, b in zip(prompts, got["cu_seqlens"][:-1], got["cu_seqlens"][1:], strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, got["tokens"][a:b]))).long()[None]
         with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / sampling.temperature
         expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         most = max(most, np.abs(got["logprobs"][a:b] - expected.numpy()).max())
     return most

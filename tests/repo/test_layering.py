@@ -15,10 +15,11 @@ HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
     "ray": {
         *("rollout/vllm/cluster.py", "rollout/vllm/engine_set.py", "rollout/vllm/ray_engine.py"),
-        "rollout/vllm/actor.py",
+        *("rollout/vllm/actor.py", "rollout/vllm/ray_processes/engine_part.py"),
     },
     "vllm": {
         *("rollout/vllm/actor.py", "rollout/vllm/local_core.py", "rollout/vllm/teacher_engine.py"),
+        "rollout/vllm/ray_processes/engine_part.py",
         *("sync/vllm_plugin/transfer_engine.py", "sync/vllm_plugin/delta_core.py", "sync/vllm_plugin/live_weights.py"),
         *("sync/vllm_plugin/rebound.py", "sync/vllm_plugin/routed_experts.py"),
         "environments/formats/vllm_door.py",

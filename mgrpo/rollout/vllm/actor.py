@@ -1,4 +1,4 @@
-"""The engine actor: vLLM's AsyncLLM in a Ray actor.
+"""The engine actor: vLLM's AsyncLLM in a Ray actor, with an engine core for each copy of the engine's attention.
 
 Only this file, `local_core` and the plugin import vllm, inside the actor's process.
 """
@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
-from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
-from mgrpo.processes.address import own_interfaces
+from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.rollout.engine import GATHER_S, Completions, PromptBatch
 from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.printed import print_into
+from mgrpo.rollout.vllm.ray_processes.engine_part import begin_parts, prepare
 from mgrpo.types import KeptTokens
 
 
@@ -40,6 +38,9 @@ class EngineActor(EngineCalls):
         self.waking = asyncio.Lock()
         self.drafts: np.ndarray | None = None
         """`[3]` int64: drafts, their tokens, and those that were accepted, since the last poll; None where the engine does not draft."""
+        self.copies = Copies(1)
+        self.lost: RuntimeError | None = None
+        """Why another node's part of the engine has ended."""
 
     async def start(
         self,
@@ -62,24 +63,10 @@ class EngineActor(EngineCalls):
         Raises:
             FileNotFoundError: this node does not have its folder, or the tokenizer's.
         """
-        if log is not None:
-            print_into(log)
-        if interfaces is not None:
-            _choose_interfaces(interfaces, spans_nodes=args.get("distributed_executor_backend") == "ray")
-        if not os.environ.get("OMP_NUM_THREADS", "1"):
-            # The environment that Ray is asked for can set a variable, but not remove it.
-            del os.environ["OMP_NUM_THREADS"]
-        own = {str(snapshot.folder): snapshot for snapshot in snapshots}
-        for key in ("model", "tokenizer"):
-            if snapshot := own.get(args.get(key, "")):
-                part = "served" if args.get("load_format") == "dummy" else snapshot.part
-                args[key] = await asyncio.to_thread(fetch_apart, replace(snapshot, part=part))
-        for folder in (args["model"], args.get("tokenizer", args["model"])):
-            if not os.path.isdir(folder):  # vLLM would look for it on the Hub
-                raise FileNotFoundError(
-                    f"{folder} is not a folder on {socket.gethostname()}, where this engine runs; every node that serves "
-                    "needs the model and its tokenizer at the same path"
-                )
+        self.copies = Copies(args.get("data_parallel_size", 1))
+        if self.copies.count > 1 and (ends := begin_parts(args, snapshots, log=log, interfaces=interfaces)):
+            threading.Thread(target=self._watch, args=(ends,), name="parts", daemon=True).start()
+        await asyncio.to_thread(prepare, args, snapshots, log=log, interfaces=interfaces)
         # Importing vllm makes a million objects that stay: without the collector it takes a fifth less time.
         gc.disable()
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -106,6 +93,21 @@ class EngineActor(EngineCalls):
         if teacher_temperature not in (None, 1.0):
             await self.engine.collective_rpc("divide_logits", args=(teacher_temperature,))
         await self.pause("recompute")
+
+    def _watch(self, ends: list[Any]) -> None:
+        """Wait for the end of any part, which is that of the engine."""
+        import ray
+
+        (end, *_), _ = ray.wait(ends)
+        try:
+            reason: object = ray.get(end)
+        except Exception as err:
+            reason = err
+        self.lost = RuntimeError(f"a part of the engine on another node has ended: {str(reason).splitlines()[-1]}")
+        if self.engine is None:
+            # vLLM waits for the part without a limit, and cannot be told.
+            print(f"RuntimeError: {self.lost}", flush=True)
+            os._exit(1)
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
@@ -145,6 +147,7 @@ class EngineActor(EngineCalls):
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
         """See `EngineCalls.receive_weights`; the weights' memory is taken back first."""
         await self._wake("weights")
+        self.copies.forget()
         await super().receive_weights(version, check, seed)
 
     async def _update(self, info: dict[str, Any]) -> None:
@@ -170,12 +173,21 @@ class EngineActor(EngineCalls):
         await self.engine.abort(requests, internal=True)
 
     def _death(self) -> BaseException | None:
-        return self.engine.dead_error if self.engine.errored else None
+        if self.engine.errored:
+            return self.engine.dead_error
+        if self.lost is not None:
+            return self.lost
+        # What tells idle copies that others compute; without it they would wait for each other, and vLLM does not look at it.
+        coordinator = self.engine.engine_core.resources.coordinator if self.copies.count > 1 else None
+        if coordinator is not None and not coordinator.proc.is_alive():
+            return RuntimeError("the process that coordinates the engine's copies of attention has died")
+        return None
 
     async def ping(self) -> None:
-        """Return when the engine core has answered as well, which it does between two steps."""
+        """Return when every engine core has answered as well, which it does between two steps."""
         if self.engine is not None:
-            await self._while_alive(self.engine.engine_core.is_scheduler_paused_async())
+            # While a pause is being reached, the cores would not agree on whether they are paused.
+            await self._while_alive(self.engine.engine_core.get_supported_tasks_async())
 
     async def process(self) -> tuple[str, int]:
         """Ray's id of the node that this engine runs on, and the id of its process."""
@@ -210,8 +222,12 @@ class EngineActor(EngineCalls):
         asked = zip(batch.numbers.tolist(), prompts, salts(batch), params, starts, strict=True)
         for number, prompt, salt, own, start in asked:
             salted = tokens_input(prompt, cache_salt=str(salt))
-            request = await self.engine.add_request(str(number), salted, own, lora_request=self.adapter)
-            self._expect(number, request.request_id, _group(number, request, start=start, **reading))
+            copy = self.copies.take(salt, own.n)
+            request = await self.engine.add_request(
+                str(number), salted, own, lora_request=self.adapter, data_parallel_rank=copy
+            )
+            group = self.copies.until_done(copy, own.n, _group(number, request, start=start, **reading))
+            self._expect(number, request.request_id, group)
 
 
 def draft_logger(counts: np.ndarray) -> Any:
@@ -233,14 +249,39 @@ def draft_logger(counts: np.ndarray) -> Any:
     return DraftLogger
 
 
-def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
-    """Set the variables of the network interfaces; those of this node's own environment, that of `ray start`, stay."""
-    import ray
+class Copies:
+    """The copies of an engine's attention, each with a cache of its own: which of them samples a group.
 
-    # vLLM hands variables of NCCL's to workers on other nodes, whose interfaces may have other names.
-    own = {} if spans_nodes else own_interfaces(ray.util.get_node_ip_address())
-    for name, value in {**own, **chosen}.items():
-        os.environ.setdefault(name, value)
+    All samples of a group, and the turns after it, come to the copy that has the prompt in its cache; a new group to the one with the
+    fewest samples. vLLM itself would spread the samples over all of them, and by counts that come ten times a second.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.samples = [0] * count
+        """That are queued or sampled, by copy."""
+        self.places: dict[int, int] = {}
+        """The copy of each group since the last weight update, by its salt."""
+
+    def take(self, salt: int, samples: int) -> int | None:
+        """The copy for so many samples of a group; None: there is only one."""
+        if self.count == 1:
+            return None
+        copy = self.places.setdefault(salt, min(range(self.count), key=self.samples.__getitem__))
+        self.samples[copy] += samples
+        return copy
+
+    async def until_done(self, copy: int | None, samples: int, group: Coroutine[Any, Any, Completions]) -> Completions:
+        """The group, after which its samples count no more."""
+        try:
+            return await group
+        finally:
+            if copy is not None:
+                self.samples[copy] -= samples
+
+    def forget(self) -> None:
+        """The caches are of other weights now."""
+        self.places.clear()
 
 
 async def _group(

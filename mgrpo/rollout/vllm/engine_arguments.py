@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import shutil
-import socket
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -27,6 +26,8 @@ from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.drafts import ARGUMENTS, draft_args, draft_problems
 from mgrpo.rollout.vllm.engine_set import EngineKind
 from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
+from mgrpo.rollout.vllm.ray_processes.engine_part import PLACES
+from mgrpo.rollout.vllm.ray_processes.node import address_problems
 from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -44,7 +45,8 @@ OWNED = {
     "tensor_parallel_size": "use vllm_tensor_parallel_size",
     "pipeline_parallel_size": "use vllm_tensor_parallel_size",
     "prefill_context_parallel_size": "use vllm_tensor_parallel_size",
-    "data_parallel_size": "use vllm_num_engines",
+    "data_parallel_size": "use vllm_data_parallel_size",
+    **dict.fromkeys(PLACES, "it follows from where the engine's copies of attention lie"),
     "enable_prefix_caching": "use vllm_enable_prefix_caching",
     "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
     "kv_cache_memory_bytes": "use vllm_kv_cache_mb or vllm_gpu_memory_utilization",
@@ -100,8 +102,6 @@ OWNED = {
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
 """Size of the weights from which on matrix products are worth more than one thread."""
-CONNECT_S = 5.0
-"""Seconds that another machine may take to answer."""
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """A variable of vLLM. If a user sets it to 1, the core of an engine with one worker on a CPU also has a process of its own."""
 STEP_TOKENS = {"cpu": 4096, "cuda": 8192}
@@ -155,7 +155,7 @@ def machine_problems(
         found += _adapter_problems(config, on_gpu=bool(gpus))
     if not gpus:
         return found + ([] if has_servers else _cpu_model_problems(config, hf_config))
-    needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
+    needed, left = settings.vllm_num_engines * settings.num_workers, len(gpus) - num_local_learners
     shares = settings.shares_gpus and num_local_learners > 0
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
         found.append(
@@ -171,8 +171,7 @@ def machine_problems(
         found += _sharing_problems(config, needed, num_local_learners)
     elif starts_engines and settings.ray_address is None and needed > left and not has_servers:
         found.append(
-            f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
-            f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
+            f"{settings.workers_asked} need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
             "start fewer learners or engines"
         )
     return found
@@ -251,7 +250,7 @@ def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
     if workers != learners:
         found.append(
             f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but this machine has {learners} learners, "
-            f"and vllm_num_engines x vllm_tensor_parallel_size = {workers} workers; make them equally many"
+            f"and {config.engine.workers_asked} = {workers} workers; make them equally many"
         )
     if "vllm_kv_cache_mb" not in config.provenance.sources:
         found.append(
@@ -259,21 +258,6 @@ def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
             "starts says nothing about that; `mgrpo plan` shows what fits"
         )
     return found
-
-
-def address_problems(address: str | None) -> list[str]:
-    """A sentence if no Ray cluster answers at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
-    host, colon, port = (address or "").rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
-        return []
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as err:
-        return [
-            f"ray_address={address}: no Ray cluster answers there ({err}); start one on that machine with `ray start --head "
-            f"--port {port}`, correct the address, or leave ray_address out to start one on this machine"
-        ]
-    return []
 
 
 def extra_problems(text: str) -> list[str]:
@@ -311,10 +295,11 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
     is_local = settings.ray_address is None
     return EngineKind(
         count=settings.vllm_num_engines,
-        workers=settings.vllm_tensor_parallel_size,
+        workers=settings.num_workers,
+        copies=settings.vllm_data_parallel_size,
         args=partial(engine_args, config, on_gpu=on_gpu, has_learners=num_local_learners > 0),
         environment=engine_environment(config, on_gpu=on_gpu, is_local=is_local, num_local_learners=num_local_learners),
-        has_local_core=has_local_core(settings.vllm_tensor_parallel_size, on_gpu=on_gpu),
+        has_local_core=has_local_core(settings.num_workers, on_gpu=on_gpu),
         log="engine",
         remedy="lower vllm_num_engines or vllm_tensor_parallel_size",
         gpus=serving_gpus()[:num_local_learners] if settings.shares_gpus else (),
@@ -346,6 +331,7 @@ def engine_args(
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
         "enable_expert_parallel": settings.vllm_enable_expert_parallel,
+        "data_parallel_size": settings.vllm_data_parallel_size,
         "kv_cache_dtype": settings.vllm_kv_cache_dtype,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
@@ -362,9 +348,10 @@ def engine_args(
         args["hf_overrides"] = {"head_dtype": "float32"}
     if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
-    if settings.vllm_tensor_parallel_size > 1:
+    if settings.num_workers > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
-        args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
+        alone = "mp" if settings.vllm_tensor_parallel_size > 1 else "uni"
+        args["distributed_executor_backend"] = "ray" if spans_nodes and settings.vllm_data_parallel_size == 1 else alone
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager
@@ -444,22 +431,22 @@ def network_variables() -> dict[str, str]:
 
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
     """Environment of the processes of a policy's engine, see `environment_of`."""
-    workers = config.engine.vllm_tensor_parallel_size
+    settings = config.engine
     threads = worker_threads(
         config,
         config.model_path,
-        workers=config.engine.vllm_num_engines * workers,
+        workers=settings.vllm_num_engines * settings.num_workers,
         num_cores=len(os.sched_getaffinity(0)) if is_local else 1,
         num_local_learners=num_local_learners,
     )
-    return environment_of(workers=workers, threads=threads, on_gpu=on_gpu, is_local=is_local)
+    return environment_of(workers=settings.vllm_tensor_parallel_size, threads=threads, on_gpu=on_gpu, is_local=is_local)
 
 
 def environment_of(*, workers: int, threads: int, on_gpu: bool, is_local: bool) -> dict[str, str]:
     """Environment of an engine's processes, in addition to their node's.
 
     Args:
-        workers: of the engine.
+        workers: of the engine, or of each of its copies of attention, which have a core each.
         threads: of each on a CPU.
         is_local: all of them run on rank 0's machine.
     """

@@ -27,6 +27,8 @@ class EngineKind:
     count: int
     workers: int
     """Of each engine."""
+    copies: int = 1
+    """Of an engine's attention, each on one node."""
     args: Callable[[bool], dict[str, Any]]
     """vLLM's arguments, given whether an engine's workers are on several nodes."""
     environment: Mapping[str, str]
@@ -114,7 +116,7 @@ class EngineSet:
             return engine_bundles(self.kind.workers, gpus_a_node=None)
         nodes = [node for node in self.place.ray.nodes() if node["Alive"]]
         most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
-        return engine_bundles(self.kind.workers, gpus_a_node=most, share=self.kind.gpu_share)
+        return engine_bundles(self.kind.workers, gpus_a_node=most, share=self.kind.gpu_share, copies=self.kind.copies)
 
     def _reserve(self) -> Any:
         from ray.util.placement_group import placement_group
@@ -128,6 +130,7 @@ class EngineSet:
 
         kind, keeper, group = self.kind, self.place.keeper, self.groups[number]
         spans_nodes = group.bundle_count > 1
+        has_ray_workers = spans_nodes and kind.copies == 1
         environment = dict(kind.environment)
         runtime_env: dict[str, Any] = {"env_vars": environment}
         if keeper:
@@ -141,7 +144,7 @@ class EngineSet:
             .options(
                 num_cpus=1,
                 # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
-                num_gpus=kind.workers * kind.gpu_share if self._takes_gpus and not spans_nodes else 0,
+                num_gpus=group.bundle_specs[0]["GPU"] if self._takes_gpus and not has_ray_workers else 0,
                 max_concurrency=1000,
                 runtime_env=runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
@@ -177,16 +180,31 @@ class EngineSet:
             ray.remote(end_engine).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
 
-def engine_bundles(workers: int, *, gpus_a_node: int | None, share: float = 1.0) -> list[dict[str, float]]:
-    """The bundles that Ray reserves for an engine: one, which lies on one node, or one for each GPU where no node has enough.
+def engine_bundles(
+    workers: int, *, gpus_a_node: int | None, share: float = 1.0, copies: int = 1
+) -> list[dict[str, float]]:
+    """The bundles that Ray reserves for an engine: one, which lies on one node, or where no node has enough GPUs one for each of them,
+    or for equally many whole copies of attention.
 
     Args:
         gpus_a_node: None for engines on CPUs.
         share: of a GPU for each worker; below 1 it has one worker.
+        copies: of the engine's attention, which share its workers.
+    Raises:
+        RuntimeError: no node has enough GPUs for one of several copies.
     """
     if gpus_a_node is None:
         return [{"CPU": 1}]
     if workers <= gpus_a_node:
         return [{"GPU": workers * share, "CPU": 1}]
+    if copies > 1:
+        tensor = workers // copies
+        if tensor > gpus_a_node:
+            raise RuntimeError(
+                f"each of the engine's {copies} copies of attention has vllm_tensor_parallel_size={tensor} workers, and no node of the "
+                f"cluster has more than {gpus_a_node} GPUs; lower vllm_tensor_parallel_size"
+            )
+        part = max(size for size in range(1, copies) if copies % size == 0 and size * tensor <= gpus_a_node)
+        return [{"GPU": part * tensor, "CPU": 1}] * (copies // part)
     others: list[dict[str, float]] = [{"GPU": 1}] * (workers - 1)
     return [{"GPU": 1, "CPU": 1}, *others]

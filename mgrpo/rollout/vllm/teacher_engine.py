@@ -226,7 +226,7 @@ def _sharing_problems(config: Config, learners: int) -> Iterator[str]:
 def _policy_workers(config: Config) -> int:
     """GPUs of the policy's engines that are theirs alone."""
     engine = config.engine
-    return engine.vllm_num_engines * engine.vllm_tensor_parallel_size if engine.vllm_mode == "ray" else 0
+    return engine.vllm_num_engines * engine.num_workers if engine.vllm_mode == "ray" else 0
 
 
 def _needs(config: Config) -> str:

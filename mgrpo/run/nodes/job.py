@@ -98,11 +98,11 @@ def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[
         return found
     for rank in range(job.learner_nodes):
         left[rank] -= ranks_a_node
-    needed = settings.vllm_num_engines * settings.vllm_tensor_parallel_size
+    needed = settings.vllm_num_engines * settings.num_workers
     if needed > sum(left.values()):
         offers = ", ".join(f"node {rank} {num}" for rank, num in sorted(left.items()) if num) or "none"
         found.append(
-            f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
+            f"{settings.workers_asked} "
             f"need {needed} GPUs, but learners leave {sum(left.values())} ({offers}); use more nodes, fewer --learner-nodes "
             "or fewer engines"
         )

@@ -222,7 +222,8 @@ def _samples_per_engine(config: Config) -> int | None:
     """
     if config.repeats:
         return None
-    return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
+    at_once = config.engine.vllm_max_num_seqs * config.engine.vllm_data_parallel_size
+    return at_once + at_once // 4
 
 
 def _beginning(config: Config) -> str:

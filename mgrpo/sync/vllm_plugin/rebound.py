@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from mgrpo.models.family.refusals import VLLM_CLAMP
-from mgrpo.sync.vllm_plugin import routed_experts
+from mgrpo.sync.vllm_plugin import expert_exchange, routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
@@ -230,6 +230,13 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         lambda self: None,
         "on a CPU vLLM does not return the experts of tokens, `routed_experts` does",
     ),
+    (
+        expert_exchange.COMMUNICATOR,
+        "all_gatherv",
+        expert_exchange.all_gatherv,
+        "vLLM has no exchange of tokens between the workers of a CPU that hold whole experts and attend to tokens of their own",
+    ),
+    (expert_exchange.COMMUNICATOR, "reduce_scatterv", expert_exchange.reduce_scatterv, "the same"),
     (routed_experts.RUNNER, "execute_model", routed_experts.execute_model, "the same"),
     (routed_experts.RUNNER, "sample_tokens", routed_experts.sample_tokens, "the same"),
 )

@@ -102,7 +102,8 @@ def _engine_class() -> type:
             loaded: Held = ()
             if are_apart(lora := invited_lora(invitation)):
                 boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
-            worker = self.parallel_config.rank
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
             self.receiver = Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
 
         def start_weight_update(self) -> None: ...
@@ -115,7 +116,8 @@ def _engine_class() -> type:
 
         @torch.no_grad()
         def receive_weights(self, update_info: Update) -> None:
-            torch.manual_seed(update_info.seed)
+            # Ranks with requests of their own would otherwise draw the same numbers for them.
+            torch.manual_seed(update_info.seed + self.parallel_config.data_parallel_rank)
             if update_info.version is None:
                 return
             if self.receiver is None:

@@ -78,7 +78,7 @@ RULES = [
     (
         "servers",
         {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_data_parallel_size": 2},
-        "vllm_data_parallel_size=2 must be 1 with vllm_mode=server; start 2 times as many servers",
+        "vllm_data_parallel_size=2 with vllm_mode=server is for a mixture and vllm_enable_expert_parallel=true; start 2 times as many servers",
     ),
     ("servers", {"vllm_server_timeout": 0}, "vllm_server_timeout=0.0 must be above 0 and finite"),
     ("old names", {"accumulate_inference_batches_timeout": float("nan")}, "rollout_timeout=nan must be a whole number"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.model_rules import MODEL_RULES
 from mgrpo.config.rules import Reading
 from mgrpo.config.validate import held_problems
+from mgrpo.layout import InferLayout
 from mgrpo.moving import from_values
 
 DENSE = {
@@ -152,9 +154,19 @@ def found(hf_config, **values):
         (
             QWEN_MOE,
             {"vllm_data_parallel_size": 2},
-            "vllm_data_parallel_size=2 with a mixture of experts would share the experts among copies of the engine, which "
-            "must then pause in the same step for every weight sync: not supported; use vllm_num_engines or "
-            "vllm_tensor_parallel_size",
+            "vllm_data_parallel_size=2 with a mixture of experts is for copies that share out the experts; use "
+            "vllm_enable_expert_parallel=true with it, or vllm_num_engines for copies of the whole model",
+        ),
+        (
+            QWEN_MOE,
+            {"vllm_enable_expert_parallel": True, "vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 8},
+            "vllm_enable_expert_parallel=true shares out the model's 8 experts among the workers of an engine, but "
+            "vllm_tensor_parallel_size=2 x vllm_data_parallel_size=8 = 16; use at most 8 workers",
+        ),
+        (
+            DENSE,
+            {"vllm_enable_expert_parallel": True, "vllm_data_parallel_size": 2},
+            "vllm_enable_expert_parallel=true needs a mixture-of-experts model, this one has no experts; leave it out",
         ),
         (
             MIXTRAL,
@@ -248,11 +260,26 @@ def test_a_possible_cut_is_not_refused(hf_config, values):
     assert found(hf_config, **values) == []
 
 
+def test_copies_of_attention_that_share_out_experts_are_one_engine():
+    """As engines of their own each would need the memory of all experts."""
+    assert found(QWEN_MOE, vllm_enable_expert_parallel=True, vllm_data_parallel_size=4) == []
+    config = from_values(
+        {
+            "vllm_enable_expert_parallel": True,
+            "vllm_data_parallel_size": 4,
+            "vllm_tensor_parallel_size": 2,
+            "vllm_num_engines": 2,
+        }
+    )
+    assert infer_layout_of(config.engine) == InferLayout(engines=2, tensor=2, data=4, expert_parallel=True)
+    assert config.engine.num_workers == 8
+
+
 def test_copies_of_a_dense_model_are_engines():
     """They share nothing; of a mixture of experts they would."""
     assert found(DENSE, vllm_data_parallel_size=4) == [] and found(QWEN_MOE, vllm_data_parallel_size=1) == []
     config = from_values({"vllm_data_parallel_size": 4, "vllm_num_engines": 2})
-    assert config.engine.vllm_num_engines == 8
+    assert config.engine.vllm_num_engines == 8 and config.engine.num_workers == 1
     assert any(note.startswith("vllm_data_parallel_size=4 -> vllm_num_engines (8)") for note in config.notes)
 
 

@@ -120,6 +120,18 @@ def test_workers_that_share_out_experts_hold_them_whole():
         assert [box for box in boxes if box not in experts] == [box for box in others if ".experts." not in box.name]
 
 
+def test_copies_of_attention_share_out_the_experts_and_nothing_else():
+    """Worked by hand: 8 experts among 2 copies of 2 workers. All else of worker 2 and 3 is what 0 and 1 have."""
+    model = shape_of(MODELS["qwen3_moe"])
+    alone = engine_boxes(model, InferLayout(tensor=2, expert_parallel=True))
+    boxes = engine_boxes(model, InferLayout(tensor=2, data=2, expert_parallel=True))
+    for worker, held in enumerate(boxes):
+        experts = [box for box in held if ".experts." in box.name]
+        assert {int(box.name.split(".")[5]) for box in experts} == {2 * worker, 2 * worker + 1}
+        rest = [box for box in held if box not in experts]
+        assert rest == [box for box in alone[worker % 2] if ".experts." not in box.name]
+
+
 def test_pieces_of_a_parameter_do_not_overlap():
     """Two tensors written to one place would overwrite each other while loading."""
     for model in map(shape_of, MODELS.values()):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mgrpo.rollout.engine import Completions
-from mgrpo.rollout.vllm.actor import EngineActor, _group
+from mgrpo.rollout.vllm.actor import Copies, EngineActor, _group
 from mgrpo.rollout.vllm.calls import joined
 
 
@@ -108,3 +108,56 @@ def test_an_engine_that_is_told_to_sample_begins_before_it_is_told_to_pause():
 
     asyncio.run(both())
     assert order == ["resumed", "paused"]
+
+
+def test_a_group_stays_with_the_copy_that_has_its_prompt_in_the_cache():
+    """On another one its prompt and its earlier turns would be read again."""
+
+    async def play() -> None:
+        copies = Copies(2)
+        assert [copies.take(salt, samples) for salt, samples in ((7, 8), (8, 2), (9, 2), (10, 2))] == [0, 1, 1, 1]
+        # The group's next turn, although the other copy has less to do.
+        assert copies.take(7, 1) == 0
+        assert copies.samples == [9, 6]
+
+        async def group() -> Completions:
+            return {}
+
+        await copies.until_done(0, 8, group())
+        assert copies.samples == [1, 6] and copies.take(11, 1) == 0
+        copies.forget()
+        assert copies.take(8, 1) == 0
+
+    asyncio.run(play())
+
+
+def test_samples_of_a_failed_group_count_no_more():
+    """The copy would be given fewer groups for ever."""
+
+    async def play() -> None:
+        copies = Copies(2)
+
+        async def group() -> Completions:
+            raise RuntimeError("no memory")
+
+        copy = copies.take(0, 4)
+        with pytest.raises(RuntimeError, match="no memory"):
+            await copies.until_done(copy, 4, group())
+        assert copies.samples == [0, 0]
+        assert Copies(1).take(0, 4) is None
+
+    asyncio.run(play())
+
+
+def test_an_engine_whose_coordinator_or_part_has_died_is_dead():
+    """vLLM looks at the cores of its own node alone: copies without a request would wait for ever for those with one."""
+    actor = EngineActor()
+    alive = SimpleNamespace(is_alive=lambda: True)
+    resources = SimpleNamespace(coordinator=SimpleNamespace(proc=alive))
+    actor.engine = SimpleNamespace(errored=False, engine_core=SimpleNamespace(resources=resources))
+    actor.copies = Copies(2)
+    assert actor._death() is None
+    resources.coordinator.proc = SimpleNamespace(is_alive=lambda: False)
+    assert "coordinates the engine's copies" in str(actor._death())
+    actor.lost = RuntimeError("a part of the engine")
+    assert actor._death() is actor.lost

@@ -15,6 +15,7 @@ from mgrpo.moving import from_values
 from mgrpo.rollout import drafts
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.engine_set import engine_bundles
+from mgrpo.rollout.vllm.ray_processes.node import address_problems
 
 
 def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
@@ -151,16 +152,29 @@ def test_what_engines_cannot_do_with_adapters_is_said(monkeypatch, tmp_path, on_
 
 
 @pytest.mark.parametrize(
-    ("workers", "gpus_a_node", "bundles"),
+    ("workers", "copies", "gpus_a_node", "bundles"),
     [
-        (2, None, [{"CPU": 1}]),
-        (8, 8, [{"GPU": 8, "CPU": 1}]),
-        (3, 2, [{"GPU": 1, "CPU": 1}, {"GPU": 1}, {"GPU": 1}]),
+        (2, 1, None, [{"CPU": 1}]),
+        (8, 1, 8, [{"GPU": 8, "CPU": 1}]),
+        (3, 1, 2, [{"GPU": 1, "CPU": 1}, {"GPU": 1}, {"GPU": 1}]),
+        (2, 2, None, [{"CPU": 1}]),
+        (8, 4, 8, [{"GPU": 8, "CPU": 1}]),
+        (32, 32, 8, [{"GPU": 8, "CPU": 1}] * 4),
+        (32, 8, 8, [{"GPU": 8, "CPU": 1}] * 4),
+        # Copies are not divided, and all parts are equal.
+        (12, 6, 7, [{"GPU": 6, "CPU": 1}] * 2),
+        (9, 3, 5, [{"GPU": 3, "CPU": 1}] * 3),
     ],
 )
-def test_an_engine_is_one_bundle_where_it_fits_on_a_node(workers, gpus_a_node, bundles):
+def test_an_engine_is_one_bundle_where_it_fits_on_a_node(workers, copies, gpus_a_node, bundles):
     """Ray divides no bundle between nodes, and may place several bundles on several."""
-    assert engine_bundles(workers, gpus_a_node=gpus_a_node) == bundles
+    assert engine_bundles(workers, copies=copies, gpus_a_node=gpus_a_node) == bundles
+
+
+def test_a_copy_of_attention_that_no_node_has_room_for_is_refused():
+    """Ray would wait for the bundle for ever."""
+    with pytest.raises(RuntimeError, match=r"vllm_tensor_parallel_size=8 workers, and no node .* more than 4 GPUs"):
+        engine_bundles(16, copies=2, gpus_a_node=4)
 
 
 def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch):
@@ -291,6 +305,8 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("worker_cls", "a.B", OWN_WEIGHTS),
         ("disable_sliding_window", True, OWN_MODEL),
         ("enable_expert_parallel", True, "use vllm_enable_expert_parallel"),
+        ("data_parallel_size", 2, "use vllm_data_parallel_size"),
+        ("data_parallel_rpc_port", 2, "it follows from vllm_data_parallel_size"),
         ("enable_eplb", True, "where vLLM places it by default"),
         ("expert_placement_strategy", "round_robin", "where vLLM places it by default"),
         ("logits_processors", ["a:B"], "model's own logits"),
@@ -465,12 +481,12 @@ def test_an_address_where_no_ray_cluster_answers_is_a_problem_of_the_configurati
     """Ray tries for minutes, and says in the end that it could not connect to another address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert engine_arguments.address_problems(f"127.0.0.1:{port}") == []
-    (sentence,) = engine_arguments.address_problems(f"127.0.0.1:{port}")
+        assert address_problems(f"127.0.0.1:{port}") == []
+    (sentence,) = address_problems(f"127.0.0.1:{port}")
     assert f"ray_address=127.0.0.1:{port}: no Ray cluster answers there" in sentence and "ray start --head" in sentence
-    (sentence,) = engine_arguments.address_problems("no-such-host.invalid:6379")
+    (sentence,) = address_problems("no-such-host.invalid:6379")
     assert "no-such-host.invalid:6379" in sentence
-    assert engine_arguments.address_problems(None) == engine_arguments.address_problems("auto") == []
+    assert address_problems(None) == address_problems("auto") == []
 
 
 SHARED = {"vllm_mode": "colocate", "vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}
@@ -483,7 +499,7 @@ SHARED = {"vllm_mode": "colocate", "vllm_num_engines": 2, "vllm_tensor_parallel_
         (
             2,
             {"vllm_kv_cache_mb": 4096},
-            "this machine has 2 learners, and vllm_num_engines x vllm_tensor_parallel_size = 4",
+            "this machine has 2 learners, and vllm_num_engines=2 x vllm_tensor_parallel_size=2 = 4",
         ),
         (4, {}, "needs vllm_kv_cache_mb, the MiB of a GPU for an engine's KV cache"),
     ],

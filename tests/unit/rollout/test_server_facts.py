@@ -67,7 +67,7 @@ def test_a_server_as_it_should_be_has_no_problem():
         ("parallel_config/tensor_parallel_size", 4, "tensor_parallel_size is 4, expected vllm_tensor_parallel_size=1"),
         ("parallel_config/enable_expert_parallel", True, "enable_expert_parallel is true, expected vllm_enable_expert_parallel=false"),
         ("parallel_config/pipeline_parallel_size", 2, "runs with --pipeline-parallel-size 2, expected 1"),
-        ("parallel_config/data_parallel_size", 2, "runs with --data-parallel-size 2, expected 1"),
+        ("parallel_config/data_parallel_size", 2, "data_parallel_size is 2, expected vllm_data_parallel_size=1; start it with"),
         ("parallel_config/_api_process_count", 2, "runs with --api-server-count 2, expected 1"),
         ("model_config/quantization", "fp8", "quantizes weights (fp8)"),
         ("model_config/hf_overrides", {"head_dtype": "bfloat16"}, "computes logits in bfloat16, expected float32"),

@@ -21,7 +21,7 @@ CHANGED_FOR_ONE_STEP = {
     *("filter_zero_std_samples", "active_sampling", "cache_evolving_rubric_data_dir"),
 }
 KEPT_IN_BOTH = {
-    "vllm_enable_expert_parallel",
+    *("vllm_enable_expert_parallel", "vllm_data_parallel_size"),
     *("exp_name", "seed", "backend_timeout", "learner_timeout", "profile_steps", "profile_ranks"),
     *("cache_dataset_only", "dataset_mixer_eval_list", "dataset_mixer_eval_list_splits", "ground_truths_key"),
     *("sft_messages_key", "max_prompt_token_length", "overlong_prompt_policy", "tokenizer_name_or_path"),

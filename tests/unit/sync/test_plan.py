@@ -28,6 +28,8 @@ PAIRS = [
     (Layout(world_size=4), InferLayout(engines=2)),
     (Layout(world_size=4, tensor=2, expert=2), InferLayout(engines=2, tensor=2, expert_parallel=True)),
     (Layout(world_size=2, pipeline=2), InferLayout(tensor=4, expert_parallel=True)),
+    (Layout(world_size=2, pipeline=2), InferLayout(data=3, expert_parallel=True)),
+    (Layout(world_size=4, tensor=2, expert=2), InferLayout(engines=2, tensor=2, data=2, expert_parallel=True)),
 ]
 
 
@@ -47,11 +49,11 @@ def test_every_worker_receives_every_element_once(name, train, infer, lora):
     wanted = engine_adapter_boxes(model, infer, lora) if is_apart else engine_boxes(model, infer)
     shapes = adapter_tensors(model, lora) if is_apart else hf_tensors(model)
     received = received_by(made)
-    for worker in range(infer.engines * infer.tensor):
+    for worker in range(infer.engines * infer.workers):
         got = {tensor: np.zeros(shape, dtype=int) for tensor, shape in shapes.items()}
         for box in itertools.chain(*received[worker].values()):
             got[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] += 1
-        for box in wanted[worker % infer.tensor]:
+        for box in wanted[worker % infer.workers]:
             region = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
             assert (got[box.name][region] == 1).all()
             got[box.name][region] = 0

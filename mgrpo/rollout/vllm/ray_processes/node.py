@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,8 +28,25 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
 }
 """The environment of Ray's processes. Ray reads some of these variables when it is imported."""
+CONNECT_S = 5.0
+"""Seconds that another machine may take to answer."""
 OBJECT_STORE_BYTES = 256 << 20
 START_S = 120.0
+
+
+def address_problems(address: str | None) -> list[str]:
+    """A sentence if no Ray cluster answers at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as err:
+        return [
+            f"ray_address={address}: no Ray cluster answers there ({err}); start one on that machine with `ray start --head "
+            f"--port {port}`, correct the address, or leave ray_address out to start one on this machine"
+        ]
+    return []
 
 
 class RayNode:

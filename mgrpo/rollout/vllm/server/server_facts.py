@@ -72,13 +72,19 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's enable_expert_parallel is {str(not is_shared_out).lower()}, expected vllm_enable_expert_parallel="
             f"{str(is_shared_out).lower()}; start it with{'' if is_shared_out else 'out'} --enable-expert-parallel, or change it"
         )
-    for name, key in (
-        ("pipeline-parallel-size", "pipeline_parallel_size"),
-        ("data-parallel-size", "data_parallel_size"),
-        ("api-server-count", "_api_process_count"),
-    ):
-        if parallel[key] != 1:
-            yield f"the server runs with --{name} {parallel[key]}, expected 1; start one server for each copy of the model"
+    copies = config.engine.vllm_data_parallel_size
+    if parallel["data_parallel_size"] != copies:
+        yield (
+            f"the server's data_parallel_size is {parallel['data_parallel_size']}, expected vllm_data_parallel_size={copies}; start it "
+            f"with --data-parallel-size {copies}, or change vllm_data_parallel_size; a server for each copy of the whole model has 1"
+        )
+    if parallel["pipeline_parallel_size"] != 1:
+        yield f"the server runs with --pipeline-parallel-size {parallel['pipeline_parallel_size']}, expected 1; start it without"
+    if parallel["_api_process_count"] != 1:
+        yield (
+            f"the server runs with --api-server-count {parallel['_api_process_count']}, expected 1; start it with "
+            "--api-server-count 1, because one process must tell all cores of the engine to pause"
+        )
     if model["quantization"] is not None:
         yield f"the server quantizes weights ({model['quantization']}), but receives them in {wanted}; leave --quantization out"
     yield from _drafts(found, config)
