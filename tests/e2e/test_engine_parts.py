@@ -31,7 +31,7 @@ def engine_of(folder, parts, monkeypatch):
         "model_name_or_path": str(save_tiny(folder, "qwen3_moe", num_experts=5)),
         "model_dtype": "float32",
         "max_prompt_token_length": 32,
-        "response_length": 512,
+        "response_length": 200,
         "vllm_kv_cache_mb": 16,
         "vllm_data_parallel_size": 2,
         "vllm_enable_expert_parallel": True,
@@ -61,7 +61,7 @@ def test_an_engine_of_several_copies_lives_and_dies_as_one(tmp_path, monkeypatch
         engine = started.engines[0]
         engine.ready.result(START_S)
         assert difference(engine, folder) < 1e-5
-        long = prompt_batch(PROMPTS * 4, replace(SAMPLING, max_tokens=400, stop_token_ids=()))
+        long = prompt_batch(PROMPTS * 4, replace(SAMPLING, max_tokens=200, stop_token_ids=()))
         engine.submit(long).result(60)
         engine.resume().result(60)
         whole = named("EngineCore_DP", "DPCoordinator", "EnginePart", "EngineActor")
