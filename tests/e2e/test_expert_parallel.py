@@ -12,11 +12,14 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
+from mgrpo.moving import from_values
 from mgrpo.rollout.engine import EngineError, Sampling
+from mgrpo.rollout.vllm.server.http_engine import HttpEngine
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
 from mgrpo.sync.sending.layout_tables import training_holdings
 from tests.e2e.lone_engine import lone_engine
+from tests.e2e.vllm_server import MISSING, REASON, TOKEN, Server
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.sampling import collected, prompt_batch, sampled
@@ -29,17 +32,18 @@ PROMPTS = [np.arange(3, 3 + n) for n in (1, 9, 30)]
 CUT = InferLayout(tensor=2, expert_parallel=True)
 COPIES = InferLayout(data=2, expert_parallel=True)
 CASES = [
-    *((family, engine) for engine in (CUT, COPIES) for family in ("qwen3_moe", "glm4_moe", "gpt_oss")),
-    ("qwen3_moe", InferLayout(tensor=2, data=2, expert_parallel=True)),
+    *((family, engine, "ray") for engine in (CUT, COPIES) for family in ("qwen3_moe", "glm4_moe", "gpt_oss")),
+    ("qwen3_moe", InferLayout(tensor=2, data=2, expert_parallel=True), "ray"),
+    ("qwen3_moe", COPIES, "server"),
 ]
 LAYOUTS = [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}]
 HOST = "127.0.0.1"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].tensor}x{case[1].data}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].tensor}x{case[1].data}-{case[2]}")
 def models(tmp_path_factory, request):
     """The weights that an engine starts with, and those that it is sent. Of 5 experts the first worker has 3; one layer has none."""
-    folder, (family, engine) = tmp_path_factory.mktemp("models"), request.param
+    folder, (family, engine, mode) = tmp_path_factory.mktemp("models"), request.param
     settings = {"qwen3_moe": {"num_experts": 5}, "gpt_oss": {"intermediate_size": 64}}
     sent = save_tiny(folder / "sent", family, **settings.get(family, {}))
     torch.manual_seed(123)
@@ -48,7 +52,7 @@ def models(tmp_path_factory, request):
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder / "start")
-    return {"start": folder / "start", "sent": sent, "engine": engine}
+    return {"start": folder / "start", "sent": sent, "engine": engine, "mode": mode}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,26 @@ def engine(models):
         "vllm_enable_expert_parallel": True,
         "output_dir": str(models["start"].parent / "out"),
     }
-    with lone_engine(values) as fleet:
-        yield fleet.engines[0]
+    if models["mode"] == "ray":
+        with lone_engine(values) as fleet:
+            yield fleet.engines[0]
+        return
+    if MISSING:
+        pytest.skip(REASON)
+    flags = ("--enable-expert-parallel", "--data-parallel-size", str(models["engine"].data))
+    server = Server(models["start"], models["start"].parent, max_model_len=64, flags=flags)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("MGRPO_VLLM_SERVER_TOKEN", TOKEN)
+    try:
+        server.wait()
+        config = from_values({**values, "vllm_mode": "server", "vllm_server_base_url": [server.url]})
+        engine = HttpEngine(server.url, config)
+        engine.ready.result(60)
+        yield engine
+        engine.close()
+    finally:
+        monkeypatch.undo()
+        server.end()
 
 
 def test_a_pause_stops_every_copy_in_the_middle_of_a_group(engine, models):

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,12 @@ ON_A_CPU = {
 class Server:
     """`vllm serve` as docs/servers.md starts it on a CPU."""
 
-    def __init__(self, model: Path, folder: Path, *, max_model_len: int, is_stock: bool = False) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *, max_model_len: int, flags: Sequence[str] = (), is_stock: bool = False
+    ) -> None:
         """
         Args:
+            flags: further ones.
             is_stock: without anything that a policy's server needs.
         """
         with socket.socket() as free:
@@ -49,6 +53,7 @@ class Server:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", self.url.rpartition(":")[2], "--dtype", "float32", "--max-model-len", str(max_model_len),
             "--api-key", TOKEN, "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20),
+            *flags,
         ]  # fmt: skip
         self.environment = os.environ | ON_A_CPU
         if not is_stock:

@@ -306,7 +306,7 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("disable_sliding_window", True, OWN_MODEL),
         ("enable_expert_parallel", True, "use vllm_enable_expert_parallel"),
         ("data_parallel_size", 2, "use vllm_data_parallel_size"),
-        ("data_parallel_rpc_port", 2, "it follows from vllm_data_parallel_size"),
+        ("data_parallel_rpc_port", 2, "it follows from where the engine's copies"),
         ("enable_eplb", True, "where vLLM places it by default"),
         ("expert_placement_strategy", "round_robin", "where vLLM places it by default"),
         ("logits_processors", ["a:B"], "model's own logits"),
