@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mgrpo.config.adapter import ADAPTER_RANKS
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.schema import Config, Engine, Parallel
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, engine_adapter_boxes
@@ -23,7 +24,7 @@ from mgrpo.models.memory import (
 )
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.activations import StageActivations, stage_activations
-from mgrpo.planner.engine_costs import EngineMemory
+from mgrpo.planner.engines.engine_memory import EngineMemory, worker_weights
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.learners.timing import num_micro_batches
 from mgrpo.planner.work import Workload, has_reference
@@ -199,13 +200,16 @@ def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: 
     if engines.shares_gpus:
         return layout.world_size * _SLOT_BYTES
     sent = synced_bytes(config, shape, dtype_bytes) * engines.vllm_num_engines
-    num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
+    num_workers = engines.vllm_num_engines * infer_layout_of(engines).workers
     return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size
 
 
 def synced_bytes(config: Config, shape: ModelShape, dtype_bytes: int) -> int:
     """Bytes of a weight sync to the workers of one engine; each A or B that is the same on several of them goes to each."""
     lora, engines = config.adapter.lora, config.engine
+    infer = infer_layout_of(engines)
+    if not are_apart(lora) and infer.data > 1:
+        return worker_weights(shape, infer) * infer.workers * dtype_bytes
     if not are_apart(lora):
         return holdings(shape, tensor=1, expert=1).total * dtype_bytes
     return _engine_adapters(shape, lora, engines.vllm_tensor_parallel_size) * dtype_bytes

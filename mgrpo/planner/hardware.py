@@ -97,10 +97,10 @@ class Assumptions:
     """Share of the memory bandwidth that decoding and the optimizer reach."""
     host_adam_gweights_s: float = 0.1
     """1e9 weights per second that a learner's host updates (optimizer_cpu_offload), on one thread: OMP_NUM_THREADS is 1."""
-    allreduce_us: float = 15.0
-    """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
     decode_step_ms: float = 4.0
     """Milliseconds of a decoding step outside the model: scheduling, sampling, kernel launches."""
+    piece_us: float = 12.6
+    """Microseconds of host time for each piece of a tensor that a weight sync cuts out or puts into place."""
     reserved_gib: float = 4.0
     """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
     fragmentation: float = 0.1
@@ -111,6 +111,10 @@ class Assumptions:
     """Mean prompt length as a share of max_prompt_token_length."""
     response_share: float = 0.5
     """Mean completion length as a share of response_length."""
+    response_spread: float = 0.9
+    """Standard deviation of the logarithm of completion lengths, which are taken to be log-normal and cut at response_length."""
+    response_lengths: tuple[float, ...] = ()
+    """Lengths of completions that a run has recorded, in place of both."""
     pack_fill: float = 0.95
     """Mean tokens in a pack as a share of pack_length."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from mgrpo.config.derived import layout_of
+from mgrpo.config.derived import infer_layout_of, layout_of
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 from mgrpo.models.memory import (
@@ -15,15 +15,11 @@ from mgrpo.models.memory import (
     holdings,
 )
 from mgrpo.models.shape import ModelShape
-from mgrpo.planner.engine_costs import (
-    EngineMemory,
-    GenerationTime,
-    engine_memory,
-    generation_time,
-    num_teacher_gpus,
-    num_teacher_workers,
-    teaching_seconds,
-)
+from mgrpo.planner.engines.decoding import GenerationTime, decoder
+from mgrpo.planner.engines.engine_memory import EngineMemory, engine_memory
+from mgrpo.planner.engines.step_pace import Pace, pace
+from mgrpo.planner.engines.sync_time import sync_seconds
+from mgrpo.planner.engines.teaching import num_teacher_gpus, num_teacher_workers, teaching_seconds
 from mgrpo.planner.gpu_memory import (
     PhaseMemory,
     StageMemory,
@@ -36,7 +32,7 @@ from mgrpo.planner.gpu_memory import (
     turn_seconds,
 )
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.learners.timing import LearnerTime, learner_time, sync_seconds
+from mgrpo.planner.learners.timing import LearnerTime, learner_time
 from mgrpo.planner.work import (
     Passes,
     Workload,
@@ -77,7 +73,10 @@ class RunPlan:
     engine: EngineMemory
     learners: LearnerTime
     generation: GenerationTime | None
-    """None where an engine cannot hold one sequence of maximum length."""
+    """None where an engine cannot hold one sequence of maximum length. With `async_steps` it is that of engines which always
+    have sequences to decode."""
+    ahead: Pace | None
+    """Of a run whose engines generate while learners train; None where they take turns."""
     sync_s: float
     """A step's share of a weight sync."""
     teach_s: float
@@ -183,17 +182,13 @@ class RunPlan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: its phases run one after the other."""
+        """Seconds of a step's phases one after the other."""
         return sum(self.phases.values())
 
     @property
     def pace_s(self) -> float:
         """Seconds from one step to the next: with `async_steps` engines generate while learners train."""
-        phases = self.phases
-        on_learners = self.config.distillation.teacher_mode == "learner"
-        generated, learned = phases["generate"], phases["logprobs"] + phases["train"]
-        beside = (generated, learned + self.teach_s) if on_learners else (generated + self.teach_s, learned)
-        return max(beside) + phases["sync"] if self.config.rollout.async_steps else self.step_s
+        return self.ahead.seconds if self.ahead else self.step_s
 
     @property
     def causes(self) -> dict[tuple[str, str], float]:
@@ -301,10 +296,37 @@ def plan_run(
         dtype_bytes=dtype_bytes,
         adapters=engine_room(config, shape),
     )
-    num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
+    infer = infer_layout_of(engines)
+    num_engine_gpus = infer.engines * infer.workers
     num_free = hardware.num_gpus - num_learners - (0 if engines.shares_gpus else num_engine_gpus)
     num_teacher = num_teacher_gpus(config, num_free=num_free)
-    plan = RunPlan(
+    learners = learner_time(
+        config,
+        shape,
+        layout,
+        work,
+        passes,
+        worst.states,
+        hardware,
+        logits_chunk=logits_chunk,
+        dtype_bytes=dtype_bytes,
+    )
+    teach_s = teaching_seconds(config, shape, teachers, work, hardware, gpus=num_learners)
+    synced = sync_seconds(
+        synced_bytes(config, shape, dtype_bytes),
+        shape,
+        infer,
+        learners=num_learners,
+        cuts=layout.tensor,
+        hardware=hardware,
+    )
+    sync_s = synced / engines.weight_sync_steps
+    own = decoder(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes)
+    ahead = None
+    if own and config.rollout.async_steps:
+        on_learners = config.distillation.teacher_mode == "learner"
+        ahead = pace(config, own, learn_s=learners.total + teach_s * on_learners, sync_s=sync_s)
+    return RunPlan(
         config=config,
         shape=shape,
         layout=layout,
@@ -320,27 +342,10 @@ def plan_run(
         logits_chunk=logits_chunk,
         stages=stages,
         engine=engine,
-        learners=learner_time(
-            config,
-            shape,
-            layout,
-            work,
-            passes,
-            worst.states,
-            hardware,
-            logits_chunk=logits_chunk,
-            dtype_bytes=dtype_bytes,
-        ),
-        generation=generation_time(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes),
-        sync_s=0.0,
-        teach_s=teaching_seconds(config, shape, teachers, work, hardware, gpus=num_learners),
+        learners=learners,
+        generation=own and (own.stream(ahead.running) if ahead else own.batch),
+        ahead=ahead,
+        sync_s=sync_s,
+        teach_s=teach_s,
         teachers=tuple(teachers),
     )
-    seconds = sync_seconds(
-        plan.sync_bytes,
-        engines=engines.vllm_num_engines,
-        workers=engines.vllm_tensor_parallel_size,
-        learners=num_learners,
-        hardware=hardware,
-    )
-    return replace(plan, sync_s=seconds / engines.weight_sync_steps)

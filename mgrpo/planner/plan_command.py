@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
@@ -21,7 +22,8 @@ from mgrpo.models.hf_config import is_hub_name, read_hf_config
 from mgrpo.models.hf_files.hub import HubError, fetch
 from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
-from mgrpo.planner.engine_costs import num_teacher_workers
+from mgrpo.planner.engines.answer_lengths import recorded_lengths
+from mgrpo.planner.engines.teaching import num_teacher_workers
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_report import as_json, show
@@ -156,13 +158,29 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     assumed = parser.add_argument_group("assumptions", "shares, seconds and sizes that nothing here measures")
     documents = field_docs(Assumptions)
+    assumed.add_argument(
+        "--response_lengths",
+        type=_recorded,
+        metavar="FOLDER",
+        default=(),
+        help="completions that a run has written (save_traces): their lengths in place of response_share and response_spread",
+    )
     for field in dataclasses.fields(Assumptions):
+        if field.name == "response_lengths":
+            continue
         kind = _share if field.name.endswith(("_efficiency", "_share", "_fill")) else _not_negative
         kind = _positive if field.name.endswith("_s") else kind
         assumed.add_argument(
             f"--{field.name}", type=kind, default=field.default, help=documents.get(field.name, "").replace("%", "%%")
         )
     return parser
+
+
+def _recorded(text: str) -> tuple[float, ...]:
+    try:
+        return recorded_lengths(Path(text))
+    except (OSError, ValueError) as err:
+        raise argparse.ArgumentTypeError(str(err)) from None
 
 
 def _gpu(text: str) -> str:
@@ -270,7 +288,8 @@ def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, 
 
     Where they share GPUs, there are as many learners as workers of engines.
     """
-    engines = config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size
+    infer = infer_layout_of(config.engine)
+    engines = infer.engines * infer.workers
     engines += num_teacher_workers(config) if not config.engine.shares_gpus else 0
     if config.engine.shares_gpus:
         return sum(config.parallel.num_learners_per_node) or engines, 1

@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mgrpo.config.derived import num_exports, num_states
+from mgrpo.config.derived import infer_layout_of, num_exports, num_states
 from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
+from mgrpo.planner.engines.step_pace import Pace
 from mgrpo.planner.failures import failures, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
@@ -74,6 +75,15 @@ ADVICE = {
 """Remedies for a slow phase, by its largest cause; for other causes, another layout."""
 
 
+BOUNDS = {
+    "learners": "the learners: fewer engines, or more learners",
+    "engines": "the engines: more of them",
+    "tail": "the longest answers: a larger max_staleness, or inflight_updates",
+    "admission": "what may be under way at once: a larger async_steps",
+}
+"""What bounds a pace, with its remedy."""
+
+
 def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> None:
     """Print the whole plan."""
     console = Console(highlight=False)
@@ -119,11 +129,13 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     hardware, engines, split = plan.hardware, plan.config.engine, plan.split
     if plan.generation:
         phase, cause = plan.bottleneck
+        share = "" if plan.ahead else f" ({plan.phases[phase] / plan.step_s:.0%})"
         yield (
-            f"about {plan.step_s:.{0 if plan.step_s >= 10 else 1}f} s per step; bottleneck: {PHASES[phase]} "
-            f"({plan.phases[phase] / plan.step_s:.0%}), mostly {CAUSES[phase][cause]}; "
+            f"about {_seconds(plan.pace_s)} s per step; bottleneck: {PHASES[phase]}{share}, mostly {CAUSES[phase][cause]}; "
             f"remedy: {ADVICE.get((phase, cause), 'another layout')}"
         )
+        if plan.ahead:
+            yield _pace(plan, plan.ahead)
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
         f"{plan.config.model.model_dtype}; {counted(plan.work.sequences, 'completion')} per step, assumed mean "
@@ -132,7 +144,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     yield (
         f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {counted(split.learners, 'learner')}, {split.engines} "
         f"{'shared with' if engines.shares_gpus else 'for'} {counted(engines.vllm_num_engines, 'engine')} of "
-        f"{engines.vllm_tensor_parallel_size}{f', {split.teachers} for teachers' if split.teachers else ''}, {max(split.idle, 0)} idle"
+        f"{_workers(plan)}{f', {split.teachers} for teachers' if split.teachers else ''}, {max(split.idle, 0)} idle"
     )
     yield (
         f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
@@ -147,6 +159,20 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         f"operations per step: {plan.training_flops:.2e} in training and logprob passes "
         f"(MFU {plan.learner_utilisation:.0%}), {plan.generation_flops:.2e} in generation"
     )
+
+
+def _pace(plan: RunPlan, ahead: Pace) -> str:
+    """Why steps of a run that generates ahead are not faster, and how old its tokens may be."""
+    rollout = plan.config.rollout
+    oldest = rollout.async_steps if rollout.max_staleness is None else rollout.max_staleness
+    return (
+        f"generation beside training, up to {counted(oldest, 'step')} old, {ahead.running:.0f} sequences an engine at a time; "
+        f"the pace is that of {BOUNDS[ahead.bound]}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.{0 if seconds >= 10 else 1}f}"
 
 
 def _whole_run(plan: RunPlan) -> str:
@@ -305,7 +331,8 @@ def _time(plan: RunPlan) -> Table:
             if cause_phase == phase and phase != "sync" and part >= 0.005 * plan.step_s:
                 table.add_row("", CAUSES[phase][cause], f"{part:.1f}", f"{part / plan.step_s:.0%}")
     table.add_section()
-    table.add_row("step", "one phase after the other", f"{plan.step_s:.1f}", "", style="bold")
+    how = "generation beside training" if plan.ahead else "one phase after the other"
+    table.add_row("step", how, f"{plan.pace_s:.1f}", "", style="bold")
     return table
 
 
@@ -381,12 +408,18 @@ def _split_row(plan: RunPlan) -> tuple[str, ...]:
     return (
         str(plan.split.learners),
         str(engines.vllm_num_engines),
-        str(engines.vllm_tensor_parallel_size),
+        _workers(plan),
         _layout_text(plan),
         f"{phases['generate']:.1f}",
         f"{phases['logprobs'] + phases['train']:.1f}",
-        f"{plan.step_s:.1f}",
+        f"{plan.pace_s:.1f}",
     )
+
+
+def _workers(plan: RunPlan) -> str:
+    """Workers of an engine: `4`, or `2 x 16` where it has 16 copies of its attention."""
+    infer = infer_layout_of(plan.config.engine)
+    return f"{infer.tensor} x {infer.data}" if infer.data > 1 else str(infer.tensor)
 
 
 def _layout_row(suggestion: Suggestion) -> tuple[str, ...]:
@@ -404,7 +437,7 @@ def _layout_row(suggestion: Suggestion) -> tuple[str, ...]:
         *map(str, axes),
         plan.config.parallel.recompute_granularity,
         _gib(plan.worst.total),
-        f"{plan.step_s:.1f}",
+        f"{plan.pace_s:.1f}",
         f"{plan.learners.total:.1f}",
         suggestion.why,
     )
@@ -440,6 +473,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
         | {"sync": plan.sync_bytes * plan.config.engine.vllm_num_engines},
         "seconds": {
             "step": plan.step_s,
+            "pace": plan.pace_s,
             "phases": plan.phases,
             "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
         },
@@ -450,14 +484,14 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
                 "data": suggestion.plan.layout.data,
                 "recompute_granularity": suggestion.plan.config.parallel.recompute_granularity,
                 "bytes": suggestion.plan.worst.total,
-                "step_s": suggestion.plan.step_s,
+                "step_s": suggestion.plan.pace_s,
                 "why": suggestion.why,
             }
             for suggestion in suggestions
         ],
         "splits": [
             {"learners": split.plan.split.learners, "engines": split.plan.config.engine.vllm_num_engines}
-            | {"layout": _layout_text(split.plan), "step_s": split.plan.step_s}
+            | {"layout": _layout_text(split.plan), "step_s": split.plan.pace_s}
             for split in splits
         ],
     }

@@ -209,11 +209,11 @@ def _preference(plan: RunPlan) -> tuple[float, ...]:
     """
     layout = plan.layout
     return (
-        int(math.log(plan.step_s) / math.log1p(EQUALLY_FAST)),
+        int(math.log(plan.pace_s) / math.log1p(EQUALLY_FAST)),
         plan.worst.total > (1 - SPARE) * plan.hardware.gpu.memory_bytes,
         layout.tensor * layout.pipeline * layout.context * layout.virtual_pipeline,
         layout.zero_stage != 1,
-        plan.step_s,
+        plan.pace_s,
     )
 
 

@@ -33,6 +33,10 @@ class Workload:
     longest_response: int
     shares_prompts: bool
     """Whether training computes a group's prompt only once."""
+    response_spread: float = 0.0
+    """Standard deviation of the logarithm of response lengths, before they are cut; 0: all are equally long."""
+    response_lengths: tuple[float, ...] = ()
+    """Recorded response lengths, ascending, which stand for all; empty: log-normal ones."""
 
     @property
     def length(self) -> float:
@@ -71,12 +75,16 @@ class Passes:
 
 def workload_of(config: Config, assumed: Assumptions) -> Workload:
     """The batch that `config` defines, with assumed mean lengths."""
+    longest = config.rollout.response_length
+    recorded = tuple(min(length, longest) for length in assumed.response_lengths)
     return Workload(
         prompts=config.rollout.num_unique_prompts_rollout,
         sequences=config.batch_size,
         prompt_tokens=config.data.max_prompt_token_length * assumed.prompt_share,
-        response_tokens=config.rollout.response_length * assumed.response_share,
-        longest_response=config.rollout.response_length,
+        response_tokens=sum(recorded) / len(recorded) if recorded else longest * assumed.response_share,
+        longest_response=longest,
+        response_spread=assumed.response_spread,
+        response_lengths=recorded,
         shares_prompts=config.parallel.shared_prompt_packing is True,
     )
 

@@ -111,6 +111,7 @@ INNER = {
     "models.placement": {"shape"},
     "parallel.moe": {"backend"},
     "parallel.packed": {"backend"},
+    "planner.engines": {"hardware", "work"},
     "planner.learners": {"hardware", "traffic", "work"},
     "policy.layers": set(),
     "rewards.constraints": {"verifier"},

@@ -254,14 +254,3 @@ def _optimizer_seconds(states: StateBytes, hardware: Hardware) -> float:
     over_pcie = on_host * 2 * FP32_BYTES / (hardware.gpu.pcie_gb_s * 1e9)
     arithmetic = on_host / (hardware.assumed.host_adam_gweights_s * 1e9)
     return touched / hardware.hbm_bytes_s + over_pcie + arithmetic
-
-
-def sync_seconds(sent_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:
-    """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
-
-    Args:
-        sent_bytes: to the workers of one engine together.
-    """
-    received = sent_bytes / workers
-    sent = sent_bytes * engines / learners
-    return max(received, sent) / hardware.link_bytes_s(hardware.num_gpus)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from mgrpo.config.schema import Engine
+from mgrpo.layout import InferLayout
 from mgrpo.models.family import shape_of
-from mgrpo.planner.engine_costs import SequenceCache, engine_memory, generation_time, sequence_cache
+from mgrpo.planner.engines.decoding import decoder, generation_time
+from mgrpo.planner.engines.engine_memory import SequenceCache, engine_memory, sequence_cache, worker_weights
+from mgrpo.planner.engines.messages import all_gather_s, all_reduce_s
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.work import Workload
@@ -108,17 +112,18 @@ def test_an_engine_without_room_for_a_sequence_has_no_time() -> None:
 
 
 def test_decoding_reads_weights_once_a_step_and_every_cached_token() -> None:
-    """256 sequences on 64 slots: 4 rounds of 1000 steps and a tail of 1000 more, at 3350 GB/s x 0.7."""
+    """256 sequences of 1000 tokens on 64 slots: 4 rounds of 1000 steps, at 3350 GB/s x 0.7."""
     settings = Engine(vllm_tensor_parallel_size=4, vllm_max_num_seqs=64)
     memory = engine_memory(QWEN_32B, settings, HARDWARE, longest=2100, dtype_bytes=2)
     time = generation_time(QWEN_32B, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     rate = 3350e9 * 0.7
-    assert time.num_steps == 256 * 1000 / 64 + 1000
+    assert time.num_steps == 256 * 1000 / 64 and time.running == 64
     read = (32_763_876_352 - 152_064 * 5120) * 2 / 4  # not the embedding
-    assert time.weights == pytest.approx(5000 * read / rate, rel=1e-3)
+    assert time.weights == pytest.approx(4000 * read / rate, rel=1e-3)
     assert time.cache == pytest.approx(256 * 1000 * (100 + 500) * (64 << 10) / rate)
-    assert time.overhead == pytest.approx(5000 * 4e-3)
-    assert time.exchange > 5000 * 128 * 15e-6
+    assert time.overhead == pytest.approx(4000 * 4e-3)
+    # Two sums a layer: a base, and 3 hops up the tree and down.
+    assert time.exchange > 4000 * 128 * (6.8 + 6 * 0.6) * 1e-6
 
 
 def test_more_engines_and_no_partners_take_less_time() -> None:
@@ -135,7 +140,7 @@ def test_more_engines_and_no_partners_take_less_time() -> None:
 
 
 def test_few_sequences_touch_few_experts() -> None:
-    """A step of one sequence reads 8 of 128 experts a layer; one of many reads them all."""
+    """A step of one sequence reads 8 of 128 experts a layer; one of many reads them all, but for the last ones of a batch."""
     settings = Engine(vllm_tensor_parallel_size=1)
     memory = engine_memory(MOE, settings, HARDWARE, longest=2100, dtype_bytes=2)
     few = dataclasses.replace(WORK, sequences=1, prompts=1, longest_response=1000)
@@ -145,7 +150,7 @@ def test_few_sequences_touch_few_experts() -> None:
     dense = 30_532_122_624 - 151_936 * 2048 - experts
     rate = 3350e9 * 0.7
     assert one.weights / one.num_steps == pytest.approx((dense + experts / 16) * 2 / rate, rel=1e-3)
-    assert many.weights / many.num_steps == pytest.approx((dense + experts) * 2 / rate, rel=1e-2)
+    assert many.weights / many.num_steps == pytest.approx((dense + experts) * 2 / rate, rel=4e-2)
 
 
 def test_slower_memory_by_assumption_takes_longer() -> None:
@@ -156,3 +161,52 @@ def test_slower_memory_by_assumption_takes_longer() -> None:
     fast_time = generation_time(QWEN_32B, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     slow_time = generation_time(QWEN_32B, settings, memory, WORK, slow, dtype_bytes=2)
     assert slow_time.cache == pytest.approx(2 * fast_time.cache)
+
+
+def test_a_batch_waits_for_its_longest_answer() -> None:
+    """4 sequences at once of 500 to 2000 tokens: as many steps as the longest has, with fewer and fewer sequences.
+
+    Means alone would say 1000 steps of 4.
+    """
+    settings = Engine(vllm_tensor_parallel_size=4)
+    memory = engine_memory(QWEN_32B, settings, HARDWARE, longest=2100, dtype_bytes=2)
+    recorded = dataclasses.replace(
+        WORK, sequences=4, prompts=4, response_lengths=(500.0, 600.0, 900.0, 2000.0), response_tokens=1000.0
+    )
+    time = generation_time(QWEN_32B, settings, memory, recorded, HARDWARE, dtype_bytes=2)
+    assert time.num_steps == 2000
+    assert time.running == pytest.approx(4000 / time.num_steps, rel=0.02)
+
+
+def test_a_sum_takes_as_long_as_nccl_thinks() -> None:
+    """src/graph/tuning.cc, protocol LL: tree 6.8 us + 2 x (7 hops of 0.6 + log2(nodes) x 5), ring 6.6 us + hops of 0.6 and 2.7."""
+    cluster = Hardware(gpu=GPUS["H100"], nodes=4)
+    tree = [all_reduce_s(0, ranks=ranks, hardware=cluster) * 1e6 for ranks in (1, 2, 8, 16, 32)]
+    assert tree == pytest.approx([0, 8.0, 15.2, 25.2, 35.2])
+    ring = [all_gather_s(0, ranks=ranks, hardware=cluster) * 1e6 for ranks in (8, 32)]
+    assert ring == pytest.approx([6.6 + 7 * 0.6, 6.6 + 28 * 0.6 + 3 * 2.7])
+    # 4 MB: the part of three other nodes enters through 8 cards at 37.5 GB/s; inside, seven eighths pass at 337.5 GB/s.
+    more = all_gather_s(4e6, ranks=32, hardware=cluster) - all_gather_s(0, ranks=32, hardware=cluster)
+    assert more == pytest.approx(4e6 * 3 / 4 / 8 / 37.5e9, rel=0.2) and more >= 4e6 * 3 / 4 / 8 / 37.5e9
+
+
+def test_experts_over_nodes_read_a_part_of_the_weights_on_each_worker() -> None:
+    """Qwen3-235B, 32 copies of the attention with a 32nd of the experts each, beside four engines of 8 tensor ranks.
+
+    A step reads 28 GiB less embedding instead of 54; each copy caches its own sequences; tokens go to experts and back in
+    every layer, over 32 GPUs.
+    """
+    shape, cluster = shape_of(shipped_config("qwen3-235b-a22b")), Hardware(gpu=GPUS["H100"], nodes=4)
+    wide = InferLayout(tensor=1, data=32, expert_parallel=True)
+    experts = 94 * 128 * 3 * 4096 * 1536
+    whole = 235_093_634_560
+    assert worker_weights(shape, wide) == pytest.approx(whole - experts + experts / 32, rel=1e-3)
+    settings = Engine(vllm_tensor_parallel_size=8)
+    memory = engine_memory(shape, settings, cluster, longest=2100, dtype_bytes=2)
+    narrow = decoder(shape, settings, memory, WORK, cluster, dtype_bytes=2)
+    spread = dataclasses.replace(narrow, layout=wide, sequences=256, most=256)
+    weights, exchange = spread.step_s(np.array([256.0]))
+    read = whole - experts - 151_936 * 4096 + experts / 32
+    assert weights[0] == pytest.approx(read * 2 / (3350e9 * 0.7), rel=1e-2)
+    assert exchange[0] == pytest.approx(2 * 94 * all_gather_s(256 * 4096 * 2, ranks=32, hardware=cluster))
+    assert weights[0] < 0.6 * narrow.step_s(np.array([64.0]))[0][0]

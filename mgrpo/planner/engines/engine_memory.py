@@ -1,0 +1,139 @@
+"""Memory of inference engines: their weights, and the cache that gets what these leave of vLLM's share of the GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from mgrpo.config.derived import infer_layout_of
+from mgrpo.config.schema import Engine
+from mgrpo.layout import InferLayout
+from mgrpo.models.memory import FP32_BYTES, one_of_each_kind
+from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
+from mgrpo.models.table import engine_boxes
+from mgrpo.planner.hardware import GIB, Hardware
+from mgrpo.planner.work import seen_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCache:
+    """What a worker of an engine keeps of a running sequence, in bytes."""
+
+    by_window: tuple[tuple[int | None, int], ...]
+    """Of each token, for all layers that attend to so many tokens together; they keep no more of them."""
+    state: int
+    """Whatever the length: of gated delta nets."""
+
+    @property
+    def per_token(self) -> int:
+        """Of a token while all windows reach it."""
+        return sum(size for _, size in self.by_window)
+
+    def of(self, length: float) -> float:
+        """Of a sequence of this length."""
+        return self.state + sum(size * min(length, window or length) for window, size in self.by_window)
+
+    def read(self, start: float, end: float) -> float:
+        """Bytes that decoding the tokens from `start` to `end` reads; a state is read and written for each of them."""
+        pairs = (size * (seen_pairs(end, window) - seen_pairs(start, window)) for window, size in self.by_window)
+        return sum(pairs) + 2 * self.state * (end - start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Memory of one GPU of an engine, in bytes."""
+
+    weights: int
+    workspace: int
+    cache: int
+    """For keys, values and states: what vllm_gpu_memory_utilization leaves, or with vllm_mode=colocate vllm_kv_cache_mb; if
+    negative, the engine cannot start."""
+    sequence: SequenceCache
+    longest: int
+    """Maximum tokens of a sequence."""
+
+    def sequences_of(self, length: float) -> int:
+        """Sequences of this length that fit at a time."""
+        return int(max(self.cache, 0) / self.sequence.of(length))
+
+    @property
+    def longest_sequences(self) -> int:
+        """Sequences of maximum length that fit at a time."""
+        return self.sequences_of(self.longest)
+
+
+@cache
+def worker_weights(shape: ModelShape, layout: InferLayout) -> int:
+    """Number of weights on the fullest of an engine's workers, by the rule table."""
+    return _most(shape, layout, lambda box: box.size)
+
+
+@cache
+def worker_pieces(shape: ModelShape, layout: InferLayout) -> int:
+    """Number of tensors of which an engine's worker has all or a part, at most."""
+    return _most(shape, layout, lambda box: 1)
+
+
+def _most(shape: ModelShape, layout: InferLayout, measure: Callable[[Box], int]) -> int:
+    """The sum of a measure over the boxes of the worker that has most."""
+    small, numbers = one_of_each_kind(shape)
+    times = Counter(f"{small.prefix}layers.{number}." for number in numbers)
+
+    def counted(box: Box) -> int:
+        return measure(box) * next((count for layer, count in times.items() if box.name.startswith(layer)), 1)
+
+    return max(sum(map(counted, boxes)) for boxes in engine_boxes(small, layout))
+
+
+def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int) -> SequenceCache:
+    """What each worker of a copy of an engine's attention keeps of a sequence.
+
+    Attention keeps keys and values of its own heads; with fewer key-value heads than workers, neighbours hold copies of one.
+    Latent attention keeps the latent vector and the rotated part of the key, from which every head makes its own
+    (arXiv:2405.04434, section 2.1.3), so that every worker has them whole. A gated delta net keeps the state of its own heads,
+    `key_dim x value_dim` each, which is assumed to be in float32, and the last inputs of its convolution.
+
+    Args:
+        workers: of the copy, which share out its heads.
+        dtype_bytes: of the model's weights.
+        element_bytes: of what is cached of a token.
+    """
+    if shape.latent:
+        layer = shape.latent.kv_rank + shape.latent.rope_dim
+    else:
+        layer = 2 * max(shape.kv_heads // workers, 1) * shape.head_dim
+    by_window: dict[int | None, int] = {}
+    for number, window in enumerate(shape.windows):
+        if shape.has_attention(number):
+            by_window[window] = by_window.get(window, 0) + layer * element_bytes
+    state = 0
+    if delta := shape.delta:
+        conv = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1)
+        matrices = delta.value_heads * delta.key_dim * delta.value_dim
+        state = len(delta.layers) * (matrices * FP32_BYTES + conv * dtype_bytes) // workers
+    return SequenceCache(by_window=tuple(by_window.items()), state=state)
+
+
+def engine_memory(
+    shape: ModelShape, settings: Engine, hardware: Hardware, *, longest: int, dtype_bytes: int, adapters: int = 0
+) -> EngineMemory:
+    """Memory of one GPU of an engine.
+
+    Args:
+        adapters: elements that it holds of them beside the model's weights.
+    """
+    layout = infer_layout_of(settings)
+    weights = (worker_weights(shape, layout) + adapters) * dtype_bytes
+    workspace = int(hardware.assumed.engine_workspace_gib * GIB)
+    element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
+    left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
+    return EngineMemory(
+        weights=weights,
+        workspace=workspace,
+        cache=settings.vllm_kv_cache_mb << 20 if settings.shares_gpus else left,
+        sequence=sequence_cache(shape, workers=layout.tensor, dtype_bytes=dtype_bytes, element_bytes=element_bytes),
+        longest=longest,
+    )

@@ -1,0 +1,60 @@
+"""The time from one step to the next where engines generate while learners train (`async_steps`).
+
+Four things bound it; the longest counts:
+
+    learners    training, and the weight sync after it
+    engines     a batch at the speed of full engines
+    tail        the longest answer of a batch is begun at most `max_staleness` + 1 steps before the batch is trained on
+    admission   groups of `async_steps` + 1 batches are under way at once, each as long as the longest of its answers
+
+An answer's time depends on how many are decoded beside it, and that on the pace (Little's law). With
+`inflight_updates` false, a weight sync waits for all answers under way, so that each step has a longest answer of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgrpo.config.schema import Config
+from mgrpo.planner.engines.decoding import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds from step to step, and why not fewer."""
+
+    seconds: float
+    bound: str
+    """learners, engines, tail or admission."""
+    running: float
+    """Mean number of sequences that an engine decodes."""
+
+
+def pace(config: Config, decoder: Decoder, *, learn_s: float, sync_s: float) -> Pace:
+    """The pace of an asynchronous run, whose learners need `learn_s` a step beside the sync."""
+    ahead, in_flight = config.rollout.async_steps, config.rollout.inflight_updates
+    oldest = ahead if config.rollout.max_staleness is None else config.rollout.max_staleness
+    running = np.geomspace(min(1.0, decoder.most), min(decoder.most, (ahead + 1) * decoder.sequences), 256)
+    engines = decoder.stream_s(running)
+    token_s = engines * running / (decoder.sequences * decoder.lengths.mean)
+    learners, answer = np.full_like(engines, learn_s + sync_s), token_s * decoder.longest
+    group = token_s * decoder.lengths.longest_of(config.rollout.num_samples_per_prompt_rollout)
+    engines = engines + sync_s
+    if in_flight and config.rollout.inflight_kv == "recompute":
+        engines = engines + decoder.again_s(running)
+    bounds = {
+        "learners": learners,
+        "engines": engines,
+        "tail": (answer + learners) / (oldest + 1) if in_flight else answer + sync_s,
+        "admission": (group + learners) / (ahead + 1),
+    }
+    # Few sequences at once take long together, and many take long each.
+    seconds = np.max(list(bounds.values()), axis=0)
+    best = int(seconds.argmin())
+    return Pace(
+        seconds=float(seconds[best]),
+        bound=max(bounds, key=lambda name: float(bounds[name][best])),
+        running=float(running[best]),
+    )
