@@ -1,0 +1,107 @@
+"""The rows of figures.json that are steps of RL, generation alone, or weight syncs, planned.
+
+Steps are NeMo RL's: `overlap` says whether engines have GPUs of their own and run one step ahead, with new weights in the middle of
+completions. Otherwise learners and engines take turns on all GPUs, as vllm_mode=colocate does. NeMo RL scores the batch with the policy
+before every first update, so that a step here has that pass as well. Mean lengths are those reported; packs hold whole sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mgrpo.layout import InferLayout
+from mgrpo.models.memory import holdings
+from mgrpo.moving import from_values
+from mgrpo.planner.engines.decoding import generation_time
+from mgrpo.planner.engines.engine_memory import engine_memory
+from mgrpo.planner.engines.sync_time import sync_seconds
+from mgrpo.planner.hardware import Assumptions
+from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.planner.work import Workload
+from tests.unit.planner.figures.published import Compared, hardware, model, rows
+
+MIB = 1 << 20
+
+
+def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
+    """The plan of a row of RL."""
+    own, settings = row["assumed"], row["settings"]
+    tokens = (
+        settings["max_prompt_token_length"] * own["prompt_share"] + settings["response_length"] * own["response_share"]
+    )
+    in_pack = max(int(settings["pack_length"] / tokens), 1)
+    fill = min(in_pack * tokens / settings["pack_length"], 0.95)
+    assumed = dataclasses.replace(assumed or Assumptions(), pack_fill=fill, **own)
+    learners = row["nodes"] * row["gpus_per_node"]
+    ahead = {"async_steps": 1, "inflight_updates": True, "inflight_kv": "keep"} if row["overlap"] else {}
+    values = {
+        "num_learners_per_node": [row["gpus_per_node"]] * row["nodes"],
+        "total_episodes": settings["num_unique_prompts_rollout"] * settings["num_samples_per_prompt_rollout"],
+    }
+    config = from_values(values | settings | ahead)
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, top_entropy_quantile=0.99))
+    cluster, shape = hardware(row, assumed), model(row["model"])
+    engines = settings["vllm_num_engines"] * settings["vllm_tensor_parallel_size"]
+    if row["overlap"]:
+        cluster = dataclasses.replace(cluster, nodes=row["nodes"] + engines // row["gpus_per_node"])
+    else:
+        memory = engine_memory(shape, config.engine, cluster, longest=settings["pack_length"], dtype_bytes=2)
+        shared = dataclasses.replace(
+            config.engine,
+            vllm_mode="colocate",
+            vllm_enable_sleep_mode=True,
+            vllm_kv_cache_mb=max(memory.cache, 0) // MIB,
+        )
+        config = dataclasses.replace(config, engine=shared)
+    return plan_run(config, shape, cluster, num_learners=learners)
+
+
+def generation_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
+    """Seconds of a row of generation: all requests come at once."""
+    shape, cluster = model(row["model"]), hardware(row, assumed or Assumptions())
+    work = Workload(
+        prompts=row["requests"],
+        sequences=row["requests"],
+        prompt_tokens=row["prompt_tokens"] / row["requests"],
+        response_tokens=row["response_tokens"] / row["requests"],
+        longest_response=row["longest"],
+        response_spread=cluster.assumed.response_spread,
+        shares_prompts=False,
+    )
+    engine = from_values(row["settings"]).engine
+    memory = engine_memory(shape, engine, cluster, longest=row["longest"], dtype_bytes=2)
+    time = generation_time(shape, engine, memory, work, cluster, dtype_bytes=2)
+    assert time is not None, row["id"]
+    return time.total
+
+
+def sync_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
+    """Seconds of a row of weight syncs in bfloat16."""
+    shape, cluster = model(row["model"]), hardware(row, assumed or Assumptions())
+    infer = InferLayout(engines=row["engines"], tensor=row["workers"])
+    size = holdings(shape, tensor=1, expert=1).total * 2
+    return sync_seconds(size, shape, infer, learners=row["learners"], cuts=1, hardware=cluster)
+
+
+def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
+    """Seconds of all rows that can be planned: of steps, of generation, and of syncs."""
+    found = []
+    for kind, figure, key, planned in (
+        ("rl", "step_s", "step_s", lambda row: step(row, assumed).pace_s),
+        ("gen", "generation_s", "seconds", lambda row: generation_s(row, assumed)),
+        ("sync", "sync_s", "sync_s", lambda row: sync_s(row, assumed)),
+    ):
+        found += [
+            Compared(
+                row=row["id"],
+                source=row["source"],
+                figure=figure,
+                reported=row["reported"][key],
+                planned=planned(row),
+                note=row["note"],
+            )
+            for row in rows(kind)
+            if "model" in row
+        ]
+    return found
