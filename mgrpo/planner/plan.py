@@ -18,8 +18,8 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.decoding import GenerationTime, decoder
 from mgrpo.planner.engines.engine_memory import EngineMemory, engine_memory
 from mgrpo.planner.engines.step_pace import Pace, pace
-from mgrpo.planner.engines.sync_time import sync_seconds
 from mgrpo.planner.engines.teaching import num_teacher_gpus, num_teacher_workers, teaching_seconds
+from mgrpo.planner.engines.transfers import sync_seconds
 from mgrpo.planner.gpu_memory import (
     PhaseMemory,
     StageMemory,
@@ -322,10 +322,11 @@ def plan_run(
     )
     sync_s = synced / engines.weight_sync_steps
     own = decoder(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes)
-    ahead = None
+    ahead, generation = None, own.batch if own else None
     if own and config.rollout.async_steps:
         on_learners = config.distillation.teacher_mode == "learner"
         ahead = pace(config, own, learn_s=learners.total + teach_s * on_learners, sync_s=sync_s)
+        generation = own.stream(ahead.running)
     return RunPlan(
         config=config,
         shape=shape,
@@ -343,7 +344,7 @@ def plan_run(
         stages=stages,
         engine=engine,
         learners=learners,
-        generation=own and (own.stream(ahead.running) if ahead else own.batch),
+        generation=generation,
         ahead=ahead,
         sync_s=sync_s,
         teach_s=teach_s,

@@ -21,7 +21,7 @@ from mgrpo.models.memory import holdings, padded_vocab
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.answer_lengths import AnswerLengths
 from mgrpo.planner.engines.engine_memory import EngineMemory
-from mgrpo.planner.engines.messages import all_gather_s, all_reduce_s
+from mgrpo.planner.engines.transfers import all_gather_s, all_reduce_s
 from mgrpo.planner.hardware import Flops, Hardware
 from mgrpo.planner.work import Workload, generation_flops
 
@@ -199,4 +199,4 @@ def generation_time(
 ) -> GenerationTime | None:
     """Generation of a whole batch on all engines in parallel; None where an engine cannot hold one sequence."""
     own = decoder(shape, settings, memory, work, hardware, dtype_bytes=dtype_bytes)
-    return own and own.batch
+    return own.batch if own else None

@@ -12,7 +12,7 @@ from mgrpo.layout import InferLayout
 from mgrpo.models.family import shape_of
 from mgrpo.planner.engines.decoding import decoder, generation_time
 from mgrpo.planner.engines.engine_memory import SequenceCache, engine_memory, sequence_cache, worker_weights
-from mgrpo.planner.engines.messages import all_gather_s, all_reduce_s
+from mgrpo.planner.engines.transfers import all_gather_s, all_reduce_s
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.work import Workload

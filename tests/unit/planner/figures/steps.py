@@ -15,7 +15,7 @@ from mgrpo.models.memory import holdings
 from mgrpo.moving import from_values
 from mgrpo.planner.engines.decoding import generation_time
 from mgrpo.planner.engines.engine_memory import engine_memory
-from mgrpo.planner.engines.sync_time import sync_seconds
+from mgrpo.planner.engines.transfers import sync_seconds
 from mgrpo.planner.hardware import Assumptions
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.work import Workload

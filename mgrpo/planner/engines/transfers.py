@@ -1,6 +1,6 @@
-"""Small collectives between GPUs: a latency by the number of ranks and nodes, and bytes over the slowest link.
+"""Small collectives between an engine's GPUs, and weight syncs.
 
-Latencies are those with which NCCL chooses its algorithms (src/graph/tuning.cc, protocol LL): a base, and a term for each hop
+A collective takes a latency by the number of ranks and nodes, and its bytes over the slowest link. Latencies are those with which NCCL chooses its algorithms (src/graph/tuning.cc, protocol LL): a base, and a term for each hop
 over NVLink, PCIe or the network. An all-reduce goes up and down a tree, an all-gather or reduce-scatter around a ring.
 """
 
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 
+from mgrpo.layout import InferLayout
+from mgrpo.models.shape import ModelShape
+from mgrpo.planner.engines.engine_memory import worker_pieces
 from mgrpo.planner.hardware import Hardware
 
 TREE_US, RING_US = 6.8, 6.6
@@ -45,3 +48,21 @@ def _ring_s(size: float, ranks: int, hardware: Hardware) -> float:
 
 def _hop_us(hardware: Hardware) -> float:
     return NVLINK_HOP_US if hardware.gpu.nvlink_gb_s > hardware.gpu.pcie_gb_s else PCIE_HOP_US
+
+
+def sync_seconds(
+    sent_bytes: float, shape: ModelShape, infer: InferLayout, *, learners: int, cuts: int, hardware: Hardware
+) -> float:
+    """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
+
+    A worker puts each piece into place, and a learner cuts it out: work of their hosts, which does not overlap with itself.
+
+    Args:
+        sent_bytes: to the workers of one engine together.
+        cuts: pieces of a tensor on learners, of which a worker's part consists where it is not cut as finely itself.
+    """
+    rate = hardware.link_bytes_s(hardware.num_gpus)
+    received, sent = sent_bytes / infer.workers, sent_bytes * infer.engines / learners
+    pieces = worker_pieces(shape, infer) * max(cuts // infer.tensor, 1)
+    host = max(pieces, pieces * infer.workers * infer.engines / learners) * hardware.assumed.piece_us * 1e-6
+    return max(received, sent) / rate + host
