@@ -1,0 +1,195 @@
+"""The ways of the weights where learners and engines share the devices of several nodes. Pure.
+
+A worker gets everything from learners of its own node, through memory that they share. What none of these holds comes from a learner
+of another node to one that shares its device with a worker that needs it, and which hands it on: each byte comes once to a node,
+however many of its workers need it. That goes in stages. In the first, learners hand on what they hold themselves; in each later
+one what a round between nodes has brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mgrpo.models.placement.box_table import sizes
+from mgrpo.models.placement.boxes import Box
+from mgrpo.sync.plan import Places, ReshardPlan
+from mgrpo.sync.slices.messages import messages, rounds
+
+Stage = Mapping[int, list[Box]]
+"""The slices for one worker, by training rank."""
+Asked = Mapping[int, Places]
+"""What a training rank asks of others, by rank."""
+SentRound = dict[int, list[Box]]
+"""What goes to, or comes from, other training ranks at the same time."""
+
+
+_Brought = tuple[Box, np.ndarray]
+"""A slice, and `[workers]`, whether a worker needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Slices that the same workers need and the same ranks hold."""
+
+    workers: tuple[int, ...]
+    holders: tuple[int, ...]
+    places: Places
+    """Of one of these workers; the others' are equal."""
+
+
+class NodeRoutes:
+    """The routes to all nodes. Every rank makes the same ones, and boxes of its own part alone.
+
+    Args:
+        plan: what the workers of an engine receive; whoever sends it there does not count here.
+        nodes: for each training rank the number of its node. Worker w of engine e shares the device of rank e * workers + w.
+        bucket_bytes: most bytes that come to a rank in a round between nodes.
+    """
+
+    def __init__(self, plan: ReshardPlan, nodes: Sequence[int], *, bucket_bytes: int) -> None:
+        self.plan, self.nodes, self.bucket_bytes = plan, nodes, bucket_bytes
+        self.num_workers = len(plan.workers)
+        self.ranks: dict[int, list[int]] = {}
+        """By node, ascending."""
+        for rank, node in enumerate(nodes):
+            self.ranks.setdefault(node, []).append(rank)
+        self._asked: dict[int, dict[int, Asked]] = {}
+
+    @cached_property
+    def _needs(self) -> np.ndarray:
+        """`[slices, workers]`: whether a worker needs a slice, which others may receive under another number."""
+        _, same = np.unique(self.plan.slices, axis=0, return_inverse=True)
+        needs = np.zeros((same.max(initial=-1) + 1, self.num_workers), dtype=bool)
+        for worker, places in enumerate(self.plan.workers):
+            needs[same[places], worker] = True
+        return needs[same]
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        is_first = np.zeros(len(self.plan.slices), dtype=bool)
+        is_first[np.unique(self.plan.slices, axis=0, return_index=True)[1]] = True
+        found = []
+        for kind, places in zip(self.plan.kinds, self.plan.places, strict=True):
+            own = places[is_first[places]]
+            holders = tuple(sorted(rank for table in kind.tables for rank in self.plan.sources.ranks[table]))
+            workers, which = np.unique(self._needs[own], axis=0, return_inverse=True)
+            for number, needing in enumerate(workers):
+                found.append(_Group(tuple(needing.nonzero()[0].tolist()), holders, own[which == number]))
+        return found
+
+    def asked(self, node: int) -> dict[int, Asked]:
+        """For each rank of a node that receives for others, which slices it asks of which ranks of other nodes."""
+        if node not in self._asked:
+            self._asked[node] = self._ask(node)
+        return self._asked[node]
+
+    def _ask(self, node: int) -> dict[int, Asked]:
+        # By the workers that need them, what is missing here.
+        queues: dict[tuple[int, ...], dict[int, list[Places]]] = {}
+        for group in self._groups:
+            if not any(self.nodes[rank] == node for rank in group.holders):
+                queue = queues.setdefault(group.workers, {})
+                for source, places in self._sources(group, node):
+                    queue.setdefault(source, []).append(places)
+        # Those that may hand on the same slices get an even, unbroken part of them.
+        found: dict[int, dict[int, list[Places]]] = {}
+        for workers, queue in queues.items():
+            relays = [rank for rank in self.ranks[node] if rank % self.num_workers in workers]
+            parts = {source: np.concatenate(queue[source]) for source in sorted(queue)}
+            count = sizes(self.plan.slices[np.concatenate([*parts.values()])])
+            ends = count.cumsum()
+            relay, first = ((ends - (count + 1) // 2) * len(relays) // ends[-1]), 0
+            for source, places in parts.items():
+                chosen = relay[first : first + len(places)]
+                for number in np.unique(chosen).tolist():
+                    found.setdefault(relays[number], {}).setdefault(source, []).append(places[chosen == number])
+                first += len(places)
+        return {
+            rank: {source: np.sort(np.concatenate(found[rank][source])) for source in sorted(found[rank])}
+            for rank in sorted(found)
+        }
+
+    def _sources(self, group: _Group, node: int) -> Iterator[tuple[int, Places]]:
+        """The ranks that a node asks for slices: every replica serves as many of the nodes that lack them, or as large parts of them."""
+        lacking = sorted(self.ranks.keys() - {self.nodes[rank] for rank in group.holders})
+        turn, replicas, nodes = lacking.index(node), len(group.holders), len(lacking)
+        count = sizes(self.plan.slices[group.places])
+        ends = count.cumsum()
+        # Positions on the line of all parts for all of these nodes.
+        middle = (ends - (count + 1) // 2) if replicas < nodes else np.zeros_like(ends)
+        chosen = (turn * ends[-1] + middle) * replicas // (nodes * ends[-1])
+        for number in np.unique(chosen).tolist():
+            yield group.holders[number], group.places[chosen == number]
+
+    def network_bytes(self, node: int) -> int:
+        """Bytes that a node receives from others in a sync."""
+        places = [places for asked in self.asked(node).values() for places in asked.values()]
+        return sum(int(sizes(self.plan.slices[each]).sum()) for each in places) * self.plan.itemsize
+
+    def received(self, rank: int) -> list[SentRound]:
+        """Round by round, what comes to a rank from other nodes."""
+        asked = self.asked(self.nodes[rank]).get(rank, {})
+        return rounds({source: self._messages(places, len(asked)) for source, places in asked.items()})
+
+    def sent(self, rank: int) -> list[SentRound]:
+        """Round by round, what a rank sends to other nodes."""
+        return rounds(
+            {
+                relay: self._messages(asked[rank], len(asked))
+                for node in self.ranks
+                for relay, asked in self.asked(node).items()
+                if rank in asked
+            }
+        )
+
+    def _messages(self, places: Places, num_sources: int) -> list[list[Box]]:
+        boxes, limit = self.plan.boxes(places), self.bucket_bytes
+        return messages(boxes, num_sources, itemsize=self.plan.itemsize, bucket_bytes=limit)
+
+    def stages(self, engine: int) -> list[list[Stage]]:
+        """For each worker of an engine what it receives in each stage; as many stages for each."""
+        node = self.nodes[engine * self.num_workers]
+        brought = {relay: self._brought(relay) for relay in self.asked(node)}
+        count = 1 + max(map(len, brought.values()), default=0)
+        found: list[list[Stage]] = []
+        for worker in range(self.num_workers):
+            own = [self._held(node, engine * self.num_workers + worker), *({} for _ in range(1, count))]
+            for relay, parts in brought.items():
+                for stage, part in zip(own[1:], parts, strict=False):
+                    if boxes := [box for box, needing in part if needing[worker]]:
+                        stage[relay] = boxes
+            found.append(own)
+        return found
+
+    def _held(self, node: int, seat: int) -> dict[int, list[Box]]:
+        """What learners of the node hold of the slices for the worker on a rank's device: by preference that rank itself."""
+        places: dict[int, list[Places]] = {}
+        for kind, own in zip(self.plan.kinds, self.plan.places, strict=True):
+            if kind.worker == seat % self.num_workers:
+                holders = sorted(rank for table in kind.tables for rank in self.plan.sources.ranks[table])
+                if here := [rank for rank in holders if self.nodes[rank] == node]:
+                    places.setdefault(seat if seat in here else here[seat % len(here)], []).append(own)
+        return {rank: self.plan.boxes(np.sort(np.concatenate(places[rank]))) for rank in sorted(places)}
+
+    def _brought(self, relay: int) -> list[list[_Brought]]:
+        """What comes to a rank, round by round."""
+        asked = self.asked(self.nodes[relay])[relay]
+        queues = {
+            source: self._needed(places, self._messages(places, len(asked))) for source, places in asked.items()
+        }
+        return [[each for part in round_.values() for each in part] for round_ in rounds(queues)]
+
+    def _needed(self, places: Places, queue: list[list[Box]]) -> list[list[_Brought]]:
+        """Who needs the parts of slices, which come in the slices' order."""
+        ends, begin, found = sizes(self.plan.slices[places]).cumsum(), 0, []
+        for message in queue:
+            found.append([])
+            for box in message:
+                place = places[ends.searchsorted(begin, side="right")]
+                found[-1].append((box, self._needs[place]))
+                begin += box.size
+        return found
