@@ -87,6 +87,8 @@ class Sender:
         """What engines must hold: also what they have loaded by themselves."""
         self.outgoing = self.plan.outgoing(rank)
         """What this rank sends, by planned engine and worker."""
+        self.handed = self.live
+        """What is sent to engines."""
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
@@ -107,15 +109,7 @@ class Sender:
         return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
 
     def invitation(self, engine: int, generation: int = 0) -> dict[str, Any]:
-        """The invitation with which engine number `engine` joins, as plain values.
-
-        For each worker its slices, and of each slice the place of its source among `learners`.
-        """
-        learners = self.plan.learners(engine)
-        sources = np.empty((len(self.plan.slices), 1), dtype=np.int64)
-        for incoming in self.plan.incoming(engine):
-            for rank, places in incoming.items():
-                sources[places] = learners.index(rank)
+        """The invitation with which engine number `engine` joins, as plain values."""
         return {
             "host": self.host,
             "port": self.port,
@@ -123,12 +117,23 @@ class Sender:
             "generation": generation,
             "model": asdict(self.model),
             "lora": self.lora and asdict(self.lora),
-            "learners": learners,
-            "slices": self._slices,
-            "sources": [packed(sources[own]) for own in self.plan.workers],
+            **self._tables(engine),
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
             "share_gpus": self.share_gpus,
+        }
+
+    def _tables(self, engine: int) -> dict[str, Any]:
+        """For each worker of an engine its slices, and of each slice the place of its source among `learners`."""
+        learners = self.plan.learners(engine)
+        sources = np.empty((len(self.plan.slices), 1), dtype=np.int64)
+        for incoming in self.plan.incoming(engine):
+            for rank, places in incoming.items():
+                sources[places] = learners.index(rank)
+        return {
+            "learners": learners,
+            "slices": self._slices,
+            "sources": [packed(sources[own]) for own in self.plan.workers],
         }
 
     def join(self, seats: Mapping[int, int]) -> dict[int, str]:
@@ -140,7 +145,7 @@ class Sender:
         for engine in seats:
             self.leave(engine)
         self.generations.update(seats)
-        mine = [engine for engine in seats if self._to(engine)]
+        mine = [engine for engine in seats if self._sends_to(engine)]
 
         def meet_each(engines: Sequence[int], failed: Failed) -> None:
             for engine in engines:
@@ -151,14 +156,23 @@ class Sender:
 
         return self._apart(mine, meet_each)
 
-    def _meet(self, engine: int, generation: int) -> Channel:
+    def _sends_to(self, engine: int) -> bool:
+        return bool(self._to(engine))
+
+    def _stages(self, engine: int) -> tuple[list[int], list[dict[int, Cut]]]:
+        """The ranks that send to an engine, and what this one sends to each of its workers: in one stage here."""
         learners, num_sources = self.plan.learners(engine), self.plan.num_sources(engine)
+        pairs = {
+            len(learners) + worker: self._cut(self.plan.boxes(places), num_sources[worker])
+            for worker, places in self._to(engine).items()
+        }
+        return learners, [pairs]
+
+    def _meet(self, engine: int, generation: int) -> Channel:
+        learners, stages = self._stages(engine)
         return Channel(
-            self.live,
-            {
-                len(learners) + worker: self._cut(self.plan.boxes(places), num_sources[worker])
-                for worker, places in self._to(engine).items()
-            },
+            self.handed,
+            stages,
             store=dist.PrefixStore(group_name(engine, generation), another_connection(self.store)),
             names=member_names(learners, self.infer_layout.workers, engine),
             rank=learners.index(self.rank),
@@ -187,20 +201,22 @@ class Sender:
         mine = [engine for engine in engines if engine in self.channels]
 
         def send_to(engines: Sequence[int], failed: Failed) -> None:
-            deliver({engine: self._delivery(version, engine) for engine in engines}, failed)
+            deliver({engine: self._delivery(version, engine, 0) for engine in engines}, failed)
 
         try:
             return self._apart(mine, send_to)
         finally:
             self.live.forget()
 
-    def _delivery(self, version: int, engine: int) -> Delivery:
+    def _delivery(self, version: int, engine: int, stage: int) -> Delivery:
         channel = self.channels[engine]
+        numbers = channel.stages[stage]
 
-        def begin(number: int) -> Round:
+        def begin(place: int) -> Round:
+            number = numbers[place]
             return channel.transport.send(channel.rounds[number], lost=partial(self._lost, version, number, engine))
 
-        return Delivery(begin, len(channel.rounds))
+        return Delivery(begin, len(numbers))
 
     def _apart(self, engines: Sequence[int], work: Callable[[Sequence[int], Failed], None]) -> dict[int, str]:
         """Do work for engines; why it has failed, where it has.
@@ -287,13 +303,13 @@ class Receiver:
         """Host and port of the store, which is there as long as the run is."""
         self.timeout_s = invitation["timeout_s"]
         self.learners: list[int] = invitation["learners"]
-        incoming = self._incoming(invitation)
-        self._check_targets(incoming)
+        stages = self._incoming(invitation)
+        self._check_targets(stages)
         cut = partial(messages, itemsize=self.live.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"])
         self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
         self.channel = Channel(
             self.live,
-            {source: partial(cut, boxes, len(incoming)) for source, boxes in incoming.items()},
+            [{source: partial(cut, boxes, len(stage)) for source, boxes in stage.items()} for stage in stages],
             store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
             names=member_names(self.learners, len(invitation["slices"]), self.engine),
             rank=len(self.learners) + worker,
@@ -304,18 +320,26 @@ class Receiver:
             share_gpus=invitation["share_gpus"],
         )
 
-    def _incoming(self, invitation: Mapping[str, Any]) -> dict[int, list[Box]]:
-        """The slices for this worker, by their source's place among `learners`."""
+    def _incoming(self, invitation: Mapping[str, Any]) -> list[dict[int, list[Box]]]:
+        """The slices for this worker in each stage, by their source's place among `learners`."""
         tensors = Tensors(shapes_in_units(sent_tensors(self.model, self.lora), self.live.dtype.itemsize))
         slices = unpacked(invitation["slices"][self.worker], COLUMNS)
         sources = unpacked(invitation["sources"][self.worker], 1)[:, 0]
-        return {source: tensors.boxes(slices[sources == source]) for source in np.unique(sources).tolist()}
+        counts = invitation["stages"][self.worker] if "stages" in invitation else [len(slices)]
+        ends = np.cumsum([0, *counts]).tolist()
+        return [
+            {
+                source: tensors.boxes(slices[first:last][sources[first:last] == source])
+                for source in np.unique(sources[first:last]).tolist()
+            }
+            for first, last in itertools.pairwise(ends)
+        ]
 
-    def _check_targets(self, incoming: Mapping[int, list[Box]]) -> None:
+    def _check_targets(self, stages: Iterable[Mapping[int, list[Box]]]) -> None:
         """The engine's live weights must be exactly the boxes that the plan sends to it."""
         live = {name: sum(box.size for box, _ in held) for name, held in self.live.by_name.items()}
         planned: dict[str, int] = {}
-        for box in (box for boxes in incoming.values() for box in boxes):
+        for box in (box for incoming in stages for boxes in incoming.values() for box in boxes):
             planned[box.name] = planned.get(box.name, 0) + box.size
             if self.live.find(box) is None:
                 raise ValueError(f"the engine does not hold {box} in one piece, which the plan sends to it")
@@ -372,7 +396,7 @@ class Channel:
     def __init__(
         self,
         live: LiveBoxes,
-        pairs: Mapping[int, Cut],
+        stages: Sequence[Mapping[int, Cut]],
         *,
         store: dist.Store,
         names: Sequence[str],
@@ -385,15 +409,15 @@ class Channel:
     ) -> None:
         """
         Args:
-            pairs: the messages with each member that this one exchanges weights with.
+            stages: the messages with each member that this one exchanges weights with; those of a stage all come before the next one's.
             names: of all members, in their order.
         """
         self.names = names
         self.is_open = True
-        peers = {
-            peer: max(sum(box.size for box in boxes) for boxes in cut(limit=BUCKET_BYTES)) * dtype.itemsize
-            for peer, cut in pairs.items()
-        }
+        peers: dict[int, int] = {}
+        for peer, cut in itertools.chain(*(pairs.items() for pairs in stages)):
+            largest = max(sum(box.size for box in boxes) for boxes in cut(limit=BUCKET_BYTES)) * dtype.itemsize
+            peers[peer] = max(peers.get(peer, 0), largest)
         self.transport: Transport = meet(
             store,
             SyncMembers(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus),
@@ -402,12 +426,18 @@ class Channel:
             host=host,
             timeout_s=timeout_s,
         )
-        self.rounds: list[dict[int, WeightMessage]] = rounds(
-            {
-                peer: [WeightMessage(live, boxes) for boxes in cut(limit=self.transport.bucket_limit(peer))]
-                for peer, cut in pairs.items()
-            }
-        )
+        self.rounds: list[dict[int, WeightMessage]] = []
+        self.stages: list[range] = []
+        """The numbers of each stage's rounds."""
+        for pairs in stages:
+            first = len(self.rounds)
+            self.rounds += rounds(
+                {
+                    peer: [WeightMessage(live, boxes) for boxes in cut(limit=self.transport.bucket_limit(peer))]
+                    for peer, cut in pairs.items()
+                }
+            )
+            self.stages.append(range(first, len(self.rounds)))
 
     def close(self) -> None:
         """Members that wait for this one learn that it has left."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Backend = Any
 """Torch's type stubs do not declare all of its methods."""
+Start = Callable[[list[torch.Tensor], int, int], dist.Work]
+"""Begins to send or to receive."""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -124,6 +126,15 @@ class ProcessGroup:
         timeout_s = self.timeout_s * (2 if self.backend.supports_coalescing else 1)
         return self._begin(self.backend.recv, messages, buckets, lost, into=into, timeout_s=timeout_s)
 
+    def exchange(self, messages: Messages, into: Mapping[int, torch.Tensor], *, lost: Lost) -> Transfer:
+        """Begin to send these slices, and to receive what fills the tensors, from and to others in the same moment.
+
+        On CUDA one that only sent first would wait for one that does so as well.
+        """
+        sent = [(self.backend.send, peer, self._filled(message)) for peer, message in messages.items()]
+        received = [(self.backend.recv, peer, bucket) for peer, bucket in into.items()]
+        return Transfer(self.backend, [*sent, *received], timeout_s=self.timeout_s, lost=lost)
+
     def _empty(self, message: WeightMessage) -> torch.Tensor:
         return torch.empty(message.size, dtype=self.dtype, device=self.device)
 
@@ -137,7 +148,7 @@ class ProcessGroup:
 
     def _begin(
         self,
-        start: Callable[[list[torch.Tensor], int, int], dist.Work],
+        start: Start,
         messages: Messages,
         buckets: list[torch.Tensor],
         lost: Lost,
@@ -145,7 +156,8 @@ class ProcessGroup:
         into: Sequence[Sequence[torch.Tensor]] = (),
         timeout_s: float,
     ) -> Transfer:
-        return Transfer(self.backend, start, list(messages), buckets, into=into, timeout_s=timeout_s, lost=lost)
+        calls = [(start, peer, bucket) for peer, bucket in zip(messages, buckets, strict=True)]
+        return Transfer(self.backend, calls, into=into, timeout_s=timeout_s, lost=lost)
 
     def bucket_limit(self, peer: int) -> None:
         """See `Transport`."""
@@ -163,21 +175,20 @@ class Transfer:
     """Buckets that are under way in a group at the same time (a `Round`).
 
     Args:
-        start: `backend.send` or `backend.recv`.
+        calls: for each bucket `backend.send` or `backend.recv`, and the member.
         into: for each bucket that arrives, the views that its values are written to.
     """
 
     def __init__(
         self,
         backend: Backend,
-        start: Callable[[list[torch.Tensor], int, int], dist.Work],
-        peers: Sequence[int],
-        buckets: list[torch.Tensor],
+        calls: Sequence[tuple[Start, int, torch.Tensor]],
         *,
         into: Sequence[Sequence[torch.Tensor]] = (),
         timeout_s: float,
         lost: Lost,
     ) -> None:
+        peers, buckets = [peer for _, peer, _ in calls], [bucket for _, _, bucket in calls]
         self._timeout_s, self._lost = timeout_s, lost
         self._buckets, self._into = buckets, into
         self._deadline = time.monotonic() + timeout_s
@@ -188,11 +199,11 @@ class Transfer:
             with named(peers, lost):
                 # Together: on their own they would take their turn, and one that waits for its peer would hold up the rest.
                 backend._start_coalescing()
-                for peer, bucket in zip(peers, buckets, strict=True):
+                for start, peer, bucket in calls:
                     start([bucket], peer, 0)
                 self._works.append((peers, backend._end_coalescing()))
             return
-        for peer, bucket in zip(peers, buckets, strict=True):
+        for start, peer, bucket in calls:
             with named([peer], lost):
                 self._works.append(([peer], start([bucket], peer, 0)))
 

@@ -63,7 +63,9 @@ def meet(
     links, reasons = _share_memory(store, members, dtype, device, timeout_s)
     if is_cuda and reasons:
         reason = next(filter(None, reasons), "an engine and a learner are on different machines")
-        raise RuntimeError(f"{reason}; with vllm_mode=colocate all must be on one machine and share GPU memory")
+        raise RuntimeError(
+            f"{reason}; with vllm_mode=colocate an engine and the learners of its node must share GPU memory"
+        )
     if members.rank == 0:
         for reason in filter(None, reasons):
             print(f"mgrpo: {reason}; these weights take the slower way over gloo", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ adapter merged into it. Of those one is kept, because neighbouring slices are of
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,9 +32,18 @@ class MadeSlice(Protocol):
     def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
 
 
+class LateSlice(Protocol):
+    """A slice whose values are elsewhere each time, and not there all the time."""
+
+    def values(self) -> torch.Tensor:
+        """As they are now."""
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
+
+
 Held = Iterable[tuple[Box, torch.Tensor]]
 """Boxes with the live view of each."""
-View = torch.Tensor | MadeSlice
+View = torch.Tensor | MadeSlice | LateSlice
 
 
 class LiveBoxes:
@@ -54,6 +64,14 @@ class LiveBoxes:
         first = next(view for view in views if isinstance(view, torch.Tensor))
         self.dtype, self.device = dtype, first.device
 
+    def beside(self, late: Iterable[tuple[Box, LateSlice]]) -> LiveBoxes:
+        """These boxes, and others that are counted as a plan counts them."""
+        found = copy.copy(self)
+        found.by_name = {name: [*held] for name, held in self.by_name.items()}
+        for box, view in late:
+            found.by_name.setdefault(box.name, []).append((box, view))
+        return found
+
     def find(self, box: Box) -> View | None:
         """The live view of `box`; None where no held box contains it."""
         for held, view in self.by_name.get(box.name, ()):
@@ -71,6 +89,8 @@ class LiveBoxes:
         """The values of the view now; the weight that was made last stays until another one is, or `forget`."""
         if isinstance(view, torch.Tensor):
             return view
+        if not hasattr(view, "weight"):
+            return view.values()
         with self._lock:
             if self._made is None or self._made[0] is not view.weight:
                 self._made = None

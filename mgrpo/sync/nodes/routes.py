@@ -81,6 +81,10 @@ class NodeRoutes:
                 found.append(_Group(tuple(needing.nonzero()[0].tolist()), holders, own[which == number]))
         return found
 
+    def node_of(self, engine: int) -> int:
+        """The node that an engine is on."""
+        return self.nodes[engine * self.num_workers]
+
     def asked(self, node: int) -> dict[int, Asked]:
         """For each rank of a node that receives for others, which slices it asks of which ranks of other nodes."""
         if node not in self._asked:
@@ -152,7 +156,7 @@ class NodeRoutes:
 
     def stages(self, engine: int) -> list[list[Stage]]:
         """For each worker of an engine what it receives in each stage; as many stages for each."""
-        node = self.nodes[engine * self.num_workers]
+        node = self.node_of(engine)
         brought = {relay: self._brought(relay) for relay in self.asked(node)}
         count = 1 + max(map(len, brought.values()), default=0)
         found: list[list[Stage]] = []
@@ -178,9 +182,7 @@ class NodeRoutes:
     def _brought(self, relay: int) -> list[list[_Brought]]:
         """What comes to a rank, round by round."""
         asked = self.asked(self.nodes[relay])[relay]
-        queues = {
-            source: self._needed(places, self._messages(places, len(asked))) for source, places in asked.items()
-        }
+        queues = {source: self._needed(places, self._messages(places, len(asked))) for source, places in asked.items()}
         return [[each for part in round_.values() for each in part] for round_ in rounds(queues)]
 
     def _needed(self, places: Places, queue: list[list[Box]]) -> list[list[_Brought]]:

@@ -79,7 +79,7 @@ def transfer(work: Work, *, timeout_s: float, bucket: torch.Tensor, view: torch.
     def lost(peers: Any, err: Exception) -> RuntimeError:
         return RuntimeError(f"waited for {peers}: {err}")
 
-    return Transfer(backend, backend.recv, [4], [bucket], into=[[view]], timeout_s=timeout_s, lost=lost)
+    return Transfer(backend, [(backend.recv, 4, bucket)], into=[[view]], timeout_s=timeout_s, lost=lost)
 
 
 def test_a_round_on_the_device_is_written_once_it_has_arrived() -> None:

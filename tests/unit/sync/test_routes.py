@@ -76,7 +76,9 @@ def test_every_worker_gets_every_element_once_from_ranks_of_its_node_that_have_i
             for number, stage in enumerate(stages):
                 for rank, boxes in stage.items():
                     assert found.nodes[rank] == node
-                    here = [*held[rank]] if number == 0 else [*itertools.chain(*found.received(rank)[number - 1].values())]
+                    here = (
+                        [*held[rank]] if number == 0 else [*itertools.chain(*found.received(rank)[number - 1].values())]
+                    )
                     assert all(is_within(box, here) for box in boxes)
 
 
@@ -90,7 +92,9 @@ def test_each_byte_comes_to_a_node_once_and_only_if_no_rank_there_has_it(train, 
         ranks = range(node * a_node, (node + 1) * a_node)
         own = set(elements([box for rank in ranks for box in dict.fromkeys(held[rank])]))
         wanted = set(elements([box for boxes in engine_boxes(model, infer) for box in boxes]))
-        got = elements([box for rank in ranks for each in found.received(rank) for boxes in each.values() for box in boxes])
+        got = elements(
+            [box for rank in ranks for each in found.received(rank) for boxes in each.values() for box in boxes]
+        )
         assert got == Counter(wanted - own)
         assert found.network_bytes(node) == 2 * len(wanted - own)
 
@@ -117,7 +121,9 @@ def test_both_ends_of_a_round_between_nodes_agree(train, infer, a_node):
     for rank in range(train.world_size):
         for round_ in found.received(rank):
             # One row may be more than a message's share.
-            assert sum(box.size for boxes in round_.values() for box in boxes) * 2 <= max(1 << 10, len(round_) * row * 2)
+            assert sum(box.size for boxes in round_.values() for box in boxes) * 2 <= max(
+                1 << 10, len(round_) * row * 2
+            )
 
 
 def loads(found: NodeRoutes, sent: bool) -> list[int]:

@@ -1,0 +1,112 @@
+"""A training rank's end of the weight sync where learners and engines share the devices of several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mgrpo.sync.channel import Cut, Sender
+from mgrpo.sync.delivery import Failed, deliver
+from mgrpo.sync.group import another_connection
+from mgrpo.sync.nodes.relay import Relay
+from mgrpo.sync.nodes.routes import NodeRoutes
+from mgrpo.sync.slices.packed import packed
+
+
+class NodesSender(Sender):
+    """A `Sender` that reaches the engines of its own node, and learners of others.
+
+    Args:
+        nodes: for each training rank the number of its node, see `NodeRoutes`.
+        own: see `Sender`.
+    """
+
+    def __init__(self, *args: Any, nodes: Sequence[int], **own: Any) -> None:
+        """Meet the other learners."""
+        super().__init__(*args, **own, share_gpus=True)
+        self.routes = NodeRoutes(self.plan, nodes, bucket_bytes=self.bucket_bytes)
+        self.relay = Relay(
+            self.live,
+            sent=self.routes.sent(self.rank),
+            received=self.routes.received(self.rank),
+            rank=self.rank,
+            size=len(nodes),
+            store=dist.PrefixStore("between nodes", another_connection(self.store)),
+            host=self.host,
+            timeout_s=self.timeout_s,
+        )
+        self.handed = self.live.beside(self.relay.slices())
+
+    def _tables(self, engine: int) -> dict[str, Any]:
+        """As for one node, and for each worker how many of its slices come in each stage."""
+        stages = self.routes.stages(engine)
+        learners = sorted({rank for each in stages for stage in each for rank in stage})
+        tables: dict[str, Any] = {"learners": learners, "slices": [], "sources": [], "stages": []}
+        for each in stages:
+            parts = [(rank, boxes) for stage in each for rank, boxes in stage.items()]
+            tables["slices"].append(packed(self.plan.tensors.rows([box for _, boxes in parts for box in boxes])))
+            places = np.repeat([learners.index(rank) for rank, _ in parts], [len(boxes) for _, boxes in parts])
+            tables["sources"].append(packed(places[:, None]))
+            tables["stages"].append([sum(map(len, stage.values())) for stage in each])
+        return tables
+
+    def _sends_to(self, engine: int) -> bool:
+        if self.routes.node_of(engine) != self.routes.nodes[self.rank]:
+            return False
+        return any(self.rank in stage for each in self.routes.stages(engine) for stage in each)
+
+    def _stages(self, engine: int) -> tuple[list[int], list[dict[int, Cut]]]:
+        stages = self.routes.stages(engine)
+        learners = sorted({rank for each in stages for stage in each for rank in stage})
+        found: list[dict[int, Cut]] = []
+        for number in range(len(stages[0])):
+            found.append(
+                {
+                    len(learners) + worker: self._cut(each[number][self.rank], len(each[number]))
+                    for worker, each in enumerate(stages)
+                    if self.rank in each[number]
+                }
+            )
+        return learners, found
+
+    def send(self, version: int, engines: Iterable[int]) -> dict[int, str]:
+        """See `Sender.send`. All learners must call it, with the same engines.
+
+        While a stage is handed on, the next one comes from other nodes.
+
+        Raises:
+            RuntimeError: another learner is not reached.
+        """
+        engines, failures, relay = list(engines), {}, self.relay
+        last = max([relay.num_rounds, *(len(channel.stages) - 1 for channel in self.channels.values())])
+        try:
+            for stage in range(last + 1):
+                if stage:
+                    relay.settle(stage - 1)
+                if stage < relay.num_rounds:
+                    relay.begin(stage)
+                mine = [
+                    engine
+                    for engine in engines
+                    if (channel := self.channels.get(engine)) and stage < len(channel.stages) and channel.stages[stage]
+                ]
+                failures |= self._hand_on(version, mine, stage)
+                relay.forget(stage - 1)
+            return failures
+        finally:
+            self.live.forget()
+            self.handed.forget()
+
+    def _hand_on(self, version: int, engines: Sequence[int], stage: int) -> dict[int, str]:
+        def send_to(engines: Sequence[int], failed: Failed) -> None:
+            deliver({engine: self._delivery(version, engine, stage) for engine in engines}, failed)
+
+        return self._apart(engines, send_to)
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        super().close()
+        self.relay.close()
