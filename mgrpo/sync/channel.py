@@ -87,12 +87,15 @@ class Sender:
         """What engines must hold: also what they have loaded by themselves."""
         self.outgoing = self.plan.outgoing(rank)
         """What this rank sends, by planned engine and worker."""
-        self.handed = self.live
-        """What is sent to engines."""
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
         """Generations of the engines that have joined, also of those that this rank sends nothing to."""
+
+    @property
+    def handed(self) -> LiveBoxes:
+        """What is sent to engines."""
+        return self.live
 
     @cached_property
     def _slices(self) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, Self
 
@@ -32,12 +33,14 @@ class MadeSlice(Protocol):
     def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
 
 
-class LateSlice(Protocol):
+class LateSlice(ABC):
     """A slice whose values are elsewhere each time, and not there all the time."""
 
+    @abstractmethod
     def values(self) -> torch.Tensor:
         """As they are now."""
 
+    @abstractmethod
     def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
 
 
@@ -89,7 +92,7 @@ class LiveBoxes:
         """The values of the view now; the weight that was made last stays until another one is, or `forget`."""
         if isinstance(view, torch.Tensor):
             return view
-        if not hasattr(view, "weight"):
+        if isinstance(view, LateSlice):
             return view.values()
         with self._lock:
             if self._made is None or self._made[0] is not view.weight:

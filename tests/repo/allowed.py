@@ -130,6 +130,7 @@ INNER = {
     "run.commands": {"inputs", "produce", "ranks", "records", "report", "start"},
     "run.nodes": {"ranks"},
     "sync.sending": set(),
+    "sync.nodes": {"channel", "delivery", "group", "live", "plan", "sending"},
     "sync.vllm_plugin": {"channel", "live"},
     "telemetry.report": {
         "alerts",

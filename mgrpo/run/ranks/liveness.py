@@ -36,6 +36,8 @@ WAITING = (
     "mgrpo.sync.joining",
     "mgrpo.sync.transport",
     "mgrpo.sync.channel",
+    "mgrpo.sync.nodes.relay",
+    "mgrpo.sync.nodes.nodes_sender",
     "mgrpo.run.ranks.lead",
 )
 """Modules whose functions wait for other ranks or for rank 0's work, which has limits of its own."""

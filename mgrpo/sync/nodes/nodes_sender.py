@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from mgrpo.models.placement.box_table import packed
 from mgrpo.sync.channel import Cut, Sender
 from mgrpo.sync.delivery import Failed, deliver
 from mgrpo.sync.group import another_connection
+from mgrpo.sync.live import LiveBoxes
 from mgrpo.sync.nodes.relay import Relay
 from mgrpo.sync.nodes.routes import NodeRoutes
-from mgrpo.sync.slices.packed import packed
 
 
 class NodesSender(Sender):
@@ -38,7 +39,12 @@ class NodesSender(Sender):
             host=self.host,
             timeout_s=self.timeout_s,
         )
-        self.handed = self.live.beside(self.relay.slices())
+        self._handed = self.live.beside(self.relay.slices())
+
+    @property
+    def handed(self) -> LiveBoxes:
+        """Also what has come from other nodes."""
+        return self._handed
 
     def _tables(self, engine: int) -> dict[str, Any]:
         """As for one node, and for each worker how many of its slices come in each stage."""
@@ -80,7 +86,8 @@ class NodesSender(Sender):
         Raises:
             RuntimeError: another learner is not reached.
         """
-        engines, failures, relay = list(engines), {}, self.relay
+        engines, relay = list(engines), self.relay
+        failures: dict[int, str] = {}
         last = max([relay.num_rounds, *(len(channel.stages) - 1 for channel in self.channels.values())])
         try:
             for stage in range(last + 1):

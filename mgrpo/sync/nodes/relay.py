@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mgrpo.models.placement.boxes import Box
 from mgrpo.sync.group import Transfer, join_group
-from mgrpo.sync.live import LiveBoxes, WeightMessage
+from mgrpo.sync.live import LateSlice, LiveBoxes, WeightMessage
 from mgrpo.sync.nodes.routes import SentRound
 
 PATIENCE = 2
@@ -19,8 +19,8 @@ PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class BroughtSlice:
-    """A slice that a round brings (a `LateSlice`): its values are there from the round's `settle` until its `forget`."""
+class BroughtSlice(LateSlice):
+    """A slice that a round brings: its values are there from the round's `settle` until its `forget`."""
 
     relay: Relay
     number: int

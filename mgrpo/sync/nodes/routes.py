@@ -17,9 +17,9 @@ import numpy as np
 from mgrpo.models.placement.box_table import sizes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.sync.plan import Places, ReshardPlan
-from mgrpo.sync.slices.messages import messages, rounds
+from mgrpo.sync.sending.rounds import messages, rounds
 
-Stage = Mapping[int, list[Box]]
+ReceivedStage = dict[int, list[Box]]
 """The slices for one worker, by training rank."""
 Asked = Mapping[int, Places]
 """What a training rank asks of others, by rank."""
@@ -154,14 +154,15 @@ class NodeRoutes:
         boxes, limit = self.plan.boxes(places), self.bucket_bytes
         return messages(boxes, num_sources, itemsize=self.plan.itemsize, bucket_bytes=limit)
 
-    def stages(self, engine: int) -> list[list[Stage]]:
+    def stages(self, engine: int) -> list[list[ReceivedStage]]:
         """For each worker of an engine what it receives in each stage; as many stages for each."""
         node = self.node_of(engine)
         brought = {relay: self._brought(relay) for relay in self.asked(node)}
         count = 1 + max(map(len, brought.values()), default=0)
-        found: list[list[Stage]] = []
+        found: list[list[ReceivedStage]] = []
         for worker in range(self.num_workers):
-            own = [self._held(node, engine * self.num_workers + worker), *({} for _ in range(1, count))]
+            own = [self._held(node, engine * self.num_workers + worker)]
+            own += [{} for _ in range(1, count)]
             for relay, parts in brought.items():
                 for stage, part in zip(own[1:], parts, strict=False):
                     if boxes := [box for box, needing in part if needing[worker]]:
@@ -187,7 +188,8 @@ class NodeRoutes:
 
     def _needed(self, places: Places, queue: list[list[Box]]) -> list[list[_Brought]]:
         """Who needs the parts of slices, which come in the slices' order."""
-        ends, begin, found = sizes(self.plan.slices[places]).cumsum(), 0, []
+        ends, begin = sizes(self.plan.slices[places]).cumsum(), 0
+        found: list[list[_Brought]] = []
         for message in queue:
             found.append([])
             for box in message:

@@ -11,11 +11,11 @@ import torch
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.placement.box_table import Holdings
+from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.table import training_boxes
 from mgrpo.sync.group import ProcessGroup, connect_store, open_store
-from mgrpo.sync.shared import SharedMemory
 from mgrpo.sync.nodes.nodes_sender import NodesSender
+from mgrpo.sync.shared import SharedMemory
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import HOST, make_receiver, settings, sharded_holdings, view, whole
 
@@ -47,7 +47,7 @@ class Run:
         return NodesSender(
             [(box, view(self.tensors, box)) for box in self.held[rank]],
             nodes=[each // self.a_node for each in range(self.size)],
-            holdings=Holdings.of(self.held),
+            holdings=HeldBoxes.of(self.held),
             model=self.model,
             train_layout=self.train,
             infer_layout=self.infer,

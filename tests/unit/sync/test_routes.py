@@ -11,7 +11,7 @@ import pytest
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
-from mgrpo.models.placement.box_table import Holdings
+from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, training_boxes
@@ -33,7 +33,7 @@ SHAPES = [
 
 
 def routes(model: ModelShape, train: Layout, infer: InferLayout, a_node: int, *, bucket: int = 1 << 10) -> NodeRoutes:
-    holdings = Holdings.of(held_by(model, train))
+    holdings = HeldBoxes.of(held_by(model, train))
     made = plan(model, train, infer, holdings=holdings)
     return NodeRoutes(made, [rank // a_node for rank in range(train.world_size)], bucket_bytes=bucket)
 
