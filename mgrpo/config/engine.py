@@ -146,7 +146,11 @@ def _fewest_engines(min_engines: int, vllm_num_engines: int) -> Iterator[str]:
 
 
 def _colocation(
-    vllm_mode: str, async_steps: int, num_learners_per_node: tuple[int, ...], ray_address: str | None
+    vllm_mode: str,
+    async_steps: int,
+    num_learners_per_node: tuple[int, ...],
+    vllm_tensor_parallel_size: int,
+    vllm_data_parallel_size: int,
 ) -> Iterator[str]:
     if vllm_mode != "colocate":
         return
@@ -155,13 +159,17 @@ def _colocation(
             f"vllm_mode=colocate with async_steps={async_steps}: learners and engines of the same GPUs cannot "
             "work at the same time; set async_steps=0, or vllm_mode=ray with GPUs for each"
         )
-    if len(num_learners_per_node) > 1:
+    if len(set(num_learners_per_node)) > 1:
         yield (
-            f"vllm_mode=colocate with num_learners_per_node={' '.join(map(str, num_learners_per_node))}: learners and "
-            "engines exchange weights through the memory of one machine's GPUs; use one node, or vllm_mode=ray"
+            f"vllm_mode=colocate with num_learners_per_node={' '.join(map(str, num_learners_per_node))}: expected equally "
+            "many learners on all nodes, each with a worker of an engine"
         )
-    if ray_address is not None:
-        yield f"ray_address={ray_address}: with vllm_mode=colocate engines run on the learners' machine; leave it out"
+    elif len(num_learners_per_node) > 1 and num_learners_per_node[0] % (vllm_tensor_parallel_size * vllm_data_parallel_size):
+        yield (
+            f"vllm_mode=colocate with vllm_tensor_parallel_size={vllm_tensor_parallel_size} and num_learners_per_node="
+            f"{' '.join(map(str, num_learners_per_node))}: an engine gets its weights through the memory of one node; use a size "
+            "that divides the learners of a node"
+        )
 
 
 def _weight_syncs(weight_sync_steps: int, takes_turns: bool, checkpoint_state_freq: int) -> Iterator[str]:

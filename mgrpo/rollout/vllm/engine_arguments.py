@@ -247,10 +247,12 @@ def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
 
 def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
     found = []
-    if workers != learners:
+    # `mgrpo launch`, which alone gives it an address, has counted the learners of all nodes.
+    if workers != learners and config.engine.ray_address is None:
         found.append(
             f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but this machine has {learners} learners, "
-            f"and {config.engine.workers_asked} = {workers} workers; make them equally many"
+            f"and {config.engine.workers_asked} = {workers} workers; make them equally many, and "
+            "start learners of several nodes with `mgrpo launch`"
         )
     if "vllm_kv_cache_mb" not in config.provenance.sources:
         found.append(
@@ -291,8 +293,12 @@ def _known_args() -> frozenset[str]:
 
 def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> EngineKind:
     """The engines that sample from the policy, which the run starts."""
-    settings = config.engine
+    settings, workers = config.engine, config.engine.num_workers
     is_local = settings.ray_address is None
+    nodes: list[int] = []
+    if settings.shares_gpus and num_local_learners and not is_local:
+        nodes = [engine * workers // num_local_learners for engine in range(settings.vllm_num_engines)]
+    gpus = serving_gpus()[:num_local_learners] if settings.shares_gpus else []
     return EngineKind(
         count=settings.vllm_num_engines,
         workers=settings.num_workers,
@@ -302,7 +308,9 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
         has_local_core=has_local_core(settings.num_workers, on_gpu=on_gpu),
         log="engine",
         remedy="lower vllm_num_engines or vllm_tensor_parallel_size",
-        gpus=serving_gpus()[:num_local_learners] if settings.shares_gpus else (),
+        # Equally numbered on all nodes.
+        gpus=gpus * (max(nodes, default=0) + 1),
+        nodes=nodes,
         snapshots=tuple(config.provenance.snapshots.values()),
     )
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 from mgrpo.rollout.vllm.ray_processes.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.ray_processes.node import NODE_SHARE, learners_node
 from mgrpo.rollout.vllm.ray_processes.reaper import end_engine
 
 ROOM_S = 60.0
@@ -40,6 +41,8 @@ class EngineKind:
     """What to do where there is no room for them."""
     gpus: Sequence[str] = ()
     """For each worker of all engines the GPU it is on, none of which Ray counts; empty: Ray chooses, or there are none."""
+    nodes: Sequence[int] = ()
+    """For each engine the number of the learners' node that it is on; empty: Ray chooses, or there is one node."""
     gpu_share: float = 1.0
     """Of a GPU that Ray chooses for a worker."""
     snapshots: Sequence[HubSnapshot] = ()
@@ -76,7 +79,8 @@ class EngineSet:
         """The present engine of each number."""
         self.groups: list[Any] = []
         """The placement group of each number."""
-        groups = [self._reserve() for _ in range(kind.count)]
+        self._check_nodes()
+        groups = [self._reserve(number) for number in range(kind.count)]
         if not all(group.wait(ROOM_S) for group in groups):
             raise RuntimeError(
                 f"{len(groups)} engines need {len(groups)} x {self._bundles()}, and Ray has only "
@@ -93,9 +97,9 @@ class EngineSet:
             RuntimeError: the cluster has no room for one more.
         """
         if number == len(self.groups):
-            if self.kind.gpus:
+            if self.kind.gpus or self.kind.nodes:
                 raise RuntimeError("with vllm_mode=colocate engines are on the learners' GPUs, of which each has one")
-            group = self._reserve()
+            group = self._reserve(number)
             if not group.wait(ROOM_S):
                 from ray.util import remove_placement_group
 
@@ -118,10 +122,21 @@ class EngineSet:
         most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
         return engine_bundles(self.kind.workers, gpus_a_node=most, share=self.kind.gpu_share, copies=self.kind.copies)
 
-    def _reserve(self) -> Any:
+    def _reserve(self, number: int) -> Any:
         from ray.util.placement_group import placement_group
 
-        return placement_group(self._bundles(), strategy="PACK")
+        bundles = self._bundles()
+        if self.kind.nodes:
+            bundles[0][learners_node(self.kind.nodes[number])] = NODE_SHARE
+        return placement_group(bundles, strategy="PACK")
+
+    def _check_nodes(self) -> None:
+        known = self.place.ray.cluster_resources() if self.kind.nodes else {}
+        if missing := [node for node in dict.fromkeys(self.kind.nodes) if learners_node(node) not in known]:
+            raise RuntimeError(
+                f"vllm_mode=colocate: Ray does not know the learners' nodes {', '.join(map(str, missing))}, on which engines are to "
+                "start; start the run with `mgrpo launch`"
+            )
 
     def _start(self, number: int) -> RayEngine:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

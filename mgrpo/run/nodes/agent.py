@@ -99,6 +99,7 @@ class _Agent:
             ranks_a_node=message["ranks_a_node"],
             gpus=self.gpus,
             num_cpus=len(os.sched_getaffinity(0)),
+            shares_gpus=message["shares_gpus"],
         )
         self.output_dir = message["output_dir"]
         is_head = self.place.rank == 0
@@ -111,6 +112,7 @@ class _Agent:
             gpus=share.gpus,
             num_cpus=share.num_cpus,
             token=message["token"] or os.environ[TOKEN],
+            learners=self.place.rank if message["shares_gpus"] else None,
         )
         self.ray.watch(lambda reason: self.events.put((self.place.rank, {"ended": 1, "cause": reason})))
 
@@ -163,6 +165,7 @@ class Leader(_Agent):
             "head": f"{address}:{_free_port(self.place.port + 1)}",
             "token": None if secret else token,
             "ranks_a_node": ranks_a_node,
+            "shares_gpus": config.engine.shares_gpus,
             "output_dir": config.experiment.output_dir,
         }
         self._start_ray({**plan, "address": address})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -48,12 +48,24 @@ class Share:
 
 
 def share_of(
-    rank: int, *, nodes: int, learner_nodes: int, ranks_a_node: int, gpus: Sequence[str], num_cpus: int
+    rank: int,
+    *,
+    nodes: int,
+    learner_nodes: int,
+    ranks_a_node: int,
+    gpus: Sequence[str],
+    num_cpus: int,
+    shares_gpus: bool = False,
 ) -> Share:
     """The share of a node with these GPUs and cores: what its learners leave.
 
     Without GPUs learners share their node with engines only where all nodes have learners.
+
+    Args:
+        shares_gpus: engines are on the learners' GPUs, which Ray does not count.
     """
+    if shares_gpus:
+        return Share(gpus=(), num_cpus=max(num_cpus - ranks_a_node, ranks_a_node))
     num_learners = ranks_a_node if rank < learner_nodes else 0
     if gpus:
         left = gpus[num_learners:]
@@ -69,6 +81,7 @@ def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "address": os.environ.get("VLLM_HOST_IP") or address,
         "gpus": num_gpus,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "packages": installed(),
         "same": {
             "mgrpo": __version__,
@@ -94,6 +107,8 @@ def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[
         if (told[rank]["gpus"] or told[0]["gpus"]) and told[rank]["gpus"] < ranks_a_node
     ]
     settings, left = config.engine, {rank: told[rank]["gpus"] for rank in told}
+    if settings.shares_gpus:
+        return [*found, *_sharing_problems(config, job, ranks_a_node, told)]
     if not any(left.values()) or found:
         return found
     for rank in range(job.learner_nodes):
@@ -107,6 +122,38 @@ def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[
             "or fewer engines"
         )
     return found
+
+
+def _sharing_problems(
+    config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]
+) -> Iterator[str]:
+    """Why engines cannot be on the learners' GPUs of these nodes."""
+    engine, workers = config.engine, config.engine.num_workers
+    learners = ranks_a_node * job.learner_nodes
+    if job.learner_nodes < job.nodes:
+        yield (
+            f"--learner-nodes={job.learner_nodes} of {job.nodes}: with vllm_mode=colocate engines are on the learners' GPUs; "
+            "leave it out, or use vllm_mode=ray"
+        )
+    elif engine.vllm_num_engines * workers != learners:
+        yield (
+            f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but there are {learners} learners, and "
+            f"{engine.workers_asked} = {engine.vllm_num_engines * workers} workers; make them equally many"
+        )
+    elif ranks_a_node % workers:
+        yield (
+            f"{engine.workers_asked}: with vllm_mode=colocate an engine of {workers} workers gets its weights through the memory of one "
+            f"node, which has {ranks_a_node} learners; use a number that divides them"
+        )
+    if config.distillation.num_engines:
+        yield (
+            "vllm_mode=colocate on several nodes has no teachers with engines; use teacher_mode=learner or server, or vllm_mode=ray"
+        )
+    if len(chosen := {told[rank]["visible"] for rank in told}) > 1:
+        yield (
+            "CUDA_VISIBLE_DEVICES differs between nodes: "
+            f"{', '.join(sorted(map(str, chosen)))}; with vllm_mode=colocate it must be the same on all"
+        )
 
 
 def _version(names: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ WAITING = (
     "mgrpo.sync.joining",
     "mgrpo.sync.transport",
     "mgrpo.sync.channel",
-    "mgrpo.sync.nodes.relay",
+    "mgrpo.sync.nodes.node_rounds",
     "mgrpo.sync.nodes.nodes_sender",
     "mgrpo.run.ranks.lead",
 )

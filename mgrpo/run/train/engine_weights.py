@@ -27,8 +27,10 @@ from mgrpo.processes.address import LOOPBACK
 from mgrpo.rollout.engine import Engine
 from mgrpo.rollout.engines.fleet import Calls, Fleet
 from mgrpo.run.ranks.lead import Lead
+from mgrpo.run.ranks.process import local_rank, rank
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import connect_store, open_store
+from mgrpo.sync.nodes.nodes_sender import NodesSender
 from mgrpo.sync.plan import ReshardPlan
 
 
@@ -90,7 +92,13 @@ class EngineWeights:
         served = self.lead.call(self._open_store)
         host, port = self.lead.share(lambda: (served or (None, "", 0))[1:])
         store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
-        self.sender = Sender(
+        nodes = (
+            [int(node) for node in gather_json(rank() - local_rank(), self.host_group)] if settings.shares_gpus else []
+        )
+        make: Callable[..., Sender] = Sender
+        if len(set(nodes)) > 1:
+            make = partial(NodesSender, nodes=nodes)
+        self.sender = make(
             self.policy.sync_boxes(),
             holdings=self.policy.holdings(self.host_group),
             model=self.shape,

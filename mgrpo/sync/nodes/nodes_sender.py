@@ -13,7 +13,7 @@ from mgrpo.sync.channel import Cut, Sender
 from mgrpo.sync.delivery import Failed, deliver
 from mgrpo.sync.group import another_connection
 from mgrpo.sync.live import LiveBoxes
-from mgrpo.sync.nodes.relay import Relay
+from mgrpo.sync.nodes.node_rounds import NodeRounds
 from mgrpo.sync.nodes.routes import NodeRoutes
 
 
@@ -27,9 +27,9 @@ class NodesSender(Sender):
 
     def __init__(self, *args: Any, nodes: Sequence[int], **own: Any) -> None:
         """Meet the other learners."""
-        super().__init__(*args, **own, share_gpus=True)
+        super().__init__(*args, **own)
         self.routes = NodeRoutes(self.plan, nodes, bucket_bytes=self.bucket_bytes)
-        self.relay = Relay(
+        self.relay = NodeRounds(
             self.live,
             sent=self.routes.sent(self.rank),
             received=self.routes.received(self.rank),

@@ -301,8 +301,8 @@ RULES = [
     ),
     (
         "R24",
-        {"vllm_mode": "colocate", "ray_address": "auto"},
-        "ray_address=auto: with vllm_mode=colocate engines run on",
+        {"vllm_mode": "colocate", "num_learners_per_node": [1, 1], "vllm_tensor_parallel_size": 2},
+        "use a size that divides the learners of a node",
     ),
     ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, intact, never, or the path of a training state"),
     ("R25", {"resume": "no/such/step_3"}, "resume=no/such/step_3 is not a folder; check the path"),

@@ -54,7 +54,7 @@ class Run:
             rank=rank,
             store=connect_store(HOST, self.port, 20),
             host=HOST,
-            **settings(self.port, dtype=self.dtype, timeout_s=20),
+            **settings(self.port, dtype=self.dtype, timeout_s=20, share_gpus=True),
         )
 
 

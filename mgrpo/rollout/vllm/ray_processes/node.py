@@ -7,12 +7,13 @@ that makes the node.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgrpo.processes.address import own_interfaces
@@ -31,6 +32,8 @@ RAY_ENVIRONMENT = {
 CONNECT_S = 5.0
 """Seconds that another machine may take to answer."""
 OBJECT_STORE_BYTES = 256 << 20
+NODE_SHARE = 0.01
+"""Of the resource `learners_node`, for an engine: a node has room for a hundred."""
 START_S = 120.0
 
 
@@ -49,11 +52,24 @@ def address_problems(address: str | None) -> list[str]:
     return []
 
 
+def learners_node(number: int) -> str:
+    """Ray's resource that the node with this number of the learners has, and no other one."""
+    return f"mgrpo_learners_{number}"
+
+
 class RayNode:
     """Ray on this machine. Always `close` it."""
 
     def __init__(
-        self, *, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
+        self,
+        *,
+        address: str,
+        head: str,
+        is_head: bool,
+        gpus: Sequence[str],
+        num_cpus: int,
+        token: str,
+        learners: int | None = None,
     ) -> None:
         """Start it, and return when it runs.
 
@@ -62,12 +78,14 @@ class RayNode:
             head: `HOST:PORT` of the cluster.
             gpus: ids of the GPUs that engines may use.
             num_cpus: the number that Ray may count.
+            learners: the number of the node among those whose learners share their devices with engines.
         Raises:
             RuntimeError: with Ray's last output.
         """
         self.keeper = ClusterKeeper()
         try:
-            _ray_start(self.keeper, address, head, is_head, gpus, num_cpus, token)
+            own = {} if learners is None else {learners_node(learners): 1}
+            _ray_start(self.keeper, address, head, is_head, gpus, num_cpus, token, own)
         except BaseException:
             self.close()
             raise
@@ -95,12 +113,20 @@ class RayNode:
 
 
 def _ray_start(
-    keeper: ClusterKeeper, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
+    keeper: ClusterKeeper,
+    address: str,
+    head: str,
+    is_head: bool,
+    gpus: Sequence[str],
+    num_cpus: int,
+    token: str,
+    resources: Mapping[str, float],
 ) -> None:
     place = ["--head", "--port", head.rpartition(":")[2], "--include-dashboard", "false"]
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", *(place if is_head else ["--address", head]),
         "--node-ip-address", address, "--num-cpus", str(num_cpus), "--num-gpus", str(len(gpus)),
+        "--resources", json.dumps(resources),
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", keeper.ray_folder, "--disable-usage-stats",
     ]  # fmt: skip
     environment = {

@@ -22,7 +22,7 @@ PATIENCE = 2
 class BroughtSlice(LateSlice):
     """A slice that a round brings: its values are there from the round's `settle` until its `forget`."""
 
-    relay: Relay
+    relay: NodeRounds
     number: int
     """Of the round."""
     start: int
@@ -39,7 +39,7 @@ class BroughtSlice(LateSlice):
         return BroughtSlice(self.relay, self.number, self.start, self.shape, region)
 
 
-class Relay:
+class NodeRounds:
     """One learner's part in all rounds. All learners make one, and go through their rounds in order."""
 
     def __init__(
