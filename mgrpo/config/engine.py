@@ -164,7 +164,9 @@ def _colocation(
             f"vllm_mode=colocate with num_learners_per_node={' '.join(map(str, num_learners_per_node))}: expected equally "
             "many learners on all nodes, each with a worker of an engine"
         )
-    elif len(num_learners_per_node) > 1 and num_learners_per_node[0] % (vllm_tensor_parallel_size * vllm_data_parallel_size):
+    elif len(num_learners_per_node) > 1 and num_learners_per_node[0] % (
+        vllm_tensor_parallel_size * vllm_data_parallel_size
+    ):
         yield (
             f"vllm_mode=colocate with vllm_tensor_parallel_size={vllm_tensor_parallel_size} and num_learners_per_node="
             f"{' '.join(map(str, num_learners_per_node))}: an engine gets its weights through the memory of one node; use a size "

@@ -299,11 +299,6 @@ RULES = [
         {"vllm_mode": "colocate", "async_steps": 1, "use_rho_correction": True},
         "cannot work at the same time; set async_steps=0, or vllm_mode=ray",
     ),
-    (
-        "R24",
-        {"vllm_mode": "colocate", "num_learners_per_node": [1, 1], "vllm_tensor_parallel_size": 2},
-        "use a size that divides the learners of a node",
-    ),
     ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, intact, never, or the path of a training state"),
     ("R25", {"resume": "no/such/step_3"}, "resume=no/such/step_3 is not a folder; check the path"),
     ("R25", {"resume": "gs://b/step_2000"}, "is step 2000, but the run has 1562 training steps; raise total_episodes"),
@@ -591,3 +586,18 @@ def test_no_values_make_the_validator_raise(values, world_size):
     shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
     for sentence in problems(build(values), world_size=world_size, hf_config=shape, has_dataset=True):
         assert isinstance(sentence, str)
+
+
+@pytest.mark.parametrize(
+    ("learners", "workers", "words"),
+    [
+        ([2, 1], 1, "expected equally many learners on all nodes"),
+        ([3, 3], 2, "use a size that divides the learners of a node"),
+        ([4, 4], 2, None),
+    ],
+)
+def test_an_engine_on_the_learners_gpus_stays_on_one_node(learners, workers, words):
+    """Its workers get their weights through memory that no other node reaches."""
+    values = {"vllm_mode": "colocate", "num_learners_per_node": learners, "vllm_tensor_parallel_size": workers}
+    found = [said for said in problems(from_values(values), world_size=sum(learners)) if "colocate" in said]
+    assert len(found) == (words is not None) and all(words in said for said in found)
