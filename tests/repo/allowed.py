@@ -228,6 +228,7 @@ DOUBLED_FILES = {
     "loss": "the loss, and its section of the settings",
     "losses": "the named losses; trajectories that were lost",
     "model": "Megatron's model, and its section of the settings",
+    "nodes": "those of a launch; those that a weight sync crosses",
     "optimizer": "the optimizer, and its section of the settings",
     "parallel": "a room and its section of the settings",
     "plan": "of a run; of a weight sync, where users import it from",
