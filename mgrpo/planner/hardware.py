@@ -158,8 +158,8 @@ class Hardware:
     network_gbps: float = 400.0
     """Rate of each GPU's network card, one direction, 1e9 bits per second."""
     assumed: Assumptions = Assumptions()
-    trains_in_8_bits: bool = False
-    """Layers' products of the learners take fp8, of which GPUs since Hopper compute twice as much in a second."""
+    in_8_bits: tuple[str, ...] = ()
+    """Parts of `Flops` whose operands learners round to fp8, of which GPUs since Hopper compute twice as much in a second."""
     dispatches_by_node: bool = False
     """DeepEP or HybridEP moves tokens to experts, not Megatron's "alltoall" dispatcher."""
 
@@ -168,12 +168,14 @@ class Hardware:
         """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
-    def compute_seconds(self, work: Flops, *, gpus: float, dtype_bytes: int = 2, in_8_bits: bool = False) -> float:
+    def compute_seconds(
+        self, work: Flops, *, gpus: float, dtype_bytes: int = 2, in_8_bits: tuple[str, ...] = ()
+    ) -> float:
         """Seconds of matrix products spread evenly over `gpus` GPUs; 4 bytes: in float32."""
         assumed = self.assumed
-        layers = work.dense / assumed.compute_efficiency + work.experts / assumed.expert_efficiency
-        at_peak = layers / (2 if in_8_bits else 1)
-        at_peak += work.head / assumed.compute_efficiency + work.attention / assumed.attention_efficiency
+        at_peak = work.head / assumed.compute_efficiency + work.attention / assumed.attention_efficiency
+        at_peak += work.dense / assumed.compute_efficiency / (2 if "dense" in in_8_bits else 1)
+        at_peak += work.experts / assumed.expert_efficiency / (2 if "experts" in in_8_bits else 1)
         tflops = self.gpu.tflops if dtype_bytes < 4 else self.gpu.fp32_tflops
         return at_peak / (gpus * tflops * 1e12)
 

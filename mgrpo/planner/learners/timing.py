@@ -152,7 +152,7 @@ def _stage_time(
 ) -> _StageTime:
     """Args: count: micro-batches of a step."""
     settings, dtype_bytes, lora = config.parallel, passed.dtype_bytes, config.adapter.lora
-    gpus, in_8_bits = layout.world_size / layout.pipeline, hardware.trains_in_8_bits
+    gpus, in_8_bits = layout.world_size / layout.pipeline, hardware.in_8_bits
     flops = stage_flops(shape, layout, work, settings, stage=stage, logits_chunk=logits_chunk)
     touched = stage_touched(
         shape, layout, settings, passed, stage=stage, logits_chunk=logits_chunk, in_8_bits=in_8_bits

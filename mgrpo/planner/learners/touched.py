@@ -52,12 +52,12 @@ def stage_touched(
     *,
     stage: int,
     logits_chunk: int,
-    in_8_bits: bool,
+    in_8_bits: tuple[str, ...],
 ) -> Touched:
     """A rank of a pipeline stage.
 
     Args:
-        in_8_bits: layers' products take their operands in 8 bits.
+        in_8_bits: as in `Hardware`.
     """
     own = passed.tokens / layout.context
     forward = repeated = 0.0
@@ -74,7 +74,7 @@ def stage_touched(
 
 
 def _layer(
-    shape: ModelShape, layout: Layout, layer: int, own: float, dtype_bytes: int, in_8_bits: bool
+    shape: ModelShape, layout: Layout, layer: int, own: float, dtype_bytes: int, in_8_bits: tuple[str, ...]
 ) -> dict[str, float]:
     """By what recomputation can name; `own` tokens of a rank before sequence parallelism splits them."""
     split = own / layout.tensor if layout.sequence_parallel else own
@@ -107,13 +107,12 @@ def _layer(
         routing += split * experts.count * 4 * FP32_BYTES / dtype_bytes
         routing += sharded * 3 * experts.shared_ffn
     mlp = routing + 3 * rows * ffn
-    casts = {"projections": 0.0, "mlp": 0.0}
-    if in_8_bits:
-        entering = rows * hidden if experts else split * hidden
-        casts = {
-            "projections": 4 * (split * hidden + operands),
-            "mlp": 4 * (entering + rows * ffn * (2 if experts is None else 1)),
-        }
+    entering = split * hidden if experts is None else rows * hidden
+    casts = {
+        "projections": 4 * (split * hidden + operands) * ("dense" in in_8_bits),
+        "mlp": 4 * (entering + rows * ffn * (2 if experts is None else 1)),
+    }
+    casts["mlp"] *= ("dense" if experts is None else "experts") in in_8_bits
     return {
         "projections": (stream + turned) * dtype_bytes + casts["projections"],
         "core_attn": between * dtype_bytes,

@@ -86,7 +86,7 @@ def test_elements_that_only_memory_limits_are_counted() -> None:
     shape = shape_of(shipped_config("llama-3.1-8b") or {})
     passed = Passed(tokens=1000, responses=0, dtype_bytes=2)
     a_layer = 1000 * 2 * (10 * 4096 + 2 * 5120 + 3 * 14336)
-    whole = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=False)
+    whole = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=())
     assert whole.forward == 32 * a_layer and whole.backward == 64 * a_layer and whole.repeated == 0
     split = stage_touched(
         shape,
@@ -95,13 +95,15 @@ def test_elements_that_only_memory_limits_are_counted() -> None:
         passed,
         stage=0,
         logits_chunk=0,
-        in_8_bits=False,
+        in_8_bits=(),
     )
     assert split.forward == split.repeated == 8 * a_layer
     head = dataclasses.replace(passed, responses=10)
-    more = stage_touched(shape, Layout(world_size=1), Parallel(), head, stage=0, logits_chunk=64, in_8_bits=False)
+    more = stage_touched(shape, Layout(world_size=1), Parallel(), head, stage=0, logits_chunk=64, in_8_bits=())
     assert more.forward - whole.forward == more.repeated == 2 * 10 * 128_256 * 2
-    casts = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=True)
+    casts = stage_touched(
+        shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=("dense",)
+    )
     assert casts.forward - whole.forward == 32 * 1000 * 4 * (4096 + 6144 + 4096 + 2 * 14336)
 
 
@@ -109,7 +111,7 @@ def test_experts_move_every_copy_six_times() -> None:
     """Qwen3-30B-A3B: eight copies a token, permuted, ordered and ordered back, summed; queries and keys have norms."""
     shape = shape_of(shipped_config("qwen3-30b-a3b") or {})
     passed = Passed(tokens=1000, responses=0, dtype_bytes=2)
-    found = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=False)
+    found = stage_touched(shape, Layout(world_size=1), Parallel(), passed, stage=0, logits_chunk=0, in_8_bits=())
     attention = 10 * 2048 + 4 * (4096 + 512)
     experts = 2048 * 50 + 3 * 8 * 768 + 128 * 4 * 2
     assert found.forward == 48 * 1000 * 2 * (attention + experts)
@@ -133,5 +135,5 @@ def test_products_are_as_fast_as_their_operands_allow() -> None:
     hardware = dataclasses.replace(H100S, assumed=ideal)
     work = Flops(dense=989e12, experts=989e12, attention=989e12, head=989e12)
     assert hardware.compute_seconds(work, gpus=1) == pytest.approx(1 + 2 + 4 + 1)
-    assert hardware.compute_seconds(work, gpus=2, in_8_bits=True) == pytest.approx((0.5 + 1 + 4 + 1) / 2)
+    assert hardware.compute_seconds(work, gpus=2, in_8_bits=("dense",)) == pytest.approx((0.5 + 2 + 4 + 1) / 2)
     assert hardware.compute_seconds(work, gpus=1, dtype_bytes=4) == pytest.approx(8 * 989 / 67)

@@ -77,7 +77,7 @@ def hardware(row: dict[str, Any], assumed: Assumptions) -> Hardware:
         nodes=row["nodes"],
         gpus_per_node=row["gpus_per_node"],
         assumed=assumed,
-        trains_in_8_bits=row["precision"] == "fp8",
+        in_8_bits=("dense", "experts") if row["precision"] == "fp8" else (),
         dispatches_by_node=row.get("dispatches_by_node", False),
     )
 
