@@ -19,7 +19,7 @@ from mgrpo.planner.engines.decoding import GenerationTime, decoder
 from mgrpo.planner.engines.engine_memory import EngineMemory, engine_memory
 from mgrpo.planner.engines.step_pace import Pace, pace
 from mgrpo.planner.engines.teaching import num_teacher_gpus, num_teacher_workers, teaching_seconds
-from mgrpo.planner.engines.transfers import sync_seconds
+from mgrpo.planner.engines.transfers import shared_sync_seconds, sync_seconds
 from mgrpo.planner.gpu_memory import (
     PhaseMemory,
     StageMemory,
@@ -128,6 +128,12 @@ class RunPlan:
             yield (
                 f"num_learners_per_node: {self.split.learners} learners and vllm_num_engines x vllm_tensor_parallel_size = "
                 f"{self.split.engines} workers share GPUs (vllm_mode=colocate); make them equally many"
+            )
+        own, a_node = self.config.engine.num_workers, self.hardware.gpus_per_node
+        if shares and self.split.learners > a_node and a_node % own:
+            yield (
+                f"{self.config.engine.workers_asked}: {own} workers of an engine that shares the learners' GPUs are on one node of "
+                f"{a_node} GPUs; use a number that divides these"
             )
         if self.hardware.num_gpus < 2 and not shares:
             yield (
@@ -312,14 +318,11 @@ def plan_run(
         dtype_bytes=dtype_bytes,
     )
     teach_s = teaching_seconds(config, shape, teachers, work, hardware, gpus=num_learners)
-    synced = sync_seconds(
-        synced_bytes(config, shape, dtype_bytes),
-        shape,
-        infer,
-        learners=num_learners,
-        cuts=layout.tensor,
-        hardware=hardware,
-    )
+    to_engine = synced_bytes(config, shape, dtype_bytes)
+    if engines.shares_gpus and num_learners > hardware.gpus_per_node:
+        synced = shared_sync_seconds(to_engine, shape, layout, infer, hardware=hardware)
+    else:
+        synced = sync_seconds(to_engine, shape, infer, learners=num_learners, cuts=layout.tensor, hardware=hardware)
     sync_s = synced / engines.weight_sync_steps
     own = decoder(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes)
     ahead, generation = None, own.batch if own else None

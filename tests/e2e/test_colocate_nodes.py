@@ -41,6 +41,7 @@ FLAGS = (
     *("--config", "examples/configs/quickstart.yaml", "--tensor_model_parallel_size", "2", "--vllm_num_engines", "2"),
     *("--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true", "--vllm_kv_cache_mb", "64"),
     *("--total_episodes", str(256 * 10), "--warm_up_steps", "1", "--weight_sync_check_every", "1", "--resume", "never"),
+    *("--checkpoint_state_freq", "4"),
 )
 
 

@@ -7,8 +7,9 @@ over NVLink, PCIe or the network. An all-reduce goes up and down a tree, an all-
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from mgrpo.layout import InferLayout
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.engine_memory import worker_pieces
 from mgrpo.planner.hardware import Hardware
@@ -48,6 +49,42 @@ def _ring_s(size: float, ranks: int, hardware: Hardware) -> float:
 
 def _hop_us(hardware: Hardware) -> float:
     return NVLINK_HOP_US if hardware.gpu.nvlink_gb_s > hardware.gpu.pcie_gb_s else PCIE_HOP_US
+
+
+def held_share(shape: ModelShape, layout: Layout, *, ranks: Sequence[int]) -> float:
+    """The part of the weights that these learners hold together; of a mixture, of its experts, which are nearly all of it."""
+    is_spread = shape.experts is not None and layout.expert > 1
+    shards = layout.num_shards if layout.sharding >= 2 else 1
+    count = layout.pipeline * (layout.expert if is_spread else layout.tensor)
+    held = {
+        (
+            place.pipeline,
+            place.expert if is_spread else place.tensor,
+            (place.data * layout.context + place.context) % shards,
+        )
+        for place in map(layout.coordinate, ranks)
+    }
+    return min(len(held) / (count * shards), 1.0)
+
+
+def shared_sync_seconds(
+    sent_bytes: float, shape: ModelShape, layout: Layout, infer: InferLayout, *, hardware: Hardware
+) -> float:
+    """Seconds of a weight sync where learners and engines share GPUs: what a node's learners lack comes over the network once for the
+    node, over all of its cards, while its workers take what is there; see `sync_seconds` for the hosts' work.
+
+    Args:
+        sent_bytes: to the workers of one engine together.
+    """
+    a_node = min(hardware.gpus_per_node, layout.world_size)
+    least = min(
+        held_share(shape, layout, ranks=range(first, min(first + a_node, layout.world_size)))
+        for first in range(0, layout.world_size, a_node)
+    )
+    missing = sent_bytes * (1 - least) / a_node / hardware.link_bytes_s(hardware.num_gpus)
+    pieces = worker_pieces(shape, infer) * max(layout.tensor // infer.tensor, 1)
+    handed = sent_bytes / infer.workers / hardware.link_bytes_s(a_node)
+    return max(missing, handed) + pieces * hardware.assumed.piece_us * 1e-6
 
 
 def sync_seconds(

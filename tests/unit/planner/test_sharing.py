@@ -6,6 +6,7 @@ import pytest
 
 from mgrpo.models.family import shape_of
 from mgrpo.moving import from_values
+from mgrpo.planner.engines.transfers import held_share
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
@@ -80,3 +81,34 @@ def test_the_table_is_printed(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "memory of a shared GPU, GiB of 180" in printed
     assert "1 learner, 1 shared with 1 engine of 1, 0 idle" in printed
+
+
+def over_nodes(tensor: int, **settings: object) -> RunPlan:
+    """Qwen2.5 7B on 4 nodes of 8 H100 that learners and engines share."""
+    values = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B",
+        "tensor_model_parallel_size": 4,
+        "num_learners_per_node": [8] * 4,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True,
+        "vllm_num_engines": 32 // tensor,
+        "vllm_tensor_parallel_size": tensor,
+        "vllm_kv_cache_mb": 20 << 10,
+        **settings,
+    }
+    hardware = Hardware(gpu=GPUS["H100"], nodes=4, gpus_per_node=8, network_gbps=400, assumed=Assumptions())
+    return plan_run(from_values(values), shape_of(shipped_config("Qwen/Qwen2.5-7B")), hardware, num_learners=32)
+
+
+def test_over_nodes_only_what_a_node_lacks_crosses_the_network():
+    """A layout whose nodes hold a whole model each would be passed over for one that sends all of it."""
+    whole, halves, shards = over_nodes(8), over_nodes(8, pipeline_model_parallel_size=2), over_nodes(8, zero_stage=3)
+    parts = [held_share(each.shape, each.layout, ranks=range(8, 16)) for each in (whole, halves, shards)]
+    assert parts == [1, 1 / 2, 1 / 4]
+    assert whole.fits and whole.phases["sync"] < halves.phases["sync"] < shards.phases["sync"]
+
+
+def test_an_engine_over_nodes_cannot_share_gpus():
+    """Its workers on other nodes have no memory in common with the learners that send to it."""
+    (sentence,) = over_nodes(16).shortages()
+    assert "16 workers of an engine that shares the learners' GPUs are on one node of 8 GPUs" in sentence
