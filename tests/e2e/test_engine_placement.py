@@ -67,7 +67,7 @@ def test_teachers_share_the_gpu_that_the_policys_engine_leaves(monkeypatch, tmp_
 
 
 SPANNING = """
-import json, os, socket
+import json, os, socket, sys
 from mgrpo.moving import from_values
 from mgrpo.rollout.start import RayNode, started_fleet
 from mgrpo.rollout.vllm import actor, cluster
@@ -92,7 +92,7 @@ try:
         ray.append(part)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     actor.EngineActor, cluster.serving_gpus = Probe, lambda: ["0"]
-    config = from_values({"model_name_or_path": "m", "ray_address": head, "vllm_tensor_parallel_size": 2})
+    config = from_values({"model_name_or_path": "m", "ray_address": head, **json.loads(sys.argv[1])})
     with started_fleet(config, num_local_learners=0, on_failure=None) as fleet:
         print(json.dumps(fleet.engines[0].ready.result(60)))
 finally:
@@ -102,15 +102,29 @@ finally:
 
 
 @pytest.mark.slow
-def test_an_engine_with_more_workers_than_a_node_has_gpus_spans_nodes():
-    """vLLM's Ray executor takes the actor's group, with one GPU a bundle, and starts a worker in each."""
+@pytest.mark.parametrize(
+    ("settings", "cpus", "expected"),
+    [
+        ({"vllm_tensor_parallel_size": 2}, [1, None], "ray"),
+        ({"vllm_data_parallel_size": 2, "vllm_enable_expert_parallel": True}, [1, 1], "uni"),
+    ],
+)
+def test_an_engine_with_more_workers_than_a_node_has_gpus_spans_nodes(settings, cpus, expected):
+    """vLLM's Ray executor takes the actor's group, with one GPU a bundle, and starts a worker in each. Copies of attention have an
+    actor of ours in each bundle."""
     environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SPANNING], capture_output=True, text=True, timeout=200, env=environment, check=False
+        [sys.executable, "-c", SPANNING, json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     bundles, num_nodes, backend = json.loads(done.stdout.splitlines()[-1])
-    assert [bundle["GPU"] for bundle in bundles] == [1, 1] and num_nodes == 2 and backend == "ray"
+    assert [bundle["GPU"] for bundle in bundles] == [1, 1] and num_nodes == 2 and backend == expected
+    assert [bundle.get("CPU") for bundle in bundles] == cpus
 
 
 TWO_NODES = """
