@@ -16,7 +16,7 @@ from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import Roster
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import Inputs, read_inputs
-from mgrpo.run.produce.production import Production, Started, prepare
+from mgrpo.run.produce.production import Production, Started, _samples_per_engine, prepare
 from mgrpo.telemetry.progress import StartUp
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import ScriptedRewarder, collect
@@ -80,6 +80,16 @@ def test_prompts_of_the_data_are_sampled_and_decoded(configured: Callable[..., C
     assert list(evaluation.sources) == ["dataset_mixer_eval_list"] * 2
     eos = load_tokenizer(MODEL).eos_token_id
     assert {batch.sampling.stop_token_ids for batch in engine.batches} == {(eos,)}
+
+
+def test_an_engine_of_several_copies_is_given_samples_for_all_of_them(configured: Callable[..., Config]) -> None:
+    """All but one copy would compute for the others, and sample nothing."""
+    values = {"vllm_max_num_seqs": 8, "async_steps": 1, "max_staleness": 2, "use_vllm_logprobs": True}
+    alone, several = (
+        _samples_per_engine(configured(4, **values, vllm_enable_expert_parallel=True, vllm_data_parallel_size=copies))
+        for copies in (1, 4)
+    )
+    assert (alone, several) == (10, 40)
 
 
 def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:

@@ -1,0 +1,48 @@
+"""A run whose engine has several copies of attention: sampled, trained, synced, killed and resumed like any other."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.e2e.interrupted import Job, assert_equal, metrics, origins
+from tests.e2e.launching import ROOT
+from tests.e2e.test_families import END, ENGINE_DIFFERENCE, FLAGS, REWARD, STEPS, TOKENS
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.slow
+COPIES = ("--vllm_enable_expert_parallel", "true", "--vllm_data_parallel_size", "2")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copies")
+    model = save_tiny(folder, "qwen3_moe", vocab_size=TOKENS, eos_token_id=END)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples/quickstart/model" / name, model / name)
+    (folder / "rewards.py").write_text(REWARD)
+    named = ["--model_name_or_path", str(model), "--reward_funcs", f"{folder / 'rewards.py'}:of_ids"]
+    return Job(flags=[*FLAGS, *COPIES, *named])
+
+
+@pytest.fixture(scope="module")
+def whole(job, tmp_path_factory):
+    return job.finish(tmp_path_factory.mktemp("whole"))
+
+
+def test_all_copies_are_the_trainers_model_after_every_step(whole):
+    """Every digest is compared as well, and the trainer uses the experts that each copy says it has chosen."""
+    steps = [line for line in metrics(whole) if "reward" in line]
+    assert len(steps) == STEPS
+    for line in steps:
+        assert line["debug/vllm_vs_local_logprob_diff_max"] < ENGINE_DIFFERENCE, line["step"]
+    assert len({line["reward"] for line in steps}) > 1
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(job, whole, tmp_path):
+    """Which copy samples a group, and in which batch, must not depend on the time at which requests arrive."""
+    job.fail(tmp_path, fault="kill forward", step=4)
+    resumed = job.finish(tmp_path)
+    assert origins(resumed) == [2]
+    assert_equal(resumed, whole)
