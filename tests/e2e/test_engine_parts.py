@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import psutil
@@ -46,9 +46,15 @@ def engine_of(folder, parts, monkeypatch):
 
 
 def named(*words: str) -> list[psutil.Process]:
-    """Processes below this one whose command line has one of these."""
+    """Processes below this one that run and whose command line has one of these."""
+
+    def line(process: psutil.Process) -> str:
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            return " ".join(process.cmdline())
+        return ""
+
     found = psutil.Process().children(recursive=True)
-    return [each for each in found if any(word in " ".join(each.cmdline()) for word in words)]
+    return [each for each in found if any(word in line(each) for word in words)]
 
 
 @pytest.mark.parametrize(
