@@ -1,4 +1,4 @@
-"""What failures cost a planned run: how often they come, how often it saves, and how often it should."""
+"""How long a planned run takes to start, and what failures cost it: how often they come, how often it saves, and how often it should."""
 
 from __future__ import annotations
 
@@ -6,13 +6,69 @@ from dataclasses import dataclass
 
 from mgrpo.config.checkpoint import MANY_GPUS, best_interval_s, lost_share, mtbf_s
 from mgrpo.config.derived import num_gpus_of, seconds_between_saves
-from mgrpo.models.memory import training_state_bytes
+from mgrpo.models.adapters import are_apart
+from mgrpo.models.memory import holdings, training_state_bytes
 from mgrpo.planner.plan import RunPlan
 
 WRITTEN_GB_S = 1.0
 """Of a learner that writes its part of a state while training waits: what one thread hashes and a shared file system takes."""
 HASHED_GB_S = 5.0
 """Of a learner that compares its files with their checksums, in four threads."""
+
+
+MAPPED_GB_S = 1.5
+"""Of a learner that copies its share of a model from mapped files to its device, in one thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTimes:
+    """Seconds of the phases that no layout decides. Assumed, not measured."""
+
+    checks_s: float = 5.0
+    """Interpreters, configuration, data that are tokenized already."""
+    ray_s: float = 5.0
+    import_s: float = 15.0
+    meet_s: float = 10.0
+    """The store of all ranks and the first process group."""
+    engines_s: float = 45.0
+    """Engines with empty weights, their memory profiled and their graphs captured; learners load meanwhile."""
+    groups_s: float = 15.0
+    """Communicators of learners and engines, the plan of the weight sync."""
+    storage_gb_s: float = 50.0
+    """The storage that all nodes share."""
+
+
+def start_phases(plan: RunPlan, times: StartTimes = StartTimes()) -> dict[str, float]:
+    """Seconds from the command to the first sample by phase, under the names of the metrics `time/start/...`.
+
+    Learners read each weight once (`ShardedParameters.load`) and send it to the ranks that hold the same over a ring, at the network's rate.
+    Engines start beside them; only those that are given adapters read the model.
+    """
+    layout, hardware, config = plan.layout, plan.hardware, plan.config
+    # A reference beside the policy reads the same files again.
+    read = plan.model_bytes * (2 if plan.passes.reference and not config.adapter.lora else 1) / 1e9
+    share = read / layout.world_size
+    held = holdings(plan.shape, tensor=layout.tensor, expert=layout.expert).total / layout.pipeline
+    weights_s = max(read / times.storage_gb_s, share / MAPPED_GB_S)
+    if layout.data * layout.context > 1:
+        models = read / (plan.model_bytes / 1e9)
+        weights_s += models * held * plan.dtype_bytes / hardware.link_bytes_s(layout.world_size)
+    engines_s = times.engines_s
+    if are_apart(config.adapter.lora):
+        engines_s += config.engine.vllm_num_engines * plan.model_bytes / 1e9 / times.storage_gb_s
+    beside_s = times.import_s + times.meet_s + weights_s
+    steps = max(plan.generation.num_steps, 1) if plan.generation else 1
+    return {
+        "checks": times.checks_s,
+        "processes": times.ray_s,
+        "import": times.import_s,
+        "meet": times.meet_s,
+        "weights": weights_s,
+        "engines": max(engines_s - beside_s, 0.0),
+        "sync": times.groups_s + plan.sync_s * config.engine.weight_sync_steps,
+        # An answer of the mean length, when all decode at once.
+        "sample": plan.generation.total * min(plan.work.response_tokens / steps, 1.0) if plan.generation else 0.0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +141,13 @@ def failures(plan: RunPlan) -> str:
         f"{'; '.join(told)}; a restart takes about {restart_s:.0f} s: "
         + ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
     )
+
+
+def start_sentence(plan: RunPlan) -> str:
+    """A sentence about the time from the command to the first sample."""
+    phases = start_phases(plan)
+    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
+    return f"start: about {sum(phases.values()):.0f} s to the first sample: {parts}"
 
 
 def state_bytes(plan: RunPlan) -> int:

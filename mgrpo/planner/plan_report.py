@@ -13,7 +13,7 @@ from mgrpo.config.derived import infer_layout_of, num_exports, num_states
 from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.engines.step_pace import Pace
-from mgrpo.planner.failures import failures, state_bytes
+from mgrpo.planner.failures import failures, start_sentence, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.learners.links import bytes_s
@@ -153,6 +153,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     )
     if plan.generation and plan.config.has_length:
         yield _whole_run(plan)
+        yield start_sentence(plan)
         if sentence := failures(plan):
             yield sentence
     yield (

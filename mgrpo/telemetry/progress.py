@@ -36,17 +36,40 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StartUp:
-    """Prints a line for each part of a start, with the seconds that have passed since this object was made."""
+    """Prints a line for each part of a start, with the seconds since it began, and adds up the seconds of its phases.
+
+    A phase ends when another begins, so that together they are the start; what happens beside a phase shows only where it is waited for.
+    """
 
     clock: Callable[[], float] = time.monotonic
     write: Callable[[str], None] = _print
     began: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each phase that is over, in their order."""
+    _phase: str = "checks"
+    _since: float | None = None
 
-    def say(self, what: str) -> None:
-        """Print the part of the start that begins now."""
-        self.write(f"[{self.clock() - self.began:4.0f} s] {what}")
+    def say(self, what: str, phase: str) -> None:
+        """Print the part of the start that begins now, and belongs to `phase`."""
+        self.write(f"[{self.enter(phase):4.0f} s] {what}")
+
+    def enter(self, phase: str) -> float:
+        """A phase begins without a line; the seconds since the start."""
+        now = self.clock()
+        since = self.began if self._since is None else self._since
+        if now > since:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - since
+        self._phase, self._since = phase, now
+        return now - self.began
+
+    def sampled(self) -> None:
+        """There is an answer. The first one ends the start, and prints its phases; before `enter("sample")` there is none."""
+        if self._phase == "sample":
+            whole = self.enter("")
+            parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+            self.write(f"[{whole:4.0f} s] first sample; the start by phase (s): {parts}")
 
 
 class Progress:

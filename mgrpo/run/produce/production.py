@@ -22,6 +22,7 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
+from mgrpo.rollout.requests import Decode
 from mgrpo.rollout.start import TextSample, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
@@ -83,19 +84,24 @@ class Production:
 
 @contextmanager
 def started(
-    config: Config, inputs: Inputs, *, num_local_learners: int, on_failure: Callable[[str], object] | None
+    config: Config,
+    inputs: Inputs,
+    *,
+    num_local_learners: int,
+    on_failure: Callable[[str], object] | None,
+    startup: StartUp | None = None,
 ) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
     Call from the main thread, see `started_engines`, also for `on_failure`.
     """
-    startup = StartUp()
+    startup = startup or StartUp()
     assert inputs.prompts is not None, "checked: the rows are prompts"
     config = with_stop_strings(config, inputs.prompts.language)
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config), turn_rewards(config))
     try:
         rewarder.start()
-        startup.say(_beginning(config))
+        startup.say(_beginning(config), "processes")
         with (
             started_engines(
                 config,
@@ -148,7 +154,7 @@ def prepare(config: Config, parts: Started) -> Production:
         with_stop_strings(config, prompts.language).rollout,
         run_seed=config.experiment.seed,
         # The language of an interaction reads turns and decodes whole completions.
-        decode=partial(decode, tokenizer) if parts.interaction is None else _undecoded,
+        decode=partial(_told, parts.startup, partial(decode, tokenizer) if parts.interaction is None else _undecoded),
         stop_token_ids=stop_ids,
         samples_per_engine=_samples_per_engine(config),
         interaction=parts.interaction,
@@ -174,10 +180,10 @@ def prepare(config: Config, parts: Started) -> Production:
             teachers=parts.teachers,
         )
     if config.engine.vllm_mode != "server":
-        parts.startup.say(f"waiting for {_engines(config)} to load {config.model.model_name_or_path}")
+        parts.startup.say(f"waiting for {_engines(config)} with {config.model.model_name_or_path}", "engines")
     parts.fleet.wait_ready()
     if parts.teachers is not None:
-        parts.startup.say("waiting for the teachers")
+        parts.startup.say("waiting for the teachers", "engines")
         parts.teachers.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
@@ -209,6 +215,11 @@ def _sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> TextSample | 
     from mgrpo.data.tokenizer import text_of_all_tokens
 
     return TextSample(*text_of_all_tokens(tokenizer)) if config.distillation.teacher_server_base_url else None
+
+
+def _told(startup: StartUp, decode: Decode, tokens: Sequence[np.ndarray]) -> list[str]:
+    startup.sampled()
+    return decode(tokens)
 
 
 def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:

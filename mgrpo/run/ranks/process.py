@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Protocol
 
 from mgrpo.config.schema import Config
@@ -40,6 +42,12 @@ def world_size() -> int:
 def local_rank() -> int:
     """This learner's number on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def process_age_s() -> float:
+    """Seconds since this process began."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def num_local_learners() -> int:

@@ -61,6 +61,7 @@ class Reporter:
         pieces: Pieces | None = None,
         engines: Callable[[], list[dict[str, Any]]] = list,
         listener: RunListener | None = None,
+        start: Mapping[str, float] | None = None,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
 
@@ -71,7 +72,9 @@ class Reporter:
             pieces: the text of single tokens; None: it is not written.
             engines: gives the states of the run's engines.
             listener: is told of the run.
+            start: seconds of the phases of the start, which are complete when the first step is.
         """
+        self.start = start or {}
         self.config, self.scale, self.throughput = config, scale, throughput
         self.listener = listener or RunListener()
         self.output_dir = Path(config.experiment.output_dir)
@@ -175,6 +178,8 @@ class Reporter:
             scale=self.scale,
             throughput=self.throughput,
         )
+        metrics |= {f"time/start/{phase}": seconds for phase, seconds in self.start.items()}
+        self.start = {}
         lost = self.lost_time.step(sum(clock.seconds.values()))
         if self.config.checkpoint.saves_states or lost["time/lost"]:
             metrics |= lost

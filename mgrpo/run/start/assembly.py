@@ -66,7 +66,7 @@ def make_trainer(
         # An engine refuses to start on a GPU that is not nearly empty, and both at once may not fit.
         lead.pulse.at("waiting for the engines")
         lead.run(partial(_wait_for_engines, started, sleep=config.engine.takes_turns))
-    _say(started, f"loading the weights into {_learners()}")
+    _say(started, f"loading the weights into {_learners()}", "weights")
     lead.pulse.at("loading the model")
     _check_weights(config, host_group)
     learner = Learner(
@@ -106,7 +106,7 @@ def make_trainer(
     turns = GpuTurns(learner, lead, fleet) if config.engine.takes_turns else None
     if turns:
         turns.make_room()
-    _say(started, "connecting learners and engines, which then receive the weights")
+    _say(started, "connecting learners and engines, which then receive the weights", "sync")
     weights.connect()
     trainer = Trainer(
         config,
@@ -125,6 +125,8 @@ def make_trainer(
     for line in (*remarks, *_facts(learner, weights)):
         reporter.say(line)
     trainer.send_weights(check=True)
+    if started:
+        started.startup.enter("sample")
     if continued:
         steps = config.num_training_steps
         reporter.say(f"continues from {continued.path}, {trainer.done} of {steps} steps are done")
@@ -162,16 +164,16 @@ def _has_held_out(started: Started | None) -> bool:
     return started.inputs.evaluates and len(started.inputs.held_out) > 0
 
 
-def _say(started: Started | None, text: str) -> None:
+def _say(started: Started | None, text: str, phase: str) -> None:
     """Rank 0: print the next part of the start-up."""
     if started:
-        started.startup.say(text)
+        started.startup.say(text, phase)
 
 
 def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:
     """Rank 0: wait for the engines, which then release their devices' memory if they are to sleep."""
     assert started is not None, "rank 0 has the engines"
-    started.startup.say("waiting for the engines, with which the learners share their devices")
+    started.startup.say("waiting for the engines, with which the learners share their devices", "engines")
     started.fleet.wait_ready()
     if started.teachers is not None:
         started.teachers.wait_ready()
@@ -201,5 +203,6 @@ def _get_ready(
         engines=started.fleet.roster.describe,
         pieces=TokenPieces(production.tokenizer),
         listener=listener,
+        start=started.startup.seconds,
     )
     return production, reporter

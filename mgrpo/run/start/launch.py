@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -42,12 +43,14 @@ from mgrpo.run.ranks.process import (
     meeting_host,
     num_local_learners,
     prepare_environment,
+    process_age_s,
     rank,
     store_socket,
     world_size,
 )
 from mgrpo.run.report.result import NothingTrained
 from mgrpo.run.start.check import check_run
+from mgrpo.telemetry.progress import StartUp
 
 OTHER_CAUSE_S = 3.0
 """How long an error that another rank may have caused waits for that rank's own."""
@@ -232,7 +235,9 @@ def _run_with_engines(
         leave = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
         with (
             locked(owned_folders(config)) as release,
-            started(config, inputs, num_local_learners=num_local_learners(), on_failure=leave) as parts,
+            started(
+                config, inputs, num_local_learners=num_local_learners(), on_failure=leave, startup=_startup()
+            ) as parts,
             controllable(parts.fleet.roster, config.experiment.output_dir),
         ):
             # After ray.init, which sets its own handler.
@@ -247,6 +252,11 @@ def _run_with_engines(
                 release()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _startup() -> StartUp:
+    """A start that began with this process, where that is the run's own."""
+    return StartUp(began=time.monotonic() - process_age_s()) if has_launcher() else StartUp()
 
 
 def _meet(config: Config, watch: Liveness) -> str:
@@ -298,7 +308,7 @@ def _run(
     listener: RunListener | None,
 ) -> TrainResult:
     if parts:
-        parts.startup.say("importing torch and Megatron")
+        parts.startup.say("importing torch and Megatron", "import")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -310,6 +320,8 @@ def _run(
 
     gc.freeze()
     gc.enable()
+    if parts:
+        parts.startup.enter("meet")
     host = _meet(config, watch)
     if parts is None:
         # Ranks end when rank 0 ends the run: all of them take part in saving its state.

@@ -9,7 +9,7 @@ import pytest
 
 from mgrpo.models.family import shape_of
 from mgrpo.moving import load_file
-from mgrpo.planner.failures import RestartTimes, failures, restart_phases, state_bytes
+from mgrpo.planner.failures import RestartTimes, StartTimes, failures, restart_phases, start_phases, state_bytes
 from mgrpo.planner.hardware import GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import shipped_config
@@ -58,3 +58,22 @@ def test_a_sentence_says_what_failures_cost(plan):
     )
     small = replace(plan.config, engine=replace(plan.config.engine, vllm_num_engines=1))
     assert failures(replace(plan, config=small)) != "" and "68 GPUs" in failures(replace(plan, config=small))
+
+
+def test_a_start_is_read_once_and_waits_for_engines_only_beyond_the_learners(plan):
+    """Read by each of the replicas, 65.5 GB of a model are as many times 1.3 s; engines that load as well, as many again."""
+    layout = plan.layout
+    assert (layout.tensor, layout.pipeline, layout.world_size, plan.passes.reference) == (4, 2, 64, 0)
+    phases = start_phases(plan)
+    whole = 32.76e9 * 2
+    # 64 learners map 1 GB each, and storage gives 50 GB a second; then the eighth of a tensor rank of a stage crosses a card of 400 Gbit/s.
+    link = 50e9 * plan.hardware.assumed.link_efficiency
+    assert phases["weights"] == pytest.approx(max(whole / 50e9, whole / 64 / 1.5e9) + whole / 8 / link, rel=0.01)
+    assert phases["engines"] == pytest.approx(45 - 15 - 10 - phases["weights"])
+    assert start_phases(plan, StartTimes(engines_s=5))["engines"] == 0
+    assert phases["sync"] == 15 + plan.sync_s * plan.config.engine.weight_sync_steps
+    assert plan.generation is not None and 0 < phases["sample"] < plan.generation.total
+    apart = replace(plan.config, adapter=replace(plan.config.adapter, use_peft=True, lora_sync="adapter"))
+    loaded = start_phases(replace(plan, config=apart))["engines"] - phases["engines"]
+    engines = plan.config.engine.vllm_num_engines
+    assert loaded == pytest.approx(engines * whole / 50e9, rel=0.01)

@@ -104,7 +104,7 @@ def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> No
         startup=StartUp(began=next(now), clock=lambda: next(now), write=lines.append),
     )
     prepare(config, parts)
-    assert lines == [f"[  12 s] waiting for 2 engines to load {MODEL}"]
+    assert lines == [f"[  12 s] waiting for 2 engines with {MODEL}"] and parts.startup.seconds == {"checks": 12.0}
 
 
 def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Callable[..., Config]) -> None:

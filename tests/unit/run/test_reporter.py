@@ -84,6 +84,18 @@ def test_the_times_of_a_step_add_up(tmp_path, batch) -> None:
     assert line["lr"] == 1e-3 and abs(line["time/unix"] - time.time()) < 60
 
 
+def test_the_first_line_has_the_phases_of_the_start(tmp_path, batch) -> None:
+    """They are known when something has been sampled, after the files were opened; later lines would count them again."""
+    start: dict[str, float] = {}
+    reporter = report(tmp_path, start=start)
+    start |= {"import": 8.0, "sample": 2.5}
+    step(reporter, 1, batch)
+    step(reporter, 2, batch)
+    first, second = lines(tmp_path)
+    assert (first["time/start/import"], first["time/start/sample"]) == (8.0, 2.5)
+    assert not any(name.startswith("time/start") for name in second)
+
+
 def test_steps_without_training_are_named_on_the_console_and_in_the_report(tmp_path, batch, capsys) -> None:
     """They cost as much as others; the run's own lines must say so, and why, while it runs."""
     reporter = report(tmp_path)

@@ -5,7 +5,16 @@ import time
 
 import pytest
 
-from mgrpo.telemetry.progress import History, Progress, clock_text, evaluation_line, sparkline, step_line, summary_lines
+from mgrpo.telemetry.progress import (
+    History,
+    Progress,
+    StartUp,
+    clock_text,
+    evaluation_line,
+    sparkline,
+    step_line,
+    summary_lines,
+)
 
 rich_console = pytest.importorskip("rich.console")
 
@@ -261,3 +270,22 @@ def test_a_line_of_a_fresh_history_needs_no_metrics():
     history = History(100, Clock())
     history.add(7, {"reward": 12.5})
     assert step_line(history) == "step   7/100  reward 12.500"
+
+
+def test_the_phases_of_a_start_add_up_to_the_time_until_the_first_sample():
+    """A start of ten minutes is shortened where it is spent; a phase that is left twice counts both times."""
+    clock, lines = Clock(), []
+    start = StartUp(began=clock.now - 3.0, clock=clock, write=lines.append)
+    start.say("importing torch", "import")
+    start.sampled()  # an answer to nobody
+    for seconds, phase in ((8, "engines"), (1, "weights"), (20, "engines"), (4, "sample")):
+        clock.now += seconds
+        start.enter(phase)
+    clock.now += 2
+    start.sampled()
+    start.sampled()
+    assert start.seconds == {"checks": 3, "import": 8, "engines": 5, "weights": 20, "sample": 2}
+    assert lines == [
+        "[   3 s] importing torch",
+        "[  38 s] first sample; the start by phase (s): checks 3.0, import 8.0, engines 5.0, weights 20.0, sample 2.0",
+    ]
