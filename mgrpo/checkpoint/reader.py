@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mgrpo.checkpoint.manifest import PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, DTYPES
 from mgrpo.checkpoint.stored import Stored
-from mgrpo.models.hf_files.checksums import sha256_of
+from mgrpo.models.hf_files.checksums import THREADS, sha256_of
 from mgrpo.models.placement.boxes import Box, Shape
 
 
@@ -104,8 +105,9 @@ class StoredCheckpoint:
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Raise DamagedCheckpoint unless size and checksum of this rank's share of the files are as written."""
-        for name in list(self._manifest.files)[rank::world_size]:
-            self._verify(name)
+        with ThreadPoolExecutor(THREADS) as threads:
+            for _ in threads.map(self._verify, list(self._manifest.files)[rank::world_size]):
+                pass
 
     def close(self) -> None:
         """Close its files, and delete temporary copies of remote ones."""

@@ -31,7 +31,7 @@ from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, FILE_BYTES, split, write_tensors
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
-from mgrpo.models.hf_files.checksums import sha256_of
+from mgrpo.models.hf_files.checksums import sha256_of_each
 from mgrpo.models.hf_files.weight_files import MEGATRON
 from mgrpo.models.placement.boxes import Box, LocalParameter, Piece
 from mgrpo.models.shape import ModelShape
@@ -251,8 +251,9 @@ class MegatronFolder:
 
     def check_sums(self) -> None:
         """Compare every file with its checksum; ValueError when one has changed since it was written."""
-        for name, file in self._files.items():
-            if sha256_of(self.path / name) != file.sha256:
+        found = sha256_of_each([self.path / name for name in self._files])
+        for (name, file), checksum in zip(self._files.items(), found, strict=True):
+            if checksum != file.sha256:
                 raise self._damaged(f"{name} has changed since it was written, its checksum differs")
 
     def _record(self) -> dict[str, Any]:
