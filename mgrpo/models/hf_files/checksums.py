@@ -57,8 +57,9 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
     names = [name for path in files if _LINE.fullmatch(f"{'0' * 64}  {(name := str(path.relative_to(folder)))}")]
     # Weights come last: where the list is cut off, one of them is not in it.
     names.sort(key=lambda name: (name.endswith(_WEIGHTS), name))
-    unknown = [name for name in names if name not in (known or {})]
-    sums = dict(zip(unknown, sha256_of_each([folder / name for name in unknown]), strict=True)) | (known or {})
+    sums = dict(known or {})
+    unknown = [name for name in names if name not in sums]
+    sums |= zip(unknown, sha256_of_each([folder / name for name in unknown]), strict=True)
     lines = [f"{sums[name]}  {name}\n" for name in names]
     (folder / SUMS).write_bytes(os.fsencode("".join(lines)))
 

@@ -74,7 +74,7 @@ class Reporter:
             listener: is told of the run.
             start: seconds of the phases of the start, which are complete when the first step is.
         """
-        self.start = start or {}
+        self.start = {} if start is None else start
         self.config, self.scale, self.throughput = config, scale, throughput
         self.listener = listener or RunListener()
         self.output_dir = Path(config.experiment.output_dir)
