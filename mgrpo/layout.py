@@ -32,6 +32,8 @@ class Layout:
     zero_stage: int = 1
     shard_size: int | None = None
     """ZeRO-3: the number of consecutive data x context ranks that share each parameter; None: all of them."""
+    tokens_multiple_of: int = 1
+    """A rank's share of a pack is a multiple of so many tokens."""
 
     @property
     def data(self) -> int:
@@ -72,7 +74,7 @@ class Layout:
     def pack_multiple_of(self) -> int:
         """Context ranks take equal shares of a pack, which sequence parallelism splits over the tensor ranks."""
         shares = self.context * (self.tensor if self.sequence_parallel else 1)
-        return math.lcm(self.document_multiple_of, shares)
+        return math.lcm(self.document_multiple_of, shares * self.tokens_multiple_of)
 
     def round_up(self, pack_length: int) -> int:
         """`pack_length` rounded up to `pack_multiple_of`, which is the only place where it is rounded."""

@@ -63,6 +63,17 @@ def correction_of_rounded_cache(r: Resolution) -> None:
         )
 
 
+def correction_of_rounded_products(r: Resolution) -> None:
+    """A learner that rounds trains another policy than the engines sample from: without a choice, the correction is on."""
+    fp8 = r.value("fp8")
+    if fp8 != "none" and not _is_corrected(r) and r.rank("use_rho_correction") <= PRESET:
+        r.derive(
+            "use_rho_correction",
+            True,
+            f"use_rho_correction is true: with fp8={fp8} the policy that is trained is another one than engines sample from",
+        )
+
+
 def _is_corrected(r: Resolution) -> bool:
     is_own = ":" in r.value("policy_loss")
     return bool(r.value("use_rho_correction") or r.value("use_vllm_logprobs") or is_own)

@@ -101,6 +101,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sequence_parallel=parallel.tensor_model_parallel_size > 1 if sequence_parallel == "auto" else sequence_parallel,
         zero_stage=parallel.zero_stage,
         shard_size=parallel.fsdp_shard_degree,
+        tokens_multiple_of=parallel.tokens_multiple_of,
     )
 
 

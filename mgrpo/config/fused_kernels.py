@@ -49,8 +49,25 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         problem = " needs GPUs, of which there are none here;"
     if problem and config.parallel.transformer_impl == "transformer_engine":
         yield f"transformer_impl=transformer_engine{problem} use auto or local"
+    if problem and config.parallel.fp8 != "none":
+        yield f"fp8={config.parallel.fp8}{problem} use none"
     if problem and config.parallel.use_precision_aware_optimizer:
         yield f"use_precision_aware_optimizer=true{problem} leave it out"
+    if config.parallel.moe_token_dispatcher_type == "flex":
+        name = config.parallel.moe_flex_dispatcher_backend
+        lack = exchange_lack(name) if has_gpus else "GPUs, of which there are none here"
+        if lack:
+            yield f"moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={name} needs {lack}; {'install it' if has_gpus else 'start where there are'}, or use alltoall"
+
+
+def exchange_lack(backend: str) -> str | None:
+    """The package that a backend of Megatron's flex dispatcher needs and that is not installed."""
+    if find_spec("deep_ep") is None:
+        branch = ", branch hybrid-ep" if backend == "hybridep" else ""
+        return f"the package deep_ep (https://github.com/deepseek-ai/DeepEP{branch}), which is not installed"
+    if backend == "hybridep" and find_spec("deep_ep.hybrid_ep_buffer") is None:
+        return "the package deep_ep of DeepEP's branch hybrid-ep, another one is installed"
+    return None
 
 
 def uses_transformer_engine(settings: Parallel, *, has_cuda: bool) -> bool:

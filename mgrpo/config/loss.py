@@ -164,6 +164,7 @@ def _uncorrected(
     weight_sync_steps: int,
     replay_buffer_size: int,
     vllm_kv_cache_dtype: str,
+    fp8: str,
     use_vllm_logprobs: bool,
     use_rho_correction: bool,
     rho_clamp_upper_bound: float,
@@ -193,6 +194,8 @@ def _uncorrected(
         causes.append(f"replay_buffer_size={replay_buffer_size} trains on tokens of older policies")
     if vllm_kv_cache_dtype != "auto":
         causes.append(f"vllm_kv_cache_dtype={vllm_kv_cache_dtype} samples from a policy with rounded keys and values")
+    if fp8 != "none":
+        causes.append(f"fp8={fp8} trains a policy with rounded products, which engines do not sample from")
     if not causes:
         return
     needs = f"{' and '.join(causes)}, which needs a correction"

@@ -22,6 +22,8 @@ from mgrpo.models.cuts import num_experts
 from mgrpo.models.hf_config import HfConfig
 
 RECOMPUTABLE = ("core_attn", "mlp", "moe")
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Numbers of ranks for which every release of DeepEP has settings of its kernels (`Buffer.get_dispatch_config`)."""
 
 CONTEXT_RANKS = Needs("context_parallel_size above 1", lambda context_parallel_size: context_parallel_size > 1)
 OWN_REDUCE = Needs("zero_stage 0 or 1", lambda zero_stage: zero_stage < 2)
@@ -30,6 +32,8 @@ OFFLOAD = Needs("optimizer_cpu_offload=true", lambda optimizer_cpu_offload: opti
 PRECISION_AWARE = Needs(
     "use_precision_aware_optimizer=true", lambda use_precision_aware_optimizer: use_precision_aware_optimizer
 )
+FP8 = Needs("fp8 other than none", lambda fp8: fp8 != "none")
+FLEX = Needs("moe_token_dispatcher_type=flex", lambda moe_token_dispatcher_type: moe_token_dispatcher_type == "flex")
 SELECTIVE = Needs("recompute_granularity=selective", lambda recompute_granularity: recompute_granularity == "selective")
 
 
@@ -48,6 +52,11 @@ class Parallel:
     heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank."""
     expert_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Ranks of a pipeline stage that share the experts of a mixture-of-experts model."""
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "flex"], MEGATRON] = "alltoall"
+    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; flex sends one to each rank, or node,
+    by the package of moe_flex_dispatcher_backend, in bfloat16 between GPUs. flex has not run on GPUs here."""
+    moe_flex_dispatcher_backend: Annotated[Literal["deepep", "hybridep"], MEGATRON, FLEX] = "deepep"
+    """Package of moe_token_dispatcher_type=flex: DeepEP (deep_ep) or HybridEP, which is a branch of it."""
     virtual_pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Chunks of layers per stage, interleaved: smaller bubbles, more communication."""
     num_layers_in_first_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
@@ -80,6 +89,12 @@ class Parallel:
     transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], MEGATRON] = "auto"
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA;
     auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
+    fp8: Annotated[Literal["none", "hybrid", "e4m3"], MEGATRON] = "none"
+    """8-bit matrix products of attention's projections and dense MLPs, by Transformer Engine: hybrid rounds weights and activations
+    to e4m3 and gradients to e5m2, e4m3 all of them. Experts, attention itself and the LM head keep model_dtype. It has not run on
+    GPUs here."""
+    fp8_recipe: Annotated[Literal["tensorwise", "blockwise", "mxfp8"], MEGATRON, FP8] = "tensorwise"
+    """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
@@ -95,6 +110,11 @@ class Parallel:
     shared_prompt_packing: bool | Literal["auto"] = "auto"
     """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+
+    @property
+    def tokens_multiple_of(self) -> int:
+        """Tokens of a rank's share of a pack are a multiple of this: 8-bit products want whole blocks."""
+        return 1 if self.fp8 == "none" else 32 if self.fp8_recipe == "mxfp8" else 16
 
     @property
     def replays_routing(self) -> bool:
@@ -178,6 +198,19 @@ def _optimizer_memory(
         )
 
 
+def _fp8(fp8: str, transformer_impl: str, model_dtype: str, zero_stage: int, use_peft: bool) -> Iterator[str]:
+    if fp8 == "none":
+        return
+    if transformer_impl == "local":
+        yield f"fp8={fp8} is in Transformer Engine's products, got transformer_impl=local; use transformer_engine or auto, or fp8=none"
+    if model_dtype != "bfloat16":
+        yield f"fp8={fp8} rounds what is otherwise bfloat16, got model_dtype={model_dtype}; use bfloat16, or fp8=none"
+    if zero_stage > 1:
+        yield f"fp8={fp8} needs zero_stage 0 or 1, got {zero_stage}, whose parameters Megatron-FSDP moves; use 1, or fp8=none"
+    if use_peft:
+        yield f"fp8={fp8} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use fp8=none"
+
+
 def _shared_prompts(shared_prompt_packing: bool | str, context_parallel_size: int) -> Iterator[str]:
     if shared_prompt_packing is True and context_parallel_size > 1:
         yield (
@@ -188,6 +221,26 @@ def _shared_prompts(shared_prompt_packing: bool | str, context_parallel_size: in
 
 def _layout(layout: Layout) -> Iterator[str]:
     yield from layout.problems()
+
+
+def _flex(
+    layout: Layout, moe_token_dispatcher_type: str, moe_flex_dispatcher_backend: str, model_dtype: str
+) -> Iterator[str]:
+    if moe_token_dispatcher_type != "flex":
+        return
+    ranks = layout.expert * layout.expert_tensor
+    if ranks == 1:
+        yield (
+            "moe_token_dispatcher_type=flex sends tokens between ranks, but expert_model_parallel_size=1 keeps all experts on "
+            "each of them; use alltoall, which then sends nothing"
+        )
+    elif moe_flex_dispatcher_backend == "deepep" and ranks not in DEEPEP_RANKS:
+        yield (
+            f"moe_flex_dispatcher_backend=deepep has no kernels for {ranks} ranks that share experts; use an "
+            f"expert_model_parallel_size that makes them one of {', '.join(map(str, DEEPEP_RANKS))}, or alltoall"
+        )
+    if model_dtype != "bfloat16":
+        yield f"moe_token_dispatcher_type=flex sends bfloat16 only, got model_dtype={model_dtype}; use bfloat16, or alltoall"
 
 
 def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterator[str]:
@@ -202,8 +255,8 @@ def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterato
         )
 
 
-RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _optimizer_memory, _shared_prompts)
-LAYOUT: tuple[Rule, ...] = (_layout,)
+RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _optimizer_memory, _fp8, _shared_prompts)
+LAYOUT: tuple[Rule, ...] = (_layout, _flex)
 LEARNERS: tuple[Rule, ...] = (_learners,)
 
 
@@ -248,10 +301,16 @@ def _split_matrices(layout: Layout, num_learners_per_node: tuple[int, ...]) -> I
 
 
 def _no_experts(
-    hf_config: HfConfig | None, routing_replay: str, recompute_granularity: str, recompute_modules: tuple[str, ...]
+    hf_config: HfConfig | None,
+    routing_replay: str,
+    moe_token_dispatcher_type: str,
+    recompute_granularity: str,
+    recompute_modules: tuple[str, ...],
 ) -> Iterator[str]:
     if hf_config is None or num_experts(hf_config):
         return
+    if moe_token_dispatcher_type == "flex":
+        yield "moe_token_dispatcher_type=flex has no effect on a model without experts"
     if routing_replay in ("learner", "rollout"):
         yield f"routing_replay={routing_replay} has no effect on a model without experts"
     if recompute_granularity == "selective" and "moe" in recompute_modules:

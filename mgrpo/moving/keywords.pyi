@@ -463,6 +463,10 @@ class Keywords(TypedDict, total=False):
     """How context-parallel ranks attend to each other's tokens: all_gather gathers keys and values, a2a exchanges sequence for heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank. (default: all_gather)"""
     expert_model_parallel_size: int
     """Ranks of a pipeline stage that share the experts of a mixture-of-experts model. (default: 1)"""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"]
+    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; flex sends one to each rank, or node, by the package of moe_flex_dispatcher_backend, in bfloat16 between GPUs. flex has not run on GPUs here. (default: alltoall)"""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"]
+    """Package of moe_token_dispatcher_type=flex: DeepEP (deep_ep) or HybridEP, which is a branch of it. (default: deepep)"""
     virtual_pipeline_model_parallel_size: int
     """Chunks of layers per stage, interleaved: smaller bubbles, more communication. (default: 1)"""
     num_layers_in_first_pipeline_stage: int | None
@@ -491,6 +495,10 @@ class Keywords(TypedDict, total=False):
     """Type of Adam's second moment with use_precision_aware_optimizer. (default: float32)"""
     transformer_impl: Literal["auto", "local", "transformer_engine"]
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA; auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it. (default: auto)"""
+    fp8: Literal["none", "hybrid", "e4m3"]
+    """8-bit matrix products of attention's projections and dense MLPs, by Transformer Engine: hybrid rounds weights and activations to e4m3 and gradients to e5m2, e4m3 all of them. Experts, attention itself and the LM head keep model_dtype. It has not run on GPUs here. (default: none)"""
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"]
+    """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values. (default: tensorwise)"""
     recompute_granularity: Literal["none", "selective", "full"]
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str

@@ -70,6 +70,7 @@ def apply(r: Resolution) -> None:
     consequences.asynchrony(r)
     consequences.correction_of_older_tokens(r)
     consequences.correction_of_rounded_cache(r)
+    consequences.correction_of_rounded_products(r)
     warm_up(r)
     parallel_sizes.apply(r)
     trl.model_arguments(r)

@@ -556,6 +556,17 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         return gradients(**arguments)
 
 
+def gradients_by_deep_ep(**arguments: Any) -> dict[str, Any]:
+    """`gradients` where tokens reach their experts by DeepEP, and the rows that it sent."""
+    from tests.ranks.deep_ep_on_gloo import Buffer, installed
+
+    before = Buffer.dispatched
+    with installed():
+        arguments["settings"] = {"moe_token_dispatcher_type": "flex"} | (arguments.get("settings") or {})
+        found = gradients(**arguments)
+    return found | {"dispatched": Buffer.dispatched - before}
+
+
 def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], replays: bool) -> dict[str, Any]:
     """How many choices of experts differ between the score before an update and the training pass after it."""
     policy = make_policy(model_dir, layout, settings={"routing_replay": "learner"})

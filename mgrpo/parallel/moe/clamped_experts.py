@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.moe.experts import ALIGNMENT, install, without_idle
+from mgrpo.parallel.moe.experts import ALIGNMENT, install, row_ends, without_idle
 
 _ALPHA = 1.702
 """With it `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""
@@ -47,7 +47,7 @@ class ClampedExperts(torch.nn.Module):
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """As `GroupedExperts`, see there."""
-        ends = rows_per_expert.cumsum(0, dtype=torch.int32)
+        ends = row_ends(rows_per_expert, rows)
         hidden = backend.compiled(clamped_swiglu)(self.linear_fc1(rows, ends), self.clamp)
         out = self.linear_fc2(hidden, ends)
         return (out * weights[:, None]).to(out.dtype), None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -24,13 +24,34 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
         "MoEAlltoAllTokenDispatcher",
         "waits for sizes that the host knows, where a layer is computed again or its rows stay on this rank",
     ),
+    (
+        "transformer.moe.token_dispatcher",
+        "_DeepepManager",
+        "in `_indices_to_multihot` asks the device three times which of a row's places name an expert",
+    ),
 )
 _SIZES = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "num_global_tokens_per_local_expert")
 
 
 def install() -> None:
-    """Replace Megatron's dispatcher of the type "alltoall". May be called again."""
+    """Replace Megatron's dispatcher of the type "alltoall", and a part of that for DeepEP. May be called again."""
     moe_layer.MoEAlltoAllTokenDispatcher = ExchangedTokens
+    token_dispatcher._DeepepManager._indices_to_multihot = _multihot
+
+
+def _multihot(manager: Any, indices: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which local experts each row is for, and their weights, both `[rows, local experts]`.
+
+    Args:
+        indices: `[rows, top_k]` int64 local experts, -1: none.
+        probs: `[rows, top_k]` float32.
+    """
+    experts = manager.num_local_experts
+    # What is for no local expert goes to a column that is cut off.
+    places = torch.where(indices < 0, experts, indices)
+    chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device).scatter(1, places, True)
+    weights = probs.new_zeros(len(indices), experts + 1).scatter(1, places, probs)
+    return chosen[:, :experts], weights[:, :experts]
 
 
 class ExchangedTokens(MoEAlltoAllTokenDispatcher):

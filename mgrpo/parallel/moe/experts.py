@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -92,13 +93,20 @@ class GroupedExperts(torch.nn.Module):
 
         Args:
             rows: `[rows, hidden]`, sorted by expert.
-            rows_per_expert: `[experts]` int64, on the device.
+            rows_per_expert: `[experts]` int64, on the device, or on the host, from DeepEP.
             weights: `[rows]` float32, by which the router weighs each row's result.
         """
-        ends = rows_per_expert.cumsum(0, dtype=torch.int32)
+        ends = row_ends(rows_per_expert, rows)
         gate_and_up = self.linear_fc1(rows, ends)
         hidden = weighted_bias_swiglu_impl(gate_and_up, None, weights[:, None])
         return self.linear_fc2(hidden, ends), None
+
+
+def row_ends(rows_per_expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[experts]` int32 on the device of the rows, which the host does not wait for: the first row after those of each expert."""
+    if rows_per_expert.device != rows.device:
+        rows_per_expert = backend.to_device(rows_per_expert.numpy(), np.int64)
+    return rows_per_expert.cumsum(0, dtype=torch.int32)
 
 
 class GroupedLinear(torch.nn.Module):

@@ -46,8 +46,12 @@ def transformer_config(
         **_axes(layout),
         **_pipeline(layout, shape.num_layers),
         **_recompute_settings(settings),
+        fp8=None if settings.fp8 == "none" else settings.fp8,
+        fp8_recipe=settings.fp8_recipe,
         # Where a layer is computed again, its router chooses the same experts.
         moe_enable_routing_replay=bool(shape.experts and (settings.replays_routing or settings.recomputes("moe"))),
+        moe_token_dispatcher_type=settings.moe_token_dispatcher_type,
+        moe_flex_dispatcher_backend=settings.moe_flex_dispatcher_backend,
         moe_permute_fusion=uses_te and shape.experts is not None,
         # Megatron-FSDP hands out its gradient buffers by itself.
         gradient_accumulation_fusion=backend.accumulates_gradients() and layout.sharding < 2,
@@ -116,7 +120,6 @@ def _axes(layout: Layout) -> dict[str, Any]:
         "variable_seq_lengths": True,
         # A wait for the device after each message, against a race in old releases of torch.
         "batch_p2p_sync": False,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 

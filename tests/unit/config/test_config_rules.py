@@ -350,6 +350,25 @@ RULES = [
         {"recompute_granularity": "selective", "recompute_modules": []},
         "recompute_granularity=selective recomputes nothing without recompute_modules; name some of core_attn",
     ),
+    (
+        "fp8",
+        {"fp8": "hybrid", "transformer_impl": "local"},
+        "fp8=hybrid is in Transformer Engine's products, got transformer_impl=local",
+    ),
+    (
+        "fp8",
+        {"fp8": "e4m3", "model_dtype": "float16"},
+        "fp8=e4m3 rounds what is otherwise bfloat16, got model_dtype=float16",
+    ),
+    ("fp8", {"fp8": "hybrid", "zero_stage": 3}, "fp8=hybrid needs zero_stage 0 or 1, got 3"),
+    ("fp8", {"fp8": "hybrid", "use_peft": True}, "fp8=hybrid needs Transformer Engine's layers, and use_peft=true"),
+    (
+        "fp8",
+        {"fp8": "hybrid", "use_rho_correction": False},
+        "fp8=hybrid trains a policy with rounded products, which engines do not",
+    ),
+    ("fp8", {"fp8_recipe": "delayed"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8, got 'delayed'"),
+    ("flex", {"moe_token_dispatcher_type": "flex"}, "expert_model_parallel_size=1 keeps all experts on each of them"),
     ("layers", {"num_layers_in_first_pipeline_stage": 0}, "num_layers_in_first_pipeline_stage=0 must be at least 1"),
     ("layers", {"num_layers_in_last_pipeline_stage": 3}, "needs pipeline_model_parallel_size > 1"),
     ("chunks", {"virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline_model_parallel_size=0 must be at"),
@@ -498,6 +517,7 @@ def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):
     [
         ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, 4),
         ({"expert_model_parallel_size": 4}, 4),
+        ({"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "flex"}, 4),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 4),
         ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}, 2),
         ({"zero_stage": 3, "fsdp_shard_degree": 2, "context_parallel_size": 2}, 4),
@@ -507,6 +527,24 @@ def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):
 def test_every_axis_is_open(model, values, ranks):
     """A rule that is left over from when an axis did not exist would keep it closed."""
     assert found_in(model, values, world_size=ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_dtype": "float32"}, "sends bfloat16 only, got model_dtype=float32"),
+        (
+            {"expert_model_parallel_size": 3},
+            "moe_flex_dispatcher_backend=deepep has no kernels for 3 ranks that share experts",
+        ),
+    ],
+)
+def test_what_the_flex_dispatcher_cannot_send_is_refused(model, values, words):
+    """Its kernels would say so in the first step."""
+    flex = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"}
+    ranks = (flex | values)["expert_model_parallel_size"]
+    (sentence,) = found_in(model, flex | values, world_size=ranks)
+    assert words in sentence
 
 
 def test_a_dataset_smaller_than_a_step_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import fused_kernels
+from mgrpo.config.derived import layout_of
 from mgrpo.config.fused_kernels import kernel_line, kernel_problems, uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.moving import from_values
@@ -49,6 +50,59 @@ def test_without_gpus_no_kernel_is_offered(installed, found):
         "transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local",
         "use_precision_aware_optimizer=true needs GPUs, of which there are none here; leave it out",
     ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "modules", "lack"),
+    [
+        (
+            "deepep",
+            (),
+            "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which is not installed; install it",
+        ),
+        ("deepep", ("deep_ep",), None),
+        (
+            "hybridep",
+            (),
+            "(https://github.com/deepseek-ai/DeepEP, branch hybrid-ep), which is not installed; install it",
+        ),
+        (
+            "hybridep",
+            ("deep_ep",),
+            "needs the package deep_ep of DeepEP's branch hybrid-ep, another one is installed; install it",
+        ),
+        ("hybridep", ("deep_ep", "deep_ep.hybrid_ep_buffer"), None),
+    ],
+)
+def test_the_package_of_the_flex_dispatcher_is_named(monkeypatch, backend, modules, lack):
+    """Megatron would name it when the model is built, on every rank at once."""
+    monkeypatch.setattr(fused_kernels, "find_spec", lambda name: name in modules or None)
+    settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    config = from_values(settings | {"transformer_impl": "local"})
+    found = list(kernel_problems(config, has_gpus=True))
+    assert len(found) == (lack is not None) and all(lack in sentence for sentence in found)
+    (sentence,) = kernel_problems(config, has_gpus=False)
+    assert sentence.endswith("needs GPUs, of which there are none here; start where there are, or use alltoall")
+
+
+def test_eight_bits_need_transformer_engine(installed):
+    """Megatron's own layers would be built, and no product would be in 8 bits."""
+    installed(None)
+    (sentence,) = kernel_problems(from_values({"fp8": "hybrid"}), has_gpus=True)
+    assert sentence.startswith("fp8=hybrid: Transformer Engine is not installed; pip install ") and sentence.endswith(
+        "or use none"
+    )
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
+def test_eight_bits_want_whole_blocks_on_every_rank(recipe, tokens):
+    """A pack of another length would end in the first product."""
+    config = from_values(
+        {"fp8": "hybrid", "fp8_recipe": recipe, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    )
+    layout = layout_of(config, 4)
+    assert layout.pack_multiple_of == 4 * tokens and config.loss.use_rho_correction
+    assert layout_of(from_values({}), 4).pack_multiple_of == 1
 
 
 @pytest.mark.parametrize(
