@@ -9,7 +9,7 @@ help: what leaves the node goes through each rank's own card.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
@@ -43,6 +43,8 @@ def exchange_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
 def bytes_s(axis: str, layout: Layout, settings: Parallel, hardware: Hardware, experts: Experts | None) -> float:
     """Assumed bytes per second of each rank in exchanges of this axis; of a mixture's data-parallel ranks, in those of what is no expert."""
     if axis == "expert" and experts is not None:
+        if settings.moe_token_dispatcher_type == "flex":
+            hardware = replace(hardware, dispatches_by_node=True)
         return 1 / expert_seconds(1.0, layout, hardware, experts)
     # A pipeline's neighbour is a whole stage away.
     ranks, stride = {
