@@ -68,8 +68,8 @@ def learner_time(
         states: those of the fullest rank, for the optimizer's time.
     """
     settings = config.parallel
-    if settings.fp8 != "none" and shape.experts is None:  # which leaves experts as they are
-        hardware = replace(hardware, trains_in_8_bits=True)
+    if settings.fp8 != "none":
+        hardware = replace(hardware, in_8_bits=("dense",))
     parts = config.algorithm.num_mini_batches
     count = num_micro_batches(
         layout, work, pack_length=settings.pack_length, pack_fill=hardware.assumed.pack_fill, parts=parts
