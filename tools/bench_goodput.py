@@ -135,6 +135,8 @@ class Cluster:
 
     def send(self, folder: Folder, name: str) -> None:
         self.clock.work(self.rates.send_s)
+        # The partner deletes what is superseded on its disk as this rank does.
+        NearFolder(open_folder(near_root(self.root)), self.disks[1]).make_room()
         step = folder.location.rpartition("/")[2]
         with self.disks[1].child(step).create(name) as stream:
             stream.write(folder.read(name))
