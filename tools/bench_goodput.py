@@ -1,6 +1,6 @@
 """The share of a run's time that counts, when machines fail at random moments, by how and how often it saves.
 
-    OMP_NUM_THREADS=1 python tools/bench_goodput.py [--failures 10] [--seeds 3] [--gpus 128 1024 4096] [--step_s 244]
+    OMP_NUM_THREADS=1 python tools/bench_goodput.py [--failures 6] [--seeds 2] [--gpus 1024 4096] [--step_s 244]
 
 A run is simulated step by step with a clock of its own. What decides and what is written are the run's own parts: `Schedule` says when
 a state is due and where it goes, `Saver` writes it (tensors of a few bytes, whose time is that of a real state), with the nodes'
@@ -282,9 +282,9 @@ _names = itertools.count()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=10, help="on average, in the steps of a run")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--failures", type=int, default=6, help="on average, in the steps of a run")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--step_s", type=float, default=244, help="seconds of a step; as planned for 32b_16x8.yaml")
     parser.add_argument("--state_tb", type=float, default=0.393, help="of a training state: 32B weights of 12 bytes")
     parser.add_argument("--copy_gb_s", type=float, default=32, help="a GPU to page-locked memory")
