@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from mgrpo.config.derived import layout_of
-from mgrpo.config.schema import Config, Parallel
+from mgrpo.config.schema import Config, Engine, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.hf_config import HfConfig
 from mgrpo.models.shape import ModelShape
+from mgrpo.planner.engines.decoding import generation_time
+from mgrpo.planner.engines.engine_memory import engine_memory
 from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 
@@ -22,6 +25,7 @@ ZeroStage = Literal[1, 2, 3]
 # The sizes that are tried; of ZeRO stages only the first where adapters are trained.
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGEST_CONTEXT = 8
+COPIES = (2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 4)
 ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -75,7 +79,7 @@ def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig, teachers: Sequenc
         return []
     if plan.split.idle >= 0:
         return _layouts(plan, plan.config, plan.split.learners, count=count, hf_configs=hf_configs)
-    workers = plan.config.engine.vllm_tensor_parallel_size
+    workers = plan.config.engine.num_workers
     for engines in range(num_gpus // 2 // workers, 0, -1):
         config, num_learners = _with_engines(plan.config, engines), num_gpus - engines * workers
         if found := _layouts(plan, config, num_learners, count=count, hf_configs=hf_configs):
@@ -106,23 +110,51 @@ def _layouts(
 def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfConfig) -> list[Suggestion]:
     """The fastest other ways to divide the same GPUs between learners and engines, at most `SHOWN_SPLITS`.
 
-    Each is planned with the axes of the configured layout and of the suggested ones, as far as they divide its learners.
+    Each is planned with the axes of the configured layout and of the suggested ones, as far as they divide its learners; and,
+    for a mixture of experts, with engines that spread the experts over copies of their attention.
     """
-    hardware, workers = plan.hardware, plan.config.engine.vllm_tensor_parallel_size
     choices = [plan.config.parallel, *(suggestion.plan.config.parallel for suggestion in layouts)]
-    fastest: dict[int, RunPlan] = {}
-    num_gpus = hardware.num_gpus - plan.split.teachers
-    for engines in sorted({max(num_gpus * eighths // 8 // workers, 1) for eighths in range(1, 8)}):
-        num_learners = num_gpus - engines * workers
+    fastest: dict[Engine, RunPlan] = {}
+    num_gpus = plan.hardware.num_gpus - plan.split.teachers
+    for form, eighths in itertools.product(_forms(plan), range(1, 8)):
+        engine = replace(form, vllm_num_engines=max(num_gpus * eighths // 8 // form.num_workers, 1))
+        num_learners = num_gpus - engine.vllm_num_engines * engine.num_workers
         for parallel in choices:
-            config = _with_engines(replace(plan.config, parallel=parallel), engines)
+            config = replace(plan.config, engine=engine, parallel=replace(parallel, num_learners_per_node=()))
             if num_learners < 1 or problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True):
                 continue
             for found in _fitting(plan, config, config.parallel, num_learners):
-                if found.fits and (engines not in fastest or _preference(found) < _preference(fastest[engines])):
-                    fastest[engines] = found
-    fastest.pop(plan.config.engine.vllm_num_engines if plan.fits else 0, None)
+                if found.fits and (engine not in fastest or _preference(found) < _preference(fastest[engine])):
+                    fastest[engine] = found
+    if plan.fits:
+        fastest.pop(plan.config.engine, None)
     return [Suggestion.of(found) for found in sorted(fastest.values(), key=_preference)[:SHOWN_SPLITS]]
+
+
+def _forms(plan: RunPlan) -> list[Engine]:
+    """The configured engine, and of those with copies of the attention the one whose GPUs generate most."""
+    own, shape, hardware = plan.config.engine, plan.shape, plan.hardware
+    if not shape.experts or own.vllm_mode != "ray":
+        return [own]
+    seconds: dict[Engine, float] = {}
+    for tensor, copies in itertools.product(POWERS[:4], COPIES):
+        engines = plan.split.engines // (tensor * copies)
+        if tensor > hardware.gpus_per_node or not engines or shape.experts.count % (tensor * copies):
+            continue
+        form = replace(
+            own,
+            vllm_num_engines=engines,
+            vllm_tensor_parallel_size=tensor,
+            vllm_data_parallel_size=copies,
+            vllm_enable_expert_parallel=True,
+        )
+        memory = engine_memory(
+            shape, form, hardware, longest=plan.config.max_model_length, dtype_bytes=plan.dtype_bytes
+        )
+        if time := generation_time(shape, form, memory, plan.work, hardware, dtype_bytes=plan.dtype_bytes):
+            seconds[form] = time.total
+    best = min(seconds, key=seconds.__getitem__, default=own)
+    return list(dict.fromkeys((own, best)))
 
 
 def _with_engines(config: Config, engines: int) -> Config:

@@ -384,3 +384,36 @@ def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() 
     layouts = [suggestion.plan.layout for suggestion in suggest(plan, count=12, hf_config=hf_config)]
     assert any(layout.pipeline in (4, 8) for layout in layouts)
     assert all(sum(layout.stage_sizes(94)) == 94 for layout in layouts)
+
+
+def test_experts_over_copies_of_the_attention_are_proposed_for_a_large_mixture() -> None:
+    """Qwen3-235B at answers of 16k tokens: engines of 8 tensor ranks hold 16 sequences each, and read 55 GiB for them at every step."""
+    config = from_values(
+        {
+            "model_name_or_path": "Qwen/Qwen3-235B-A22B",
+            "num_unique_prompts_rollout": 128,
+            "num_samples_per_prompt_rollout": 16,
+            "max_prompt_token_length": 1024,
+            "response_length": 16384,
+            "pack_length": 17408,
+            "beta": 0.0,
+            "num_learners_per_node": [8] * 16,
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 8,
+            "expert_model_parallel_size": 16,
+            "num_layers_in_first_pipeline_stage": 11,
+            "num_layers_in_last_pipeline_stage": 11,
+            "recompute_granularity": "full",
+            "vllm_num_engines": 16,
+            "vllm_tensor_parallel_size": 8,
+            "total_episodes": 2048,
+        }
+    )
+    hf_config = shipped_config("qwen3-235b-a22b")
+    hardware = Hardware(gpu=GPUS["H100"], nodes=32)
+    plan = plan_run(config, shape_of(hf_config), hardware, num_learners=128)
+    best, *_ = other_splits(plan, [], hf_config=hf_config)
+    engine = best.plan.config.engine
+    assert engine.vllm_data_parallel_size > 1 and engine.vllm_enable_expert_parallel
+    assert best.plan.fits and best.plan.phases["generate"] < 0.5 * plan.phases["generate"]
+    assert best.plan.split.learners + best.plan.split.engines <= 256
