@@ -292,7 +292,8 @@ def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, 
     engines = infer.engines * infer.workers
     engines += num_teacher_workers(config) if not config.engine.shares_gpus else 0
     if config.engine.shares_gpus:
-        return sum(config.parallel.num_learners_per_node) or engines, 1
+        learners = sum(config.parallel.num_learners_per_node) or engines
+        return learners, nodes or -(-learners // gpus_per_node)
     copy = max(_model_parallel_size(config.parallel), 1)  # `problems` reports sizes below 1
     counts = config.parallel.num_learners_per_node
     if counts:

@@ -16,7 +16,7 @@ from mgrpo.moving import from_values
 from mgrpo.planner.engines.decoding import generation_time
 from mgrpo.planner.engines.engine_memory import engine_memory
 from mgrpo.planner.engines.transfers import sync_seconds
-from mgrpo.planner.hardware import Assumptions
+from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.work import Workload
 from tests.unit.planner.figures.published import Compared, hardware, model, rows
@@ -82,6 +82,79 @@ def sync_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
     infer = InferLayout(engines=row["engines"], tensor=row["workers"])
     size = holdings(shape, tensor=1, expert=1).total * 2
     return sync_seconds(size, shape, infer, learners=row["learners"], cuts=1, hardware=cluster)
+
+
+LARGE = {
+    "Qwen3-32B, 128 H100": {
+        "model_name_or_path": "Qwen/Qwen3-32B",
+        "num_learners_per_node": [8] * 8,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp"],
+        "vllm_num_engines": 16,
+        "vllm_tensor_parallel_size": 4,
+    },
+    "Qwen3-235B-A22B, 256 H100": {
+        "model_name_or_path": "Qwen/Qwen3-235B-A22B",
+        "num_learners_per_node": [8] * 16,
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 8,
+        "expert_model_parallel_size": 16,
+        "num_layers_in_first_pipeline_stage": 11,
+        "num_layers_in_last_pipeline_stage": 11,
+        "recompute_granularity": "full",
+        "vllm_num_engines": 16,
+        "vllm_tensor_parallel_size": 8,
+    },
+}
+"""Runs of 2,048 answers of 8,704 tokens in the mean and at most 16,384; half of the GPUs are learners."""
+AHEAD = {"async_steps": 2, "max_staleness": 4, "inflight_updates": True}
+WIDE = {
+    "vllm_num_engines": 4,
+    "vllm_tensor_parallel_size": 4,
+    "vllm_data_parallel_size": 8,
+    "vllm_enable_expert_parallel": True,
+}
+
+
+def large(name: str, **changes: Any) -> RunPlan:
+    """The plan of one of `LARGE`."""
+    values = {
+        "num_unique_prompts_rollout": 128,
+        "num_samples_per_prompt_rollout": 16,
+        "max_prompt_token_length": 1024,
+        "response_length": 16384,
+        "pack_length": 17408,
+        "beta": 0.0,
+        "total_episodes": 2048,
+        **LARGE[name],
+        **changes,
+    }
+    config, learners = from_values(values), sum(LARGE[name]["num_learners_per_node"])
+    cluster = Hardware(gpu=GPUS["H100"], nodes=2 * learners // 8, assumed=Assumptions(response_share=8704 / 16384))
+    return plan_run(config, model(name.partition(",")[0].lower()), cluster, num_learners=learners)
+
+
+def large_table() -> str:
+    """Their steps, in turn and ahead, and with experts over copies of the attention."""
+    lines = [
+        "| run | engines | steps | generation s | learners s | s per step | tokens a second and GPU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in LARGE:
+        forms = [("configured", {})] + (
+            [("4 of 4 x 8 workers", WIDE)] if model(name.partition(",")[0].lower()).experts else []
+        )
+        for form, engines in forms:
+            for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD)):
+                plan = large(name, **engines, **ahead)
+                rate = 2048 * plan.work.length / plan.pace_s / plan.hardware.num_gpus
+                lines.append(
+                    f"| {name} | {form} | {steps} | {plan.phases['generate']:.0f} | {plan.learners.total:.0f} | {plan.pace_s:.0f} | {rate:.0f} |"
+                )
+    return "\n".join(lines)
 
 
 def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
