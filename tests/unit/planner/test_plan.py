@@ -23,7 +23,7 @@ from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.learners.timing import learner_time
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
-from mgrpo.planner.suggest import _ends, other_splits, suggest
+from mgrpo.planner.suggest import _axes, _ends, other_splits, suggest
 from mgrpo.planner.work import forward_flops, passes_of
 from tests.unit.planner.test_activations import GPT_175B
 from tests.unit.planner.test_work import BATCH
@@ -381,8 +381,12 @@ def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() 
         and _ends(96, 8, 4) == (None, None)
     )
     assert _ends(61, 8, 4) == (7, 6) and _ends(94, 63, 1) == (None, None)
-    layouts = [suggestion.plan.layout for suggestion in suggest(plan, count=12, hf_config=hf_config)]
-    assert any(layout.pipeline in (4, 8) for layout in layouts)
+    learners = plan.split.learners
+    layouts = [
+        layout_of(dataclasses.replace(plan.config, parallel=parallel), learners)
+        for parallel in _axes(plan.config, plan.shape, plan.hardware, learners, (hf_config,))
+    ]
+    assert {4, 8} <= {layout.pipeline for layout in layouts}
     assert all(sum(layout.stage_sizes(94)) == 94 for layout in layouts)
 
 
