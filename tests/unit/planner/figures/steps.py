@@ -84,7 +84,7 @@ def sync_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
     return sync_seconds(size, shape, infer, learners=row["learners"], cuts=1, hardware=cluster)
 
 
-LARGE = {
+LARGE: dict[str, dict[str, Any]] = {
     "Qwen3-32B, 128 H100": {
         "model_name_or_path": "Qwen/Qwen3-32B",
         "num_learners_per_node": [8] * 8,
@@ -144,7 +144,7 @@ def large_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name in LARGE:
-        forms = [("configured", {})] + (
+        forms: list[tuple[str, dict[str, Any]]] = [("configured", {})] + (
             [("4 of 4 x 8 workers", WIDE)] if model(name.partition(",")[0].lower()).experts else []
         )
         for form, engines in forms:
