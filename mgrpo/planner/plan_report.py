@@ -152,7 +152,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         + (f", LM head {plan.logits_chunk} columns at a time" if plan.logits_chunk else "")
     )
     if plan.generation and plan.config.has_length:
-        yield _whole_run(plan)
+        yield whole_run(plan)
         yield start_sentence(plan)
         if sentence := failures(plan):
             yield sentence
@@ -176,7 +176,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{0 if seconds >= 10 else 1}f}"
 
 
-def _whole_run(plan: RunPlan) -> str:
+def whole_run(plan: RunPlan) -> str:
     """Hours of all steps, and what the run writes of its model."""
     config, lora = plan.config, plan.config.adapter.lora
     export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)

@@ -26,6 +26,9 @@ OWNERS: Mapping[str, Mapping[str, str]] = {
     "rollout/vllm/actor.py": {
         "self.engine": "vllm.v1.engine.async_llm:AsyncLLM",
         "self.engine.engine_core": "vllm.v1.engine.core_client:AsyncMPClient",
+        "self.engine.engine_core.resources": "vllm.v1.engine.core_client:BackgroundResources",
+        "coordinator": "vllm.v1.engine.coordinator:DPCoordinator",
+        "coordinator.proc": "multiprocessing.process:BaseProcess",
         "request": "vllm.v1.engine.output_processor:RequestOutputCollector",
         "output": "vllm.outputs:RequestOutput",
         "(output := (await request.get()))": "vllm.outputs:RequestOutput",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from mgrpo.moving import load_file
 from mgrpo.planner.hardware import GIB, GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import shipped_config
+from mgrpo.planner.plan_report import whole_run
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import read_inputs
 from tests.shipped import EXAMPLES, FILES, SMOLLM2
@@ -48,6 +50,7 @@ TABLE = {
     if row
 }
 """Rows of the table of recipes, by file."""
+LARGE = [f"configs/{name}.yaml" for name in ("30b_a3b_4x8", "32b_4x8", "32b_16x8", "235b_a22b_32x8")]
 
 
 def num_learners(name: str, config: Config) -> int:
@@ -158,3 +161,14 @@ def test_a_recipe_fits_and_its_figures_are_the_plans(name: str) -> None:
     assert (row["gib"], row["seconds"]) == (memory, seconds)
     assert row["model"] == plan.config.model_path.removeprefix("models/")
     assert f"# Planned: {memory} of 80 GiB on a learner's GPU, {seconds} s per step" in (EXAMPLES / name).read_text()
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_for_many_nodes_says_how_long_it_runs_what_it_writes_and_what_to_test_first(name: str) -> None:
+    """Who rents nodes must know the hours, the storage and whether the network works before the first of them is paid for."""
+    lines = (EXAMPLES / name).read_text().splitlines()
+    head = " ".join(
+        line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
+    )
+    assert whole_run(planned(name, int(TABLE[name]["gpus"]))) in head
+    assert "docs/howto/32b_many_nodes.md#4-in-this-order" in head
