@@ -15,6 +15,7 @@ from mgrpo.layout import choose_from
 from mgrpo.models.cuts import engine_problems, head_sizes, layout_problems, num_experts, size_of
 from mgrpo.models.hf_config import HfConfig
 from mgrpo.models.memory import DTYPE_BYTES
+from mgrpo.models.rope import table_positions
 
 
 def _engine_splits(config: Config, hf_config: HfConfig) -> Iterator[str]:
@@ -101,7 +102,12 @@ def _float16(hf_config: HfConfig, model_dtype: str) -> Iterator[str]:
 
 def _positions(config: Config, hf_config: HfConfig, provenance: Provenance) -> Iterator[str]:
     positions = size_of(hf_config, "max_position_embeddings")
-    longest = config.max_model_length
+    longest, table = config.max_model_length, table_positions(hf_config)
+    if table and longest > table and not (positions and longest > positions):
+        yield (
+            f"{longest_sequence(config)} = {longest} is more than the {table} positions for which the model's yarn scaling (factor x "
+            f"original_max_position_embeddings) gives an engine angles; shorten one of them{provenance.not_given(**_lengths(config))}"
+        )
     if positions and longest > positions:
         yield (
             f"{longest_sequence(config)} = {longest} is more than the model's "

@@ -44,6 +44,19 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dic
     return common | own
 
 
+def table_positions(hf: Mapping[str, Any]) -> int | None:
+    """Positions for which an engine has angles, where that is not the model's `max_position_embeddings`: vLLM's table for yarn has as many as
+    the scaling makes of the original ones, and is read beyond its end without an error. None: there is no such table."""
+    kinds = [kind for kind, record in (hf.get("rope_parameters") or {}).items() if isinstance(record, Mapping)]
+    records = [rope_parameters(hf, kind) for kind in kinds or [None]]
+    ends = [
+        int(float(record["factor"]) * int(record["original_max_position_embeddings"]))
+        for record in records
+        if _scaling(record) == "yarn" and record.get("factor") and record.get("original_max_position_embeddings")
+    ]
+    return min(ends, default=None)
+
+
 def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Why these embeddings cannot be built exactly."""
     scaling = _scaling(parameters)

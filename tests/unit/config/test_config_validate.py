@@ -536,3 +536,18 @@ def test_a_cut_alone_takes_what_engines_on_gpus_can_say(given, top_k):
     assert sum(note.startswith(f"top_k is {top_k}") for note in config.notes) == (top_k > 8)
     assert not any("top_k" in sentence for sentence in problems(config, world_size=1)) or not top_k
     assert widest_cut(from_values({"top_p": 0.5}), 500).rollout.top_k == 500
+
+
+def test_lengths_that_an_engine_has_no_angles_for_are_refused(model):
+    """vLLM reads its table for yarn beyond the end: log-probabilities are NaN, or those of other positions."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300, "rope_theta": 100.0}
+    values = {"max_prompt_token_length": 1000, "response_length": 256, "pack_length": 2048}
+    for rope in (
+        {"rope_scaling": yarn},
+        {"rope_parameters": yarn},
+        {"rope_parameters": {"full_attention": yarn, "sliding_attention": {}}},
+    ):
+        (found,) = problems_of(model, values, hf_config={"max_position_embeddings": 4096, **rope})
+        assert "= 1256 is more than the 1200 positions for which the model's yarn scaling" in found
+    longer = {"max_position_embeddings": 4096, "rope_scaling": yarn | {"factor": 4.2}}
+    assert problems_of(model, values, hf_config=longer) == []
