@@ -1,10 +1,14 @@
 """The weight sync of SmolLM2-135M between processes of this machine, over shared memory and over gloo, in turns.
 
     python tools/bench_sync.py [--rounds 9] [--cases tensor pipeline masters] [--bucket-mb 256]
+    python tools/bench_sync.py --plans
 
 Two training ranks and one engine worker, each a process with one thread and random weights; no Ray and no vLLM. Prints the
 median seconds from the first end that begins to the last that is done, and writes benchmarks/sync-cpu.json. Digests of all
 tensors are compared for each transport.
+
+With `--plans`: what every process computes before the first sync of a large run, compared with the plan that goes box by box and
+engine by engine (`tests/unit/sync/plan_oracle.py`), and what rank 0 sends to each engine; writes benchmarks/sync-plan.json.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +36,14 @@ from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
+from mgrpo.planner.plan_command import shipped_configs
 from mgrpo.sync import shared
 from mgrpo.sync.channel import DIGEST, Receiver, Sender, digest_key
 from mgrpo.sync.group import connect_store, open_store
+from mgrpo.sync.plan import plan
+from mgrpo.sync.sending.layout_tables import training_holdings
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
@@ -226,13 +235,133 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+PLANS = {
+    "32B, 1,024 x 512": (
+        "qwen2.5-32b",
+        Layout(world_size=1024, tensor=4, pipeline=2),
+        InferLayout(engines=512, tensor=4),
+    ),
+    "32B, 1,024 x 1,024": (
+        "qwen2.5-32b",
+        Layout(world_size=1024, tensor=4, pipeline=2),
+        InferLayout(engines=1024, tensor=4),
+    ),
+    "235B-A22B, 256 x 16": (
+        "qwen3-235b-a22b",
+        Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
+        InferLayout(engines=16, tensor=8),
+    ),
+    "235B-A22B, 256 x 16, whole experts": (
+        "qwen3-235b-a22b",
+        Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
+        InferLayout(engines=16, tensor=8, expert_parallel=True),
+    ),
+}
+PLAIN_SLICES = 6_000_000
+"""Of more the plain plan is not made."""
+
+
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """CPU seconds of this process, and the result."""
+    begin = time.process_time()
+    found = call()
+    return round(time.process_time() - begin, 3), found
+
+
+def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[str, Any]:
+    """Seconds and bytes of both plans."""
+    from tests.unit.sync import plan_oracle
+
+    tables_s, holdings = timed(lambda: training_holdings(model, train))
+    plan_s, made = timed(lambda: plan(model, train, infer, holdings=holdings))
+    own_s, own = timed(
+        lambda: [made.boxes(places) for workers in made.outgoing(0).values() for places in workers.values()]
+    )
+    sender = Sender(
+        [(Box("none", (0,), (1,)), torch.zeros(1))],
+        holdings=holdings,
+        model=model,
+        train_layout=train,
+        infer_layout=infer,
+        rank=0,
+        dtype=torch.bfloat16,
+        store=None,  # type: ignore[arg-type]
+        host=HOST,
+        port=0,
+        bucket_bytes=256 << 20,
+        timeout_s=TIMEOUT_S,
+    )
+    invitation_s, invitation = timed(lambda: json.dumps(sender.invitation(0)))
+    again_s, _ = timed(lambda: json.dumps(sender.invitation(1)))
+    loads = [0] * train.world_size
+    record: dict[str, Any] = {
+        "slices": made.num_slices,
+        "gigabytes": made.bytes_moved / 1e9,
+        "tables": {
+            "holdings_s": tables_s,
+            "plan_s": plan_s,
+            "own_part_s": own_s,
+            "own_slices": sum(map(len, own)),
+            "first_invitation_s": invitation_s,
+            "next_invitation_s": again_s,
+            "invitation_bytes": len(invitation),
+        },
+    }
+    for _, _, rank, boxes in made.transfers if made.num_slices < PLAIN_SLICES else ():
+        loads[rank] += sum(box.size for box in boxes)
+    if made.num_slices >= PLAIN_SLICES:
+        return record
+    record["tables"]["busiest_over_mean"] = max(loads) * len(loads) / sum(loads)
+    boxes_s, held = timed(lambda: training_boxes(model, train))
+    workers = engine_boxes(model, infer)
+    plain_s, plain = timed(lambda: plan_oracle.reshard(held, workers * infer.engines))
+    first = plain[: infer.workers]
+    text = json.dumps([{rank: [astuple(box) for box in boxes] for rank, boxes in own.items()} for own in first])
+    sent = [0] * train.world_size
+    for incoming in plain:
+        for rank, boxes in incoming.items():
+            sent[rank] += sum(box.size for box in boxes)
+    record["plain"] = {
+        "boxes_of_all_ranks_s": boxes_s,
+        "plan_s": plain_s,
+        "invitation_bytes": len(text),
+        "busiest_over_mean": max(sent) * len(sent) / sum(sent),
+    }
+    record["times faster"] = plain_s / plan_s
+    return record
+
+
+def bench_plans(out: Path) -> None:
+    """Print and write what `compare_plans` finds for each of `PLANS`."""
+    sys.path.insert(0, str(ROOT))
+    records = {}
+    for name, (model, train, infer) in PLANS.items():
+        record = records[name] = compare_plans(shape_of(shipped_configs()[model]), train, infer)
+        print(f"{name}: {record['slices']:,} slices")
+        for kind in ("plain", "tables"):
+            if kind in record:
+                print("  " + kind + ": " + ", ".join(f"{key} {value:,.6g}" for key, value in record[kind].items()))
+        if "times faster" in record:
+            print(f"  the plan is made {record['times faster']:.0f} times faster")
+    text = {
+        "protocol": "CPU seconds of one process. `plain` is the plan of every engine box by box, as all processes would make it.",
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "plans": records,
+    }
+    out.write_text(json.dumps(text, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--bucket-mb", type=int, default=256, help="weight_sync_bucket_mb")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "sync-cpu.json")
+    parser.add_argument("--plans", action="store_true", help="the plans of large runs instead")
     args = parser.parse_args()
+    if args.plans:
+        bench_plans(ROOT / "benchmarks" / "sync-plan.json")
+        return
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     records = {}
     for name in args.cases:

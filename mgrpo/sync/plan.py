@@ -23,7 +23,7 @@ from mgrpo.models.adapters import (
 from mgrpo.models.placement.box_table import HeldBoxes, Rows, Tensors, common, sizes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
-from mgrpo.sync.sending.float32_units import rows_in_units, shapes_in_units
+from mgrpo.sync.sending.float32_units import shapes_in_units, tables_in_units
 from mgrpo.sync.sending.layout_tables import engine_rows, training_holdings
 from mgrpo.sync.sending.senders import Kind, Sources, choose
 
@@ -170,11 +170,11 @@ def plan(
     if not covered.all():
         missing = [name for name, is_covered in zip(tensors.names, covered, strict=True) if not is_covered]
         raise AssertionError(f"the engines' boxes do not cover what is sent: {missing[:3]}")
-    tables = [tensors.renumbered(rows, held.tensors) for rows in held.tables]
+    tables = (tensors.renumbered(rows, held.tensors) for rows in held.tables)
     in_units = Tensors(shapes_in_units(shapes, itemsize))
     return reshard(
-        HeldBoxes(in_units, [rows_in_units(rows, tensors, itemsize) for rows in tables], held.ranks),
-        [rows_in_units(rows, tensors, itemsize) for rows in wanted],
+        HeldBoxes(in_units, tables_in_units(tables, tensors, itemsize), held.ranks),
+        tables_in_units(wanted, tensors, itemsize),
         engines=infer_layout.engines,
         itemsize=itemsize,
     )

@@ -25,14 +25,16 @@ def in_units(shape: Shape, name: str, itemsize: int) -> Shape:
     return (*shape[:-1], shape[-1] * (FLOAT32_BYTES // itemsize)) if is_frozen(name) else shape
 
 
-def rows_in_units(rows: Rows, tensors: Tensors, itemsize: int) -> Rows:
+def tables_in_units(tables: Iterable[Rows], tensors: Tensors, itemsize: int) -> list[Rows]:
     """The boxes as the plan counts them."""
     frozen = np.array([is_frozen(name) for name in tensors.names])
-    found = rows.copy()
-    which = frozen[rows[:, 0]].nonzero()[0]
-    last = tensors.dims[rows[which, 0]]
-    for column in (last, last + MAX_DIMS):
-        found[which, column] *= FLOAT32_BYTES // itemsize
+    found = [*tables]
+    for number, rows in enumerate(found) if frozen.any() else ():
+        found[number] = rows.copy()
+        which = frozen[rows[:, 0]].nonzero()[0]
+        last = tensors.dims[rows[which, 0]]
+        for column in (last, last + MAX_DIMS):
+            found[number][which, column] *= FLOAT32_BYTES // itemsize
     return found
 
 

@@ -52,7 +52,11 @@ def receiving(**values: Any) -> Any:
     from mgrpo.sync.vllm_plugin import transfer_engine
 
     engine = object.__new__(transfer_engine._engine_class())
-    vars(engine).update(values)
+    given = {
+        "parallel_config": SimpleNamespace(rank=0, data_parallel_rank=0),
+        "vllm_config": SimpleNamespace(load_config=SimpleNamespace(load_format="auto")),
+    }
+    vars(engine).update(given | values)
     return engine
 
 
