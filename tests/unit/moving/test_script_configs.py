@@ -76,8 +76,7 @@ def test_verl_commands_become_what_they_ask_for(name):
     config = mgrpo.GRPOConfig.from_verl(getattr(verl_cases, name))
     assert_holds(config, VERL[name])
     ranks = sum(config.parallel.num_learners_per_node)
-    found = [problem for problem in problems(config, world_size=ranks) if not problem.startswith("model_name_or_path")]
-    assert [problem.split(":")[0] for problem in found] == (["vllm_mode=colocate with num_learners_per_node=8 8"] if name == "DAPO" else [])  # fmt: skip
+    assert not [p for p in problems(config, world_size=ranks) if not p.startswith("model_name_or_path")]
 
 
 @pytest.mark.parametrize("name", SLIME)

@@ -53,7 +53,6 @@ UNREACHED = {
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
     "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
     "backend.py release_memory": "the same",
-    "backend.py synchronize": "the same",
     "channel.py _apart": "engines on the learners' GPUs",
     "shared.py _tell": "weights for an engine on the learner's GPU; a test with the mark `gpu`",
     "transfer_engine.py update_weights": "runs in an engine, not in a learner",

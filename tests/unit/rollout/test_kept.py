@@ -211,25 +211,6 @@ def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, run
         assert len(problems) == len(expected) and all(w in p for w, p in zip(expected, problems, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("extra", "names"),
-    [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
-        ({"spec_method": "ngram", "spec_tokens": 3}, "spec_method or spec_tokens"),
-    ],
-)
-def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch, extra, names):
-    """vLLM has two ways to ask for them."""
-    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1"])
-    values = {"vllm_extra_args": json.dumps(extra), "model_dtype": "float32"}
-    for top_k, count in ((0, 0), (4, 1)):
-        config = from_values(values | {"top_k": top_k})
-        problems = engine_arguments.machine_problems(
-            config, num_local_learners=1, hf_config={"head_dim": 64}, starts_engines=True
-        )
-        assert len(problems) == count and all(f"cannot hold {names} with top_k=4" in problem for problem in problems)
-
-
 def sampled(tokens: list[int], kept=None) -> Sampled:
     return Sampled(
         tokens=np.array(tokens, np.int32),

@@ -22,6 +22,7 @@ CHANGED_FOR_ONE_STEP = {
 }
 KEPT_IN_BOTH = {
     *("vllm_enable_expert_parallel", "vllm_data_parallel_size"),
+    *("vllm_speculative_method", "vllm_num_speculative_tokens"),
     *("exp_name", "seed", "backend_timeout", "learner_timeout", "profile_steps", "profile_ranks"),
     *("cache_dataset_only", "dataset_mixer_eval_list", "dataset_mixer_eval_list_splits", "ground_truths_key"),
     *("sft_messages_key", "max_prompt_token_length", "overlong_prompt_policy", "tokenizer_name_or_path"),

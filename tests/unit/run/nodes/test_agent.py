@@ -22,7 +22,7 @@ from mgrpo.run.ranks import local_ranks as ranks
 
 class Ray:
     processes = ()
-    def __init__(self, *, address, head, is_head, gpus, num_cpus, token):
+    def __init__(self, *, address, head, is_head, gpus, num_cpus, token, learners):
         print("ray", address == head.split(":")[0], is_head, num_cpus > 0, len(token), flush=True)
         if "RAY_START_FAILS" in os.environ:
             raise RuntimeError("`ray start` ended with exit code 1")
