@@ -14,8 +14,6 @@ WRITTEN_GB_S = 1.0
 """Of a learner that writes its part of a state while training waits: what one thread hashes and a shared file system takes."""
 HASHED_GB_S = 5.0
 """Of a learner that compares its files with their checksums, in four threads."""
-
-
 MAPPED_GB_S = 1.5
 """Of a learner that copies its share of a model from mapped files to its device, in one thread."""
 
@@ -36,6 +34,11 @@ class StartTimes:
     """Communicators of learners and engines, the plan of the weight sync."""
     storage_gb_s: float = 50.0
     """The storage that all nodes share."""
+
+    @property
+    def processes_s(self) -> float:
+        """Until every rank of the learners is there and has met the others."""
+        return self.checks_s + self.ray_s + self.import_s + self.meet_s
 
 
 def start_phases(plan: RunPlan, times: StartTimes = StartTimes()) -> dict[str, float]:
@@ -72,8 +75,8 @@ def start_phases(plan: RunPlan, times: StartTimes = StartTimes()) -> dict[str, f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartTimes:
-    """Seconds of the phases that no layout decides. Assumed, not measured."""
+class RestartTimes(StartTimes):
+    """The same of a run that goes on after the loss of a node, and what comes before and with it."""
 
     notice_s: float = 30.0
     """Until the other machines know that one has gone: how long it may not answer the kernel's probes."""
@@ -81,16 +84,8 @@ class RestartTimes:
     """Until the processes of the run have ended."""
     node_s: float = 20.0
     """Until the scheduler has given a spare node and started the launcher: with none the run waits for one."""
-    start_s: float = 35.0
-    """Interpreters, imports, Ray, the checks before the start."""
-    engines_s: float = 45.0
-    """Engines with empty weights, their memory profiled and their graphs captured; learners load meanwhile."""
-    groups_s: float = 15.0
-    """Process groups, communicators, the plan of the weight sync."""
     disk_gb_s: float = 12.0
     """A node's disks, all together."""
-    storage_gb_s: float = 50.0
-    """The storage that all nodes share."""
 
 
 def restart_phases(plan: RunPlan, times: RestartTimes = RestartTimes()) -> dict[str, float]:
@@ -109,7 +104,7 @@ def restart_phases(plan: RunPlan, times: RestartTimes = RestartTimes()) -> dict[
         "noticed": times.notice_s,
         "ended": times.end_s,
         "a spare node": times.node_s,
-        "processes": times.start_s,
+        "processes": times.processes_s,
         "the state read, engines beside it": weights_s,
         "connected": times.groups_s,
         "weights sent": plan.sync_s,

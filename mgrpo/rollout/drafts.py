@@ -28,7 +28,6 @@ def draft_args(config: Config) -> dict[str, Any]:
     if method == "none":
         return {}
     drafts = {"method": method, "num_speculative_tokens": config.engine.vllm_num_speculative_tokens}
-    # Statistics are off otherwise; those of drafts are handed over with the groups.
     return {"speculative_config": drafts | (NGRAMS if method == "ngram" else {})}
 
 
