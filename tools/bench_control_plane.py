@@ -175,6 +175,9 @@ class SortedStream(Stream):
     """Sorts all groups that are out for every score."""
 
     def choose(self) -> list[int] | None:
+        chosen = sorted(self.born)[: self.group_count]
+        if self.is_ordered:
+            return chosen if len(chosen) == self.group_count and self.finished.issuperset(chosen) else None
         oldest_first = sorted(self.finished, key=lambda number: (self.born[number], number))
         chosen = sorted(oldest_first[: self.group_count])
         births = sorted(self.born[number] for number in self.born.keys() - set(chosen))

@@ -10,14 +10,7 @@ import pytest
 
 from mgrpo.rollout.engines.loads import Loads
 from mgrpo.rollout.engines.urgency_queue import UrgencyQueue
-
-
-class Scanned(Loads):
-    """Looks at every engine for every group."""
-
-    def _idlest(self, samples: int) -> int | None:
-        having_room = [n for n in self._engines if self._has_room(self.by_engine[n], samples)]
-        return min(having_room, key=lambda number: (self.by_engine[number].cost, number), default=None)
+from tools.bench_control_plane import ScannedLoads
 
 
 def request(draw: random.Random) -> SimpleNamespace:
@@ -34,7 +27,7 @@ def request(draw: random.Random) -> SimpleNamespace:
 def test_the_heap_chooses_as_a_look_at_every_engine_does(seed, limit) -> None:
     """Engines come and go, fill up and finish: a forgotten entry would send groups to a busy engine, or to one that is gone."""
     draw = random.Random(seed)
-    rooms = [Loads(limit, on_change=lambda: None), Scanned(limit, on_change=lambda: None)]
+    rooms = [Loads(limit, on_change=lambda: None), ScannedLoads(limit, on_change=lambda: None)]
     engines = {number: None for number in range(7)}
     given: list[tuple[int, int]] = []
     for _ in range(600):

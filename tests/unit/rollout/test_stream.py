@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 
 from mgrpo.rollout.stream import Stream
+from tools.bench_control_plane import SortedStream
 
 
 def stream(**settings) -> Stream:
@@ -20,19 +21,6 @@ def random_stream(rng: random.Random) -> Stream:
     bound = ahead + ceil(extra / count) + sync_steps - 1 + rng.choice((0, 0, 1, 3))
     num_steps = rng.randint(1, 30)
     return Stream(group_count=count, num_steps=num_steps, ahead=ahead, bound=bound, extra=extra, sync_steps=sync_steps)
-
-
-def plain_choice(own: Stream) -> list[int] | None:
-    """`Stream.choose` from its words: everything is sorted and looked at."""
-    chosen = sorted(own.born)[: own.group_count]
-    if own.is_ordered:
-        return chosen if len(chosen) == own.group_count and own.finished.issuperset(chosen) else None
-    oldest_first = sorted(own.finished, key=lambda number: (own.born[number], number))
-    chosen = sorted(oldest_first[: own.group_count])
-    births = sorted(own.born[number] for number in own.born.keys() - set(chosen))
-    in_time = all(born + own.bound >= own.steps + 1 + place // own.group_count for place, born in enumerate(births))
-    can_go = in_time or own.finished.issuperset(own.born)
-    return chosen if len(chosen) == own.group_count and can_go else None
 
 
 class History:
@@ -54,7 +42,7 @@ class History:
                 own.admit(own.room)
             self.most_out = max(self.most_out, len(own.born))
             chosen = own.choose()
-            assert chosen == plain_choice(own)
+            assert chosen == SortedStream.choose(own)
             if chosen is not None:
                 self.ages.append([own.steps - own.born[number] for number in chosen])
                 self.steps.append(chosen)
