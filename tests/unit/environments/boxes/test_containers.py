@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -164,15 +163,16 @@ def test_a_container_ends_with_a_killed_worker(docker):
         async def main():
             box = await open_container(Bounds(image={fake_docker.IMAGE!r}))
             await box.start(["sleep", "3458"])
-            while not (await box.exec(["sh", "-c", "grep -l 3458 /proc/[0-9]*/cmdline | wc -l"], timeout_s=60)).stdout.split() > [b"1"]: pass
             print("started", flush=True)
             await asyncio.sleep(1000)
         asyncio.run(main())
     """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as worker:
-        assert worker.stdout.readline() == b"started\n"
-        assert running("3458")
-        os.kill(worker.pid, signal.SIGKILL)
+        try:
+            assert worker.stdout.readline() == b"started\n"
+            wait_until(lambda: running("3458"))
+        finally:
+            worker.kill()
     wait_until(lambda: not running("3458") and not list(docker.glob("*.container")))
     assert len(os.listdir(tempfile.tempdir)) == 1
     asyncio.run(remove_orphans("docker"))
