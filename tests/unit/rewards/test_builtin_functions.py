@@ -124,10 +124,10 @@ def test_the_think_format_is_the_language_of_trls_pattern() -> None:
 
 def test_the_think_format_is_linear_in_hostile_text() -> None:
     """It runs on rank 0, where nothing stops it."""
-    began = time.perf_counter()
+    began = time.process_time()
     texts = ["<think>" * 100_000, "<think>" + "</think>" * 100_000, "<think>" + "<thin" * 100_000]
     assert think_format_reward(texts) == [0.0, 1.0, 0.0]
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(("length", "reward"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)])

@@ -155,9 +155,9 @@ def test_the_format_is_the_one_of_open_instruct(text: str) -> None:
 
 def test_the_format_check_is_linear_in_hostile_text() -> None:
     """It runs on rank 0, where nothing stops it."""
-    began = time.perf_counter()
+    began = time.process_time()
     assert not has_r1_format("</think><answer>" * 20_000)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_importing_the_worker_loads_nothing_heavy() -> None:

@@ -74,9 +74,9 @@ ALL_HOSTILE = [
 def test_no_checker_is_kept_busy_by_a_long_answer(answer: str) -> None:
     """A regular expression that tries again from every character needs hours, and every worker would be killed."""
     for name, check in _checks().items():
-        start = time.perf_counter()
+        start = time.process_time()
         assert check(answer) in (True, False), name
-        assert time.perf_counter() - start < LIMIT_S, name
+        assert time.process_time() - start < LIMIT_S, name
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

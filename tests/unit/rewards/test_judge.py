@@ -139,10 +139,10 @@ def test_the_final_answer_is_what_counts(completion, answer):
 
 def test_finding_the_final_answer_takes_no_time_on_hostile_text():
     """Everything here runs in the learner's process, where no limit is set on it."""
-    begun = time.monotonic()
+    begun = time.process_time()
     for text in ("<answer>" * 100_000, "</answer>" * 100_000, "<answer>" * 50_000 + "</answer>" * 50_000):
         final_answer(text)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 # Prompt injection: what an answer may try.

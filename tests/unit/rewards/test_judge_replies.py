@@ -275,7 +275,7 @@ def test_no_reply_is_more_than_unreadable(reply):
 
 def test_reading_takes_no_time_on_hostile_replies():
     """A judge that repeats itself for 100,000 characters must not stop the others' event loop."""
-    begun = time.monotonic()
+    begun = time.process_time()
     pieces = ('{"a":', '"SCORE": ', "\n", '"SCORE"', "\\", "final decision ", "```", '{"SCORE": 1}', " final ", "“", "«a", "'",
               "<answer>", f'"MARK": "{MARK}" ', "\n > ", "```\n", "a")  # fmt: skip
     for piece in pieces:
@@ -283,4 +283,4 @@ def test_reading_takes_no_time_on_hostile_replies():
             for read in (score_of, decision_of):
                 with contextlib.suppress(Unreadable):
                     read(text)
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20

@@ -126,7 +126,7 @@ def test_integer_takes_no_notice_of_space_around_the_answer(text: str, space: st
 @pytest.mark.parametrize("unit", ["9", "9,", "9.", ".", "-", "1 ", "A", "\0", "\ud800"])
 def test_numbers_take_linear_time(unit: str) -> None:
     """A policy that learns to repeat a token would stall the run at the verifier."""
-    started = time.monotonic()
+    started = time.process_time()
     assert score(GSM8K, (unit * 200_000)[:200_000], "8") == 0.0
     assert score(Integer, (unit * 200_000)[:200_000], "8") == 0.0
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5

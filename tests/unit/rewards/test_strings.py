@@ -213,7 +213,7 @@ def test_strings_take_no_notice_of_white_space(text: str, space: str) -> None:
 def test_strings_take_linear_time(unit: str) -> None:
     """A policy that learns to repeat a tag would stall the run at the verifier."""
     text = (unit * 200_000)[:200_000]
-    started = time.monotonic()
+    started = time.process_time()
     for verifier in ALL:
         assert 0.0 <= score(verifier, text, "x") <= 0.1
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10

@@ -118,10 +118,10 @@ def test_a_step_costs_less_than_a_millisecond():
         console = rich_console.Console(file=io.StringIO(), force_terminal=is_terminal)
         with Progress(100_000, console) as progress:
             progress.update(1, metrics(1))
-            started = time.perf_counter()
+            started = time.process_time()
             for step in range(2, 1002):
                 progress.update(step, metrics(step))
-            assert time.perf_counter() - started < 1.0
+            assert time.process_time() - started < 1.0
 
 
 def test_an_evaluation_is_one_line():
