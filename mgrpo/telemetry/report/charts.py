@@ -22,6 +22,7 @@ from pathlib import Path
 from mgrpo.telemetry.metrics.meanings import Metric, find, metrics
 from mgrpo.telemetry.report.course import Course, Curve, Points, Values, evaluation_points
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Series, Sheet
+from mgrpo.telemetry.report.overview import START
 from mgrpo.telemetry.report.run import RecordedRun
 from mgrpo.telemetry.report.text import shown, text
 
@@ -216,7 +217,7 @@ def _others(course: Course, sheet: Sheet, used: set[str]) -> str:
     few = Course(course.lines, max_places=120)
     figures, constant = list[str](), dict[str, float]()
     for name in course.names:
-        if name in used | NOT_DRAWN or len(figures) == MAX_OTHER:
+        if name in used | NOT_DRAWN or name.startswith(START) or len(figures) == MAX_OTHER:
             continue
         curve = few.curve(name)
         if (value := _constant(curve, few)) is not None:

@@ -1,4 +1,4 @@
-"""The top of a page: how the run stands, its warnings, its evaluations, its engines and its settings."""
+"""What a page tells beside curves and samples: how the run stands, warnings, evaluations, starts, engines and settings."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ COLUMNS = {
 }
 """Columns of the table of evaluations; after them come the shares of prompts that one of several answers solves."""
 SHARES = re.compile(r"eval/(pass_at_\d+|stop_rate|no_score_rate)")
+START = "time/start/"
+"""The beginning of the metrics with the seconds of a start by phase, which the first step after it has."""
 STRIP = 1000
 """Length of an engine's bar, which is stretched to the width of the page."""
 TAIL = 10
@@ -173,6 +175,24 @@ def _cell(name: str, value: object) -> str:
 
 def _number(name: str) -> int:
     return int(name.rpartition("_")[2])
+
+
+def starts(run: RecordedRun) -> str:
+    """A row for each start of the run: its phases, and the time to the first sample."""
+    found = []
+    for line in run.steps:
+        phases = {k: v for k, v in line.items() if k.startswith(START) and isinstance(v, (int, float))}
+        if phases:
+            found.append((line.get("step"), phases))
+    if not found:
+        return ""
+    names = list(dict.fromkeys(name for _, phases in found for name in phases))
+    heads = ["before step", "first sample after", *(name.removeprefix(START) for name in names)]
+    rows = [
+        [shown(step), f"{sum(phases.values()):.1f}", *(f"{phases[n]:.1f}" if n in phases else "" for n in names)]
+        for step, phases in found
+    ]
+    return f"<h2 id='starts'>Starts</h2><p class='note'>Seconds by phase, as rank 0 waited for them.</p>{table(heads, rows)}"
 
 
 def settings(run: RecordedRun) -> str:

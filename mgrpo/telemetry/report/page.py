@@ -65,6 +65,7 @@ def page(folder: Path, *, follow: Follow | None = None) -> str:
             f"<h2 id='curves'>Curves</h2>{CHART_TOOLS}{charts}{overview.engines(run)}" if charts else "",
         ),
         "evaluations": ("Evaluations", overview.evaluations(run)),
+        "starts": ("Starts", overview.starts(run)),
         "samples": ("Samples", with_tools("".join(samples), has_tokens=bool(gallery.tokens))),
         "settings": ("Settings", overview.settings(run)),
     }

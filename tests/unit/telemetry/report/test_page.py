@@ -324,6 +324,24 @@ def test_a_warning_is_shown_once_with_a_page_that_exists(tmp_path):
         assert (ROOT / help_page(metric)).is_file()
 
 
+def test_every_start_is_shown_by_phase(tmp_path):
+    """A restart that takes long shows where, beside the first one; a chart of it would have a point a start."""
+    first = {"time/start/import": 8.0, "time/start/sample": 2.5}
+    again = {"time/start/import": 9.25, "time/start/restore": 30.0, "time/start/sample": None}
+    lines = [step_line(1, **first), step_line(2), step_line(3, **again), step_line(4)]
+    html = write_report(write_run(tmp_path, lines)).read_text()
+    section = html[html.index("<h2 id='starts'>") :]
+    rows = re.findall(r"<tr>(.*?)</tr>", section.partition("</table>")[0])
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    assert cells == [
+        ["before step", "first sample after", "import", "sample", "restore"],
+        ["1", "10.5", "8.0", "2.5", ""],
+        ["3", "39.2", "9.2", "", "30.0"],
+    ]
+    assert "time/start/" not in html
+    assert "id='starts'" not in write_report(write_run(tmp_path, [step_line(1)])).read_text()
+
+
 def test_engines_that_died_are_seen_at_their_step(tmp_path):
     """A slow stretch of a run is explained by the engine that was started again in it."""
     write_run(tmp_path, [step_line(step) for step in range(1, 11)])
