@@ -262,23 +262,23 @@ def _gpus(given: Given) -> None:
     """Learners and engines share all GPUs."""
     values = given.values
     gpus, nodes = given.count("trainer.n_gpus_per_node"), given.count("trainer.nnodes")
-    tensor = given.count(f"{ROLLOUT}tensor_model_parallel_size")
-    if gpus is None or nodes is None or tensor is None:
+    sizes = f"{ROLLOUT}tensor_model_parallel_size", f"{ROLLOUT}data_parallel_size"
+    tensor, copies = map(given.count, sizes)
+    if gpus is None or nodes is None or tensor is None or copies is None:
         return
-    values |= {"num_learners_per_node": [gpus] * nodes, "vllm_tensor_parallel_size": tensor, "vllm_mode": "colocate"}
+    values |= {"num_learners_per_node": [gpus] * nodes, "vllm_mode": "colocate"}
+    values |= {"vllm_tensor_parallel_size": tensor, "vllm_data_parallel_size": copies}
+    workers = " x ".join(sizes if copies > 1 else sizes[:1])
     expert = given.count(f"{ROLLOUT}expert_parallel_size") or 1
     values["vllm_enable_expert_parallel"] = expert > 1
-    if expert not in (1, tensor):
+    if expert not in (1, tensor * copies):
         given.refuse(
             words("verl")[f"{ROLLOUT}expert_parallel_size"],
             str(expert),
-            f"an engine's {ROLLOUT}tensor_model_parallel_size={tensor} workers share out the experts; give 1 or {tensor}",
+            f"an engine's {workers}={tensor * copies} workers share out the experts; give 1 or {tensor * copies}",
         )
     values["vllm_enable_sleep_mode"] = given.is_on(f"{ROLLOUT}free_cache_engine")
-    engines = given.part(
-        "trainer.n_gpus_per_node x nnodes", f"{ROLLOUT}tensor_model_parallel_size", gpus * nodes, tensor
-    )
-    values["vllm_num_engines"] = engines
+    values["vllm_num_engines"] = given.part("trainer.n_gpus_per_node x nnodes", workers, gpus * nodes, tensor * copies)
     strategy = given.choice(f"{ACTOR}strategy", STRATEGIES)
     is_megatron = strategy == "megatron" or any(".actor.megatron." in name for name in given.texts)
     values["zero_stage"] = 1 if is_megatron else 3

@@ -32,7 +32,7 @@ VERL = {
     },
     "MEGATRON": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1,
-        "zero_stage": 1, "vllm_num_engines": 4, "vllm_enable_expert_parallel": True, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
+        "zero_stage": 1, "vllm_num_engines": 4, "vllm_tensor_parallel_size": 2, "vllm_data_parallel_size": 2, "vllm_enable_expert_parallel": True, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
     },
     "DAPO": {
         "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
@@ -40,6 +40,7 @@ VERL = {
         "filter_zero_std_samples": True, "overlong_cache_length": 4096, "total_episodes": 100 * 512 * 16, "num_train_epochs": None,
         "lr_scheduler_type": "constant_with_warmup", "warm_up_steps": 10, "overlong_prompt_policy": "truncate_left",
         "eval_temperature": 1.0, "eval_top_p": 0.7, "num_learners_per_node": (8, 8), "resume": "never",
+        "vllm_num_engines": 4, "vllm_tensor_parallel_size": 4, "vllm_data_parallel_size": 1,
     },
 }  # fmt: skip
 SLIME = {

@@ -27,14 +27,14 @@ MEGATRON = f"""
     data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=1024 {M}.path=/models/7B
     {R}.expert_parallel_size=4 {A}.ppo_mini_batch_size=256 {A}.megatron.pipeline_model_parallel_size=2 {A}.megatron.tensor_model_parallel_size=2
     {A}.megatron.virtual_pipeline_model_parallel_size=null +{A}.megatron.override_transformer_config.moe_grouped_gemm=True
-    {R}.tensor_model_parallel_size=4 trainer.n_gpus_per_node=16
+    {R}.tensor_model_parallel_size=2 {R}.data_parallel_size=2 trainer.n_gpus_per_node=16
 """
 DAPO = f"""
     python3 -m recipe.dapo.main_dapo {COMMON} data.truncation='left' data.filter_overlong_prompts=False data.train_batch_size=512
     data.max_prompt_length=2048 data.max_response_length=8192 {M}.path=/models/32B {A}.use_kl_loss=False {A}.kl_loss_coef=0.0
     {A}.clip_ratio_low=0.2 {A}.clip_ratio_high=0.28 {A}.clip_ratio_c=10.0 {A}.loss_agg_mode=token-mean {A}.use_dynamic_bsz=True
     {A}.ppo_max_token_len_per_gpu=10240 {A}.ulysses_sequence_parallel_size=4 {A}.ppo_mini_batch_size=32 {R}.n=16
-    {A}.optim.lr_warmup_steps=10 {A}.optim.weight_decay=0.1 {A}.grad_clip=1.0 {R}.tensor_model_parallel_size=4
+    {A}.optim.lr_warmup_steps=10 {A}.optim.weight_decay=0.1 {A}.grad_clip=1.0 {R}.tensor_model_parallel_size=4 {R}.data_parallel_size=2
     {R}.enable_chunked_prefill=True {R}.val_kwargs.temperature=1.0 {R}.val_kwargs.top_p=0.7 {R}.val_kwargs.do_sample=True
     algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 algorithm.filter_groups.metric=acc
     reward_model.reward_manager=dapo reward_model.reward_kwargs.overlong_buffer_cfg.enable=True
