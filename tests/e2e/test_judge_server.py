@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from mgrpo.rewards.judges.prompt_context import token_counter
 from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from tests.e2e.vllm_server import ON_A_CPU
+from tests.ports import free_port
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge
 
 NEEDED = (
@@ -56,9 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     """Address and model of a server that is ready."""
     folder = tmp_path_factory.mktemp("judge")
     model = save_byte_model(folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8",

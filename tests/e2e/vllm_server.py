@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 NEEDED = (
     "jmespath", "lmformatenforcer", "model_hosting_container_standards", "prometheus_fastapi_instrumentator", "uvicorn",
@@ -45,9 +46,7 @@ class Server:
             flags: further ones.
             is_stock: without anything that a policy's server needs.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "server.txt"
         self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, Literal
+
+from tests.ports import free_port
 
 TIMEOUT_S = 120
 MAX_THREADS = 100
@@ -58,9 +59,7 @@ class RankPool:
 
         context = mp.get_context(start_method(world_size, torch.cuda.device_count()))
         context.set_forkserver_preload(["tests.ranks.preloaded"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         self.is_worn = False
         for rank in range(world_size):

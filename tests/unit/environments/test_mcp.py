@@ -16,6 +16,7 @@ import pytest
 from mgrpo.environments.adaptors import mcp_session
 from mgrpo.environments.adaptors.mcp import _SHARED, Mcp
 from mgrpo.environments.environment import Call
+from tests.ports import free_port
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
 
@@ -286,14 +287,13 @@ def test_a_server_of_the_library_answers():
 
 def test_a_server_of_the_library_answers_over_http_and_may_be_started_again():
     """Its sessions are gone then, and the first call afterwards must not be lost."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def started():
         return subprocess.Popen([sys.executable, str(HERE / "mcp_server.py"), str(port)], stderr=subprocess.DEVNULL)
 
     def wait_until_open():
-        for _ in range(1000):
+        for _ in range(6000):
             with socket.socket() as trial:
                 if trial.connect_ex(("127.0.0.1", port)) == 0:
                     return

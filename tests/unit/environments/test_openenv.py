@@ -19,6 +19,7 @@ from aiohttp import web
 
 from mgrpo.environments.adaptors.openenv import OpenEnv
 from mgrpo.environments.environment import Call
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 SCHEMA = {"properties": {"value": {"type": "integer"}, "metadata": {"type": "object"}}, "required": ["value"]}
@@ -301,10 +302,7 @@ def servers():
     """Addresses of the game and of the tools, served by the library."""
     if importlib.util.find_spec("openenv") is None:
         pytest.skip("the package openenv-core is not installed")
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
+    ports = [free_port(), free_port()]
     # The library turns its web page on by this variable, and would need more packages for it.
     environment = {**os.environ, "ENABLE_WEB_INTERFACE": "false"}
     command = [sys.executable, str(HERE / "openenv_server.py"), *map(str, ports)]

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import logging
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
@@ -19,6 +18,7 @@ from mgrpo.rewards.judges.client import ChatClient, NoVerdict, Usage, _retry_aft
 from mgrpo.rewards.judges.endpoint import Endpoint, find_endpoint, judge_endpoint, problems, rubric_endpoint
 from mgrpo.rewards.judges.replies import read_score
 from mgrpo.rewards.registry import find
+from tests.ports import free_port
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge, says
 
 SEVEN = says('{"REASONING": "fine", "SCORE": 7}')
@@ -172,10 +172,7 @@ def test_a_hanging_server_and_one_that_drips_both_run_into_the_time_limit():
 
 def test_a_refused_connection_is_no_verdict():
     """The server may start later than the first step, or have died: neither is a wrong answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert "ConnectError" in failure(client_of(f"http://127.0.0.1:{port}/v1"))
+    assert "ConnectError" in failure(client_of(f"http://127.0.0.1:{free_port()}/v1"))
 
 
 def test_a_reply_without_end_is_given_up():

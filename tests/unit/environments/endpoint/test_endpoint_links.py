@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 
 import openai
 
 from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
+from tests.ports import free_port
 from tests.unit.environments.chat_templates import make_tokenizer
 from tests.unit.environments.endpoint.scripted import Engine, Learner
 from tests.unit.environments.endpoint.served import ADD, ASKED, language_of
@@ -68,8 +68,7 @@ def test_one_that_joins_serves_with_the_others_and_is_let_go(tmp_path):
     """Endpoints of other nodes come and go while a run trains."""
 
     async def check():
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = free.getsockname()
+        address = ("127.0.0.1", free_port())
         async with running(tmp_path, join=address, join_secret=TOKEN) as run:
             process = start("{}:{}".format(*address), TOKEN)
             try:

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[4]
+
 LAUNCH = """
 import os, subprocess, sys, threading, time
 from mgrpo.run.nodes import agent, launch_command
@@ -36,7 +39,7 @@ class Ray:
 
 real = subprocess.Popen
 ranks.subprocess.Popen = lambda words, **kwargs: real([sys.executable, "-c", sys.argv[1], *words[4:]], **kwargs)
-ranks.GRACE_S = agent.GRACE_S = 2.0
+ranks.GRACE_S = agent.GRACE_S = float(os.environ.get("GRACE_S", "2"))
 agent.RayNode, agent.serving_gpus = Ray, lambda: []
 sys.exit(launch_command.launch_command(sys.argv[2:]))
 """
@@ -57,8 +60,7 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.head = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.head = f"127.0.0.1:{free_port()}"
         self.processes: dict[int, subprocess.Popen] = {}
 
     def start(
@@ -71,9 +73,9 @@ class Nodes:
                 command, cwd=ROOT, stdout=log, stderr=log, env={"PATH": "/usr/bin:/bin", **variables}
             )
 
-    def start_all(self, program: str, *, words=CONFIG, fails_on: int | None = None) -> None:
+    def start_all(self, program: str, *, words=CONFIG, fails_on: int | None = None, **variables: str) -> None:
         for rank in range(3):
-            self.start(rank, program, words=words, **({"RAY_FAILS": "1"} if rank == fails_on else {}))
+            self.start(rank, program, words=words, **variables, **({"RAY_FAILS": "1"} if rank == fails_on else {}))
 
     def text(self, rank: int) -> str:
         return (self.folder / f"{rank}.txt").read_text()
@@ -111,17 +113,17 @@ print("token", len(os.environ.get("RAY_AUTH_TOKEN", "")), "joins", "--ray_addres
 
 
 @pytest.mark.parametrize(
-    ("program", "code"),
+    ("program", "grace_s", "code"),
     [
-        ("sys.exit(2) if rank == 0 else wait()", 2),
-        ("sys.exit(3) if rank == 1 else wait()", 3),
-        ("if rank == 1: sys.exit(3)\ntime.sleep(0.5)", 3),
-        ("if rank == 1: sys.exit(3)\ntime.sleep(1)\nsys.exit(1)", 1),
+        ("sys.exit(2) if rank == 0 else wait()", 2, 2),
+        ("sys.exit(3) if rank == 1 else wait()", 2, 3),
+        ("if rank == 1: sys.exit(3)\ntime.sleep(0.5)", 60, 3),
+        ("if rank == 1: sys.exit(3)\ntime.sleep(1)\nsys.exit(1)", 60, 1),
     ],
 )
-def test_the_end_of_one_is_the_end_of_all_with_one_exit_code(nodes, program, code):
+def test_the_end_of_one_is_the_end_of_all_with_one_exit_code(nodes, program, grace_s, code):
     """Rank 0 may end in its own way after another has failed, but it need not."""
-    nodes.start_all(program)
+    nodes.start_all(program, GRACE_S=str(grace_s))
     assert nodes.codes() == [code] * 3
 
 

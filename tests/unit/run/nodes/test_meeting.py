@@ -14,12 +14,12 @@ from mgrpo.config import ConfigError
 from mgrpo.run.nodes import meeting as module
 from mgrpo.run.nodes.meeting import Guest, Meeting, MeetingError, differences
 from mgrpo.run.nodes.place import Place
+from tests.ports import free_port
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture
