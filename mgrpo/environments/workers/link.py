@@ -81,10 +81,14 @@ class Link:
                 # It may have been busy with others, whom it answered meanwhile.
                 since = max(asked_at, self._child.heard_at)
                 left = since + limit_s + PATIENCE_S - time.monotonic()
-                if left <= 0:
+                if self.is_over:
+                    # Another question was the late one; this one is answered by the end.
+                    await asyncio.wait({future})
+                elif left <= 0:
                     self.stop(f"did not answer for {limit_s + PATIENCE_S:g} s and was killed")
                     raise Frozen(f"no answer within {limit_s:g} s")
-                await asyncio.wait({future}, timeout=left)
+                else:
+                    await asyncio.wait({future}, timeout=left)
             return future.result()
         finally:
             future.cancel()

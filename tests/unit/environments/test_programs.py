@@ -34,7 +34,7 @@ PROGRAMS = File(__file__).with_name("programs.py")
 END, NEXT = 1, 2
 """The end of a turn, and the opening of the model's."""
 BOUNDS = EpisodeBounds(max_model_length=1000, max_calls=5)
-QUICK = WorkerLimits(tool_timeout_s=0.2, reset_timeout_s=5, acquire_timeout_s=20, grace_s=0.3)
+QUICK = WorkerLimits(tool_timeout_s=0.5, reset_timeout_s=30, acquire_timeout_s=20, grace_s=0.3)
 
 
 @dataclass(frozen=True)
