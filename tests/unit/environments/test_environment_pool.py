@@ -298,7 +298,7 @@ def test_a_late_call_is_told_and_its_turn_goes_on(tool: str) -> None:
         await environments.start()
         instance = await taken(environments)
         late, other = await instance.step([call(tool, seconds=1000), call("echo", text="here")])
-        assert late.timed_out and late.observation.failed and 0.5 <= late.seconds
+        assert late.timed_out and late.observation.failed and late.seconds >= 0.5
         assert late.observation.text == '{"error": "TimeoutError: no answer within 0.5 s"}'
         assert not other.timed_out and other.observation.text == "here" and other.seconds < late.seconds
         assert environments.take_metrics()["env/timeouts"] == 1
@@ -785,7 +785,7 @@ def test_the_time_of_tools_is_that_in_which_any_was_waited_for() -> None:
         instances = [await taken(environments) for _ in range(2)]
         environments.take_metrics()
         answers = await asyncio.gather(*(asked(instance, "rest", seconds=0.2) for instance in instances))
-        assert all(0.2 <= answer.seconds for answer in answers)
+        assert all(answer.seconds >= 0.2 for answer in answers)
         assert 0.2 <= environments.take_metrics()["time/tools"] < sum(answer.seconds for answer in answers)
         assert environments.take_metrics()["time/tools"] == 0
         await environments.close()
