@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.rollout.start import started_engines, started_fleet
 from mgrpo.rollout.vllm import actor, cluster
-from tests.e2e.launching import ROOT
+from tests.e2e.launching import ROOT, survivors
 from tests.ranks.test_two_machines import on_two_machines
 
 
@@ -64,6 +66,32 @@ def test_teachers_share_the_gpu_that_the_policys_engine_leaves(monkeypatch, tmp_
         fleets = [engines.fleet, *(teacher.fleet for teacher in engines.teachers.teachers)]
         (own, _), *others = [fleet.engines[0].ready.result(120) for fleet in fleets]
         assert {own, others[0][0]} == {"3", "5"} and others == [others[0]] * 2 and others[0][1] == 2.0
+
+
+def test_ray_has_nothing_to_report_of_engines_that_are_ended(monkeypatch, tmp_path, capfd):
+    """Whoever reads that a worker died unexpectedly, at the end of a good run, looks for a fault."""
+
+    class EngineActor:  # the name by which the actor's process is known
+        process = actor.EngineActor.process
+
+        async def start(self, *args, **settings): ...
+
+    monkeypatch.setattr(actor, "EngineActor", EngineActor)
+    values = {"model_name_or_path": "m", "output_dir": str(tmp_path), "vllm_num_engines": 2}
+    with started_fleet(from_values(values), num_local_learners=0, on_failure=None) as fleet:
+        import ray
+
+        processes = [psutil.Process(engine.end_process.args[0].result(60)[1]) for engine in fleet.engines]
+        shutdown = ray.shutdown
+
+        def late_shutdown() -> None:
+            assert survivors(processes, 10) == []
+            time.sleep(2)  # Ray prints what it has to say
+            shutdown()
+
+        monkeypatch.setattr(ray, "shutdown", late_shutdown)
+    said = capfd.readouterr()
+    assert "died" not in said.out + said.err
 
 
 SPANNING = """

@@ -11,7 +11,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +40,8 @@ _LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
+CLOSED_AT_ONCE = 32
+"""Engines whose ends are waited for together."""
 UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
 
@@ -182,8 +184,8 @@ class Cluster:
         self.is_closing = True
         ray = getattr(self, "ray", None)
         if ray is not None:
-            for engine in self._engines():
-                engine.close()
+            with ThreadPoolExecutor(CLOSED_AT_ONCE, thread_name_prefix="engine-end") as pool:
+                list(pool.map(RayEngine.close, self._engines()))
             ray.shutdown()
             # Ray has set SIGTERM to its default, which would cut the rest of the clean-up short.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))

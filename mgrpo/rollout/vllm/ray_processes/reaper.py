@@ -36,10 +36,17 @@ def processes_of(folder: str) -> list[int]:
 
 
 def end_engine(pid: int) -> None:
-    """Kill an engine's actor on this machine, if the process still is one."""
+    """Kill an engine's actor on this machine that Ray has been asked to end, if it has not after `GRACE_S` seconds.
+
+    An actor that dies before Ray knows why is a failure to Ray, which it prints.
+    """
+    deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(OSError):
-        if b"EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
+        while b"EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                return
+            time.sleep(0.02)
 
 
 def _writes_into(process: Path, folder: str) -> bool:
