@@ -1,13 +1,14 @@
 """Twenty kills at random moments, of any process of a run or of all at once: what is started again is the run that never died.
 
-`make test-kills` runs it and prints what was killed when. MGRPO_KILLS_SEED repeats the draws of an earlier time; the moments
-themselves depend on the machine.
+`make test-kills` runs it and prints what was killed when. MGRPO_KILLS is the number of kills. MGRPO_KILLS_SEED repeats the draws of
+an earlier time; the moments themselves depend on the machine.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mgrpo.checkpoint.folder import complete
+from mgrpo.checkpoint.folder import complete, near_root
 from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, origins
 from tests.e2e.launching import Run, survivors
 
-KILLS = 20
+KILLS = int(os.environ.get("MGRPO_KILLS", "20"))
 STEPS = 30
 JOB = Job(
     flags=[
@@ -38,6 +39,10 @@ EVERYTHING = 0.25
 """Share of the kills that hit all processes at once, as when a machine loses its power."""
 AT_START = 0.2
 """Share of the kills before the first step."""
+NEAR = 0.75
+"""Share of the starts that have states on the ranks' disks, a newer one than storage's after every step."""
+LOST = 0.5
+"""Share of the kills of all processes that cost a rank's disk as well."""
 
 
 @pytest.mark.slow
@@ -60,7 +65,8 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_they_had_not_been(tmp_
     while kills < KILLS:
         # Saves in the background and in the foreground are of one format; between those on storage each rank's disk has newer ones.
         near = ["--checkpoint_local_dir", f"{folder}/disk$RANK", "--save_every_minutes", "0.0001"]
-        flags = ["--checkpoint_async", rng.choice(["true", "false"]), *rng.choice([near, []])]
+        is_near = rng.random() < NEAR
+        flags = ["--checkpoint_async", rng.choice(["true", "false"]), *(near if is_near else [])]
         run = JOB.launch(folder, flags)
         try:
             before = run.text().count(FIRST_STEP) if run.log.exists() else 0
@@ -71,8 +77,13 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_they_had_not_been(tmp_
             run.end()
         kills += bool(victim)
         left = survivors(family, 40)
+        disks = sorted(folder.glob("disk?"))
+        if victim.startswith("all") and disks and rng.random() < LOST:
+            shutil.rmtree(lost := rng.choice(disks))
+            victim += f", {lost.name}"
         saved = complete(run.output_dir / "checkpoints")
-        print(f"{kills:2}  {victim or 'none':24}  {moment:22}  status {status:3}  states {saved}", flush=True)
+        kept = f"{saved}, near {complete(near_root(run.output_dir / 'checkpoints'))}" if is_near else saved
+        print(f"{kills:2}  {victim or 'none':24}  {moment:22}  status {status:3}  states {kept}", flush=True)
         assert left == [], left
         if status == 0:
             assert_equal(run, reference)
