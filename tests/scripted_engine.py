@@ -82,6 +82,14 @@ class ScriptedEngine:
         self.answer(*self.queued)
         return self._future("abort")
 
+    def withdraw(self, numbers: Sequence[int]) -> Future[None]:
+        self.calls.append(("withdraw", *numbers))
+        if self.hangs != "withdraw":
+            reason, self.finish_reason = self.finish_reason, "abort"
+            self.answer(*[number for number in numbers if number in self.queued])
+            self.finish_reason = reason
+        return self._future("withdraw")
+
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         self.calls.append(("join", invitation))
         return self._future("join")

@@ -110,6 +110,9 @@ class MadeUpEngine:
     def abort(self) -> Future[None]:
         return self._done()
 
+    def withdraw(self, numbers: Sequence[int]) -> Future[None]:
+        return self._done()
+
     def sleep(self) -> Future[None]:
         return self._done()
 

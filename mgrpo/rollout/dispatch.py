@@ -173,6 +173,10 @@ class Dispatcher(EngineQueue[Request]):
         self.queue(requests)
         self.fleet.resume()
 
+    def withdraw_turn(self, request: Request) -> None:
+        """Nobody waits for a turn that was sent. In the dispatcher's thread."""
+        self.withdraw(request, request.engine)
+
     def end(self, request: Request, group: RolloutGroup) -> None:
         """A group of several turns has come to its end. In the dispatcher's thread."""
         self.unfinished.end(request)
@@ -240,7 +244,8 @@ class Dispatcher(EngineQueue[Request]):
     def _read(self, requests: Sequence[Request], arrays: Completions) -> list[RolloutGroup]:
         self.drafts += arrays.get("drafts", 0)
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
-        if problem := next(filter(None, map(_problem, groups)), None):
+        read = [group for request, group in zip(requests, groups, strict=True) if request not in self.withdrawn]
+        if problem := next(filter(None, map(_problem, read)), None):
             raise problem
         return groups
 

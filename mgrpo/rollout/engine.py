@@ -6,7 +6,7 @@ new weights, in a transfer group that it has joined together with the learners.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -141,6 +141,9 @@ class Engine(Protocol):
 
     def abort(self) -> Future[None]:
         """End all groups: `poll` hands them over with the tokens so far and finish reason "abort"."""
+
+    def withdraw(self, numbers: Sequence[int]) -> Future[None]:
+        """End the groups of these numbers that have not finished, as `abort` does: nobody reads them."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """Join the weight-transfer group that the learners are joining at the same time."""

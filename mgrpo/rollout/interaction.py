@@ -34,6 +34,9 @@ class Turns(Protocol):
     def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
         """Sample these turns."""
 
+    def withdraw_turn(self, request: Request) -> None:
+        """Nobody waits for this turn any more."""
+
     def end(self, request: Request, group: RolloutGroup) -> None:
         """A group has come to its end."""
 
@@ -79,11 +82,13 @@ class Interaction:
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
         self.opened, self.asked, self.hidden_columns = opened, asked, frozenset(hidden_columns)
-        self.gathering = Gathering(self._send, in_rounds=in_rounds)
+        self.gathering = Gathering(self._send, self._withdraw, in_rounds=in_rounds)
         self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, Request] = {}
         """By place, the requests under way."""
+        self.turns: dict[Ask, Request] = {}
+        """Those that were sent and not answered."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
@@ -181,7 +186,13 @@ class Interaction:
     def _send(self, asks: Sequence[Ask]) -> None:
         assert self.dispatcher is not None
         requests = [self._request(ask) for ask in asks]
+        self.turns.update(zip(asks, requests, strict=True))
         self.dispatcher.post(partial(self.dispatcher.send_turns, requests, together=self.in_rounds))
+
+    def _withdraw(self, ask: Ask) -> None:
+        assert self.dispatcher is not None
+        if (request := self.turns.pop(ask, None)) is not None:
+            self.dispatcher.post(partial(self.dispatcher.withdraw_turn, request))
 
     def _request(self, ask: Ask) -> Request:
         whole = self.groups[ask.place]
@@ -207,6 +218,7 @@ class Interaction:
         self.loop.call_soon_threadsafe(do, *args)
 
     def _answer(self, ask: Ask, group: RolloutGroup) -> None:
+        self.turns.pop(ask, None)
         if ask.answer.done():
             return  # The group was given up.
         ask.answer.set_result(
@@ -224,6 +236,7 @@ class Interaction:
         )
 
     def _refuse(self, ask: Ask, err: Exception) -> None:
+        self.turns.pop(ask, None)
         if not ask.answer.done():
             ask.answer.set_exception(err)
 

@@ -37,13 +37,15 @@ class Ask:
 
 Send = Callable[[Sequence[Ask]], None]
 """Sends these asks to the engines; called in the loop."""
+Withdraw = Callable[[Ask], None]
+"""Nobody waits for an ask that was sent; called in the loop."""
 
 
 class Gathering:
     """The asks of all trajectories. For one event loop."""
 
-    def __init__(self, send: Send, *, in_rounds: bool) -> None:
-        self.send, self.in_rounds = send, in_rounds
+    def __init__(self, send: Send, withdraw: Withdraw, *, in_rounds: bool) -> None:
+        self.send, self.withdraw, self.in_rounds = send, withdraw, in_rounds
         self.alive = 0
         """Trajectories that will ask, or leave; those of a prompt count as one until its first turn is sampled."""
         self.asked: list[Ask] = []
@@ -66,9 +68,12 @@ class Gathering:
         self._flush_if_whole()
         try:
             return await ask.answer
-        finally:
-            if ask in self.asked:  # It was given up before it was sent.
+        except asyncio.CancelledError:
+            if ask in self.asked:
                 self.asked.remove(ask)
+            else:
+                self.withdraw(ask)
+            raise
 
     def _flush_if_whole(self) -> None:
         if self.in_rounds and self.asked and len(self.asked) == self.alive:

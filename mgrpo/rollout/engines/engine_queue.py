@@ -61,6 +61,8 @@ class EngineQueue(ABC, Generic[R]):
         self.polled: set[int] = set()
         """Engines that have been asked for answers and have not answered."""
         self.waiting: UrgencyQueue[R] = UrgencyQueue()
+        self.withdrawn: set[R] = set()
+        """Requests that engines have and nobody waits for."""
         self.is_sampling = False
         """Whether the engines are not paused."""
         fleet.roster.listen(self)
@@ -123,6 +125,19 @@ class EngineQueue(ABC, Generic[R]):
             self.waiting.add(request, self._urgency(request))
         self._dispatch()
 
+    def withdraw(self, request: R, engine: int | None) -> None:
+        """Have a request that nobody waits for sampled no further. Neither its `done` nor its `failed` is called.
+
+        Args:
+            engine: the last one that it was given to.
+        """
+        if self.waiting.remove(request) or engine is None or request in self.withdrawn:
+            return
+        # Else it was answered meanwhile.
+        if (number := self.loads.number_of(engine, request)) is not None:
+            self.withdrawn.add(request)
+            self.fleet.call(engine, self.fleet.engines[engine], lambda engine: engine.withdraw([number]), self.verb)
+
     def resume(self) -> None:
         """Have the engines sample."""
         self.is_sampling = True
@@ -138,7 +153,9 @@ class EngineQueue(ABC, Generic[R]):
     def _replay(self, engine: int) -> None:
         """Requests of an engine that is lost go to the others, before all that wait: they were to be done first."""
         self.polled.discard(engine)
-        requests = self.loads.drop(engine)
+        dropped = self.loads.drop(engine)
+        requests = [request for request in dropped if request not in self.withdrawn]
+        self.withdrawn.difference_update(dropped)
         self._taken(requests)
         if requests:
             say(f"groups of {self.fleet.roster.named(engine)} that begin again on others: {len(requests)}")
@@ -187,11 +204,15 @@ class EngineQueue(ABC, Generic[R]):
             self._poll(number, engine)
         self._dispatch()
         for request, read in zip(requests, answers, strict=True):
-            request.done(read)
+            if request in self.withdrawn:
+                self.withdrawn.remove(request)
+            else:
+                request.done(read)
 
     def _fail(self, err: Exception) -> None:
         for request in self.loads.clear() + self.waiting.clear():
             request.failed(err)
+        self.withdrawn.clear()
         self._tell_failure(err)
 
 

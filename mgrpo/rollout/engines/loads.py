@@ -137,6 +137,11 @@ class Loads(Generic[W]):
         """An engine's requests under these numbers."""
         return [self.by_engine[engine].requests[number][0] for number in numbers]
 
+    def number_of(self, engine: int, request: W) -> int | None:
+        """The number under which an engine has a request; None: it does not have it."""
+        known = self.by_engine[engine].requests.items()
+        return next((number for number, (each, _) in known if each is request), None)
+
     def finish(self, engine: int, number: int) -> None:
         """An engine has answered its request of this number."""
         load = self.by_engine[engine]

@@ -46,6 +46,15 @@ class UrgencyQueue(Generic[R]):
         for place, (request, urgency) in enumerate(again, self._first):
             heapq.heappush(self._heap, (urgency, place, request))
 
+    def remove(self, request: R) -> bool:
+        """Take this one out; False: it is not there. Costs O(n)."""
+        left = [entry for entry in self._heap if entry[2] is not request]
+        was_there = len(left) < len(self._heap)
+        if was_there:
+            heapq.heapify(left)
+            self._heap = left
+        return was_there
+
     def clear(self) -> list[R]:
         """Take all of them out, in order."""
         heap, self._heap = sorted(self._heap), []

@@ -306,6 +306,9 @@ async def _group(
     completions = sorted(output.outputs, key=lambda c: c.index)
     step = num_logprobs + 1
     logprobs = [_logprobs(completion, step) for completion in completions]
+    if any(completion.finish_reason == "abort" for completion in completions):
+        # Nobody reads it, and vLLM has not said all of it.
+        return flattened(number, completions, logprobs)
     kept = None
     if has_masks:
         kept = [masked_tokens(c.token_ids, c.sampling_mask and c.sampling_mask.token_ids) for c in completions]

@@ -47,6 +47,10 @@ class Caller(ABC):
         """See `Engine`."""
         return self._call("abort")
 
+    def withdraw(self, numbers: Sequence[int]) -> Future[None]:
+        """See `Engine`."""
+        return self._call("withdraw", numbers)
+
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """See `Engine`."""
         return self._call("join", invitation)
@@ -192,6 +196,12 @@ class EngineCalls(ABC):
         """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
         async with self.adding:
             await self._while_alive(self._abort(list(self.requests.values())))
+
+    async def withdraw(self, numbers: Sequence[int]) -> None:
+        """End those of these groups that are queued or sampled; `poll` hands them over with the tokens so far."""
+        async with self.adding:
+            requests = [self.requests[number] for number in numbers if number in self.requests]
+        await self._while_alive(self._abort(requests))
 
     def _expect(self, number: int, request: str, group: Coroutine[Any, Any, Completions]) -> None:
         """A group that the engine has been given under this number.

@@ -163,7 +163,7 @@ def play(
     """One group, with a sample for each instance."""
 
     async def run() -> RolloutGroup:
-        gathering = Gathering(engine.send, in_rounds=in_rounds)
+        gathering = Gathering(engine.send, lambda ask: None, in_rounds=in_rounds)
         episodes = Episodes(gathering, Shelf(*instances), language or Digits(), bounds)
         gathering.enter(1)
         task = Task(
@@ -464,7 +464,7 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
 
     async def batches(in_rounds: bool) -> list[list[tuple[int, int, int]]]:
         engine = Scripted(*[[CALL, END]] * 4, *[[5, END]] * 4)
-        gathering = Gathering(engine.send, in_rounds=in_rounds)
+        gathering = Gathering(engine.send, lambda ask: None, in_rounds=in_rounds)
         shelf = Shelf(Adder(delay_s=0.03), Adder(), Adder(), Adder(delay_s=0.01))
         episodes = Episodes(gathering, shelf, Digits(), BOUNDS)
         gathering.enter(2)

@@ -142,7 +142,7 @@ def play(
         environments = EnvironmentPool(specs, pool_size=8, num_workers=1, limits=limits, folders=folders, python=python)
         await environments.start()
         try:
-            gathering = Gathering(engine.send, in_rounds=in_rounds)
+            gathering = Gathering(engine.send, lambda ask: None, in_rounds=in_rounds)
             driven = Driven(gathering, environments, Letters(), bounds)
             gathering.enter(1)
             task = Task(

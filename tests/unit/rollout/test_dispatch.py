@@ -14,7 +14,7 @@ from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import Roster
-from mgrpo.rollout.requests import EVALUATION, prompt_seeds
+from mgrpo.rollout.requests import EVALUATION, Request, prompt_seeds
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told
@@ -171,6 +171,55 @@ def test_an_aborted_evaluation_is_an_error() -> None:
         own.wait(whole)
     with pytest.raises(EngineError, match="aborted"):
         own.wait(own.sample_evaluation([numbered(1)]))
+
+
+def sent(own: Dispatcher, *rows: int) -> tuple[list[Request], list[int]]:
+    """Training requests that were sent, and the rows of those that are answered, now and later."""
+    came: list[int] = []
+    own.listen(Told())
+    requests = [own.for_training(row, numbered(row), lambda group, row=row: came.append(row)) for row in rows]
+    own.thread.submit(lambda: own.send(requests)).result()
+    return requests, came
+
+
+def withdraw(own: Dispatcher, *requests: Request) -> None:
+    for request in requests:
+        own.thread.submit(partial(own.withdraw_turn, request)).result()
+    own.thread.submit(lambda: None).result()
+
+
+def test_what_nobody_waits_for_leaves_the_queue_and_its_engine() -> None:
+    """An engine would go on with it to its last token, and others would wait behind it."""
+    own = dispatcher(answers=False, limit=2)
+    (first, second, _), came = sent(own, 0, 1, 2)
+    assert given(own) == [[0]]
+    withdraw(own, second, first, first)
+    assert given(own) == [[2]] and own.fleet.engines[0].calls[1:] == [("withdraw", 0)]
+    answer(own, 0, 2)
+    assert came == [2] and not own.listener.failure and not own.withdrawn
+
+
+def test_a_group_that_has_finished_before_its_engine_is_told_to_end_it_is_dropped() -> None:
+    """Whoever asked has forgotten it."""
+    own = dispatcher(engine=partial(ScriptedEngine, hangs="withdraw"), answers=False)
+    (first, _), came = sent(own, 0, 1)
+    withdraw(own, first)
+    answer(own, 0, 0, 1)
+    assert came == [1] and not own.listener.failure and not own.withdrawn
+    withdraw(own, first)
+    assert given(own) == [[]] and not own.withdrawn
+
+
+def test_what_nobody_waits_for_does_not_begin_again_where_its_engine_has_died() -> None:
+    own = dispatcher(num_engines=2, engine=partial(ScriptedEngine, hangs="withdraw"), answers=False, limit=4)
+    (first, *_), came = sent(own, 0, 1, 2)
+    assert given(own) == [[0, 2], [1]]
+    withdraw(own, first)
+    own.fleet.engines[0].die()
+    own.thread.submit(lambda: None).result()
+    assert given(own)[1] == [1, 2] and not own.withdrawn and own.listener.replays == [2]
+    answer(own, 1, 1, 2)
+    assert came == [1, 2]
 
 
 class BrokenEngine(ScriptedEngine):

@@ -271,6 +271,45 @@ def test_samples_that_ask_apart_share_an_engine_and_keep_their_own_stop_strings(
     assert [sum(size for stops, size in ends if stops == own_ones) for own_ones in ((), ("x",))] == [9, 9]
 
 
+class Leaving(Episodes):
+    """Asks for two turns, and waits only for the first."""
+
+    async def run(self, task: Task) -> RolloutGroup:
+        def ask(turn: int) -> asyncio.Task[Sequence[Sampled]]:
+            one = Ask(
+                prompt=task.prompt,
+                place=task.place,
+                sample=0,
+                turn=turn,
+                tokens=task.prompt.tokens,
+                num_samples=1,
+                max_tokens=9,
+                answer=asyncio.get_running_loop().create_future(),
+            )
+            return asyncio.create_task(self.gathering.sample(one))
+
+        read, left = ask(1), ask(2)
+        await read
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        self.gathering.leave()
+        return RolloutGroup(prompt=task.prompt, completions=())
+
+
+def test_a_turn_that_nobody_waits_for_is_withdrawn_from_its_engine() -> None:
+    """By an agent that gave up its call, or has ended."""
+    with playing(in_rounds=False, answers=False, episodes=Leaving) as (own, _):
+        (group,) = begin(own, PROMPTS[0])
+        engine = own.fleet.engines[0]
+        wait_until(lambda: len(engine.queued) == 2)
+        first, second = engine.queued
+        engine.answer(first)
+        group.result(10)
+        wait_until(lambda: ("withdraw", second) in engine.calls)
+        wait_until(lambda: not own.loads.is_busy(0))
+        assert not own.interaction.turns and not own.listener.failure
+
+
 def test_engines_that_are_drained_sample_the_turns_that_are_left() -> None:
     """A pause between two turns would train on a trajectory of two policies where none was asked for; what has not begun waits."""
     with playing(in_rounds=False) as (own, place):

@@ -183,11 +183,16 @@ class PolicyServer(ServerCalls):
         request = body["request_id"]
         async with self.room:
             if request in self.aborted:
+                self.aborted.remove(request)
                 nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(expected.num_samples)]  # fmt: skip
                 return flattened(number, nothing, [[]] * len(nothing))
             answer = await self.connection.sample("/inference/v1/generate", body, most_bytes=self._most_bytes(expected))
         is_aborted = request in self.aborted
+        self.aborted.discard(request)
         choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)
+        if is_aborted:
+            # Nobody reads it, and vLLM has not said all of it.
+            return flattened(number, choices, [choice.sampled() for choice in choices])
         kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
         routes = None
         if self.mixtures is not None and has_routes:

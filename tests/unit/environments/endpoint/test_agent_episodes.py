@@ -95,9 +95,10 @@ class Group:
         language = settings.language.make(self.tokenizer)
         assert isinstance(language, ProgramLanguage)
         self.engine, self.pool, self.asks = Engine(self.tokenizer), Pool(agent), list[Ask]()
+        self.withdrawn: list[Ask] = []
         self.fails: Exception | None = None
         self.endpoints = Endpoints(settings)
-        gathering = Gathering(self.send, in_rounds=False)
+        gathering = Gathering(self.send, self.withdrawn.append, in_rounds=False)
         self.agents = Agents(gathering, self.pool, language, bounds, endpoints=self.endpoints, own=own)
 
     def send(self, asks: Sequence[Ask]) -> None:
