@@ -16,10 +16,19 @@ ARGUMENTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments of vLLM that turn it on."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """vLLM's names of methods that draft from the tokens so far."""
-PACKAGES = {"ngram": ("numba", "numba==0.65.0"), "suffix": ("arctic_inference", "arctic-inference==0.1.1")}
-"""What a method needs beside vLLM: the module, and the requirement that vLLM 0.32 states."""
+PACKAGES = {
+    "ngram": ("numba", "pip install numba==0.65.0"),
+    "suffix": (
+        "arctic_inference",
+        "pip install nanobind==2.9.2 && pip install --no-deps --no-build-isolation -r requirements/suffix.txt",
+    ),
+}
+"""What a method needs beside vLLM: the module, and how its version for vLLM 0.32 is installed."""
 NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Lengths of the ends that are looked for in the tokens so far. vLLM's own, 5 and 5, rarely find one in an answer."""
+ANSWER_TOKENS = 1 << 24
+"""Of the earlier answers in which `suffix` looks, at most: it keeps them in the host's memory, at 280 bytes a token. vLLM's own limit is
+10,000 answers of any length."""
 
 
 def draft_args(config: Config) -> dict[str, Any]:
@@ -28,7 +37,13 @@ def draft_args(config: Config) -> dict[str, Any]:
     if method == "none":
         return {}
     drafts = {"method": method, "num_speculative_tokens": config.engine.vllm_num_speculative_tokens}
-    return {"speculative_config": drafts | (NGRAMS if method == "ngram" else {})}
+    if method == "ngram":
+        drafts |= NGRAMS
+    else:
+        drafts["suffix_decoding_max_cached_requests"] = max(
+            config.engine.vllm_max_num_seqs, ANSWER_TOKENS // config.rollout.response_length
+        )
+    return {"speculative_config": drafts}
 
 
 def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterator[str]:
@@ -41,9 +56,9 @@ def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterato
     if method == "none":
         return
     name = f"vllm_speculative_method={method}"
-    module, requirement = PACKAGES[method]
+    module, command = PACKAGES[method]
     if find_spec(module) is None:
-        yield f"{name} needs a package that is not installed: pip install {requirement}, on every node with engines"
+        yield f"{name} needs a package that is not installed: {command}, on every node with engines"
     if rollout.is_cut:
         yield (
             f"{name} with top_k={rollout.top_k}: what the engine samples from is known of tokens that it samples one by one; leave one of "

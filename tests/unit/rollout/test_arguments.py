@@ -338,6 +338,7 @@ def test_tokens_are_drafted_without_weights(method, values, on_gpu, has_states, 
     found = list(drafts.draft_problems(config, on_gpu=on_gpu, has_states=has_states))
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
     given = drafts.draft_args(config)["speculative_config"]
+    assert (given.get("suffix_decoding_max_cached_requests") == 2**24 // 256) == (method == "suffix")
     assert (given["method"], given["num_speculative_tokens"]) == (method, 5) and not drafts.draft_args(from_values({}))
 
 
