@@ -46,7 +46,7 @@ test-all: $(VENV)/.installed-dev
 	$(PYTEST) $(ON_ALL_CORES)
 	$(PYTEST) tests/e2e --ignore tests/e2e/test_kills.py
 
-# MGRPO_KILLS_SEED=N repeats the draws of an earlier time.
+# MGRPO_KILLS=N kills N times, MGRPO_KILLS_SEED=N repeats the draws of an earlier time.
 test-kills: $(VENV)/.installed-dev
 	$(PYTEST) --capture no tests/e2e/test_kills.py
 

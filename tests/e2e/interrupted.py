@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from tests.e2e.launching import Run, survivors
+from tests.e2e.nodes import Nodes
 
 LIMIT_S = 200
 
@@ -48,29 +49,29 @@ class Job:
         return run
 
 
-def origins(run: Run) -> list[int]:
+def origins(run: Run | Nodes) -> list[int]:
     """The steps from which the runs in this folder went on, in turn."""
     return [int(step) for step in re.findall(r"continues from \S*, (\d+) of", run.text())]
 
 
-def metrics(run: Run) -> list[dict]:
+def metrics(run: Run | Nodes) -> list[dict]:
     """Every line, clock readings apart."""
     lines = (run.output_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
 
 
-def export(run: Run) -> Path:
+def export(run: Run | Nodes) -> Path:
     """The folder of the trained model."""
     return run.output_dir / "hf" / f"step_{metrics(run)[-1]['step']}"
 
 
-def weights(run: Run) -> dict[str, bytes]:
+def weights(run: Run | Nodes) -> dict[str, bytes]:
     """The exported model's tensors, bit for bit."""
     with safe_open(export(run) / "model.safetensors", "pt") as file:
         return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-def assert_equal(run: Run, reference: Run) -> None:
+def assert_equal(run: Run | Nodes, reference: Run | Nodes) -> None:
     """Nothing tells the two runs apart but their clocks."""
     ours, theirs = metrics(run), metrics(reference)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]

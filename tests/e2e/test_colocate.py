@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.e2e.interrupted import metrics
 from tests.e2e.launching import Run, survivors
-from tests.e2e.test_nodes import metrics
 
 FLAGS = ["--total_episodes", "1024", "--warm_up_steps", "1", "--local_eval_every", "2", "--checkpoint_state_freq", "3"]
 STEPS = 4
@@ -29,7 +29,7 @@ def test_learners_and_engines_take_turns_and_learn_the_same(tmp_path) -> None:
     turns = ["--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "true"]
     own = finish(tmp_path / "own", turns, program=("tests/e2e/recorded_turns.py", str(events)))
     plain = finish(tmp_path / "plain", [])
-    assert metrics(own.output_dir) == metrics(plain.output_dir)
+    assert metrics(own) == metrics(plain)
     exported = f"hf/step_{STEPS}/model.safetensors"
     assert (own.output_dir / exported).read_bytes() == (plain.output_dir / exported).read_bytes()
 

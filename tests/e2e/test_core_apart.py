@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.interrupted import metrics, weights
 from tests.e2e.launching import Run, survivors
-from tests.e2e.test_nodes import metrics, weights
 
 # With stop strings every prompt has a seed of its own, as all have on a GPU: a batch that is cut otherwise changes no sample.
 FLAGS = ["--weight_sync_check_every", "1", "--stop_strings", "no such text", "--tensor_model_parallel_size", "1"]
@@ -66,8 +66,8 @@ def test_a_core_that_schedules_ahead_samples_the_same(within, apart, tmp_path):
     assert "EngineCore pid=" in log_of(run) and "2 batches at a time" in log_of(run)
     # vLLM ignores them on a CPU; their messages travel as on a GPU.
     assert log_of(run).count("to fall asleep") == log_of(run).count("to wake up tags ['weights']") + 1 > STEPS
-    assert metrics(run.output_dir) == metrics(within.output_dir)
-    assert weights(run.output_dir) == weights(within.output_dir)
+    assert metrics(run) == metrics(within)
+    assert weights(run) == weights(within)
 
 
 def test_a_core_that_is_killed_in_the_middle_of_completions_is_replaced(apart, tmp_path):
@@ -84,5 +84,5 @@ def test_a_core_that_is_killed_in_the_middle_of_completions_is_replaced(apart, t
     said = run.text()
     assert re.search("mgrpo: engine 0 is dead and is started again: could not [a-z]+: ", said), said[-3000:]
     assert re.search("mgrpo: engine 0 has joined and serves the weights of version ", said), said[-3000:]
-    assert len([line for line in metrics(run.output_dir) if "reward" in line]) == 20
+    assert len([line for line in metrics(run) if "reward" in line]) == 20
     assert log_of(run).count("mgrpo: engine started: ") == 2
