@@ -94,11 +94,13 @@ class Assumptions:
     link_efficiency: float = 0.75
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
-    """Share of the memory bandwidth that decoding and the optimizer reach."""
+    """Share of the memory bandwidth that norms, gates and the optimizer reach."""
+    decode_efficiency: float = 0.83
+    """Share of the memory bandwidth that an engine's kernels reach, beside a fixed time each (planner/engines/kernels.py)."""
     host_adam_gweights_s: float = 0.1
     """1e9 weights per second that a learner's host updates (optimizer_cpu_offload), on one thread: OMP_NUM_THREADS is 1."""
     decode_step_ms: float = 4.0
-    """Milliseconds of a decoding step outside the model: scheduling, sampling, kernel launches."""
+    """Milliseconds of a decoding step outside the model and beside sampling: the host's scheduling, inputs and outputs."""
     piece_us: float = 12.6
     """Microseconds of host time for each piece of a tensor that a weight sync cuts out or puts into place."""
     reserved_gib: float = 4.0
@@ -183,6 +185,11 @@ class Hardware:
     def hbm_bytes_s(self) -> float:
         """Assumed bytes per second from a GPU's memory."""
         return self.gpu.hbm_gb_s * 1e9 * self.assumed.hbm_efficiency
+
+    @property
+    def decode_bytes_s(self) -> float:
+        """Assumed bytes per second that an engine reads in decoding."""
+        return self.gpu.hbm_gb_s * 1e9 * self.assumed.decode_efficiency
 
     def link_bytes_s(self, span: int) -> float:
         """Assumed bytes per second and GPU for a group whose ranks lie within `span` consecutive ranks.

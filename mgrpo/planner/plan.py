@@ -202,7 +202,7 @@ class RunPlan:
         causes = {("train", cause): seconds for cause, seconds in self.learners.training.items()}
         causes |= {("logprobs", cause): seconds for cause, seconds in self.learners.logprobs.items()}
         if self.generation:
-            parts = ("prefill", "weights", "cache", "exchange", "overhead")
+            parts = ("prefill", "weights", "cache", "exchange", "kernels", "overhead")
             causes |= {("generate", part): getattr(self.generation, part) for part in parts}
         causes[("teach", "compute")] = self.teach_s
         return causes | {("sync", "weights"): self.sync_s, ("turns", "copies"): self.turns_s}

@@ -21,6 +21,7 @@ from mgrpo.models.memory import holdings, padded_vocab
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.answer_lengths import AnswerLengths
 from mgrpo.planner.engines.engine_memory import EngineMemory
+from mgrpo.planner.engines.kernels import fixed_s, sampled_bytes
 from mgrpo.planner.engines.transfers import all_gather_s, all_reduce_s
 from mgrpo.planner.hardware import Flops, Hardware
 from mgrpo.planner.work import Workload, generation_flops
@@ -37,8 +38,10 @@ class GenerationTime:
     """Reading keys, values and states."""
     exchange: float
     """All-reduces between workers, and exchanges of tokens for experts."""
+    kernels: float
+    """What kernels take beside what they read, see kernels.py."""
     overhead: float
-    """Outside the model: `Assumptions.decode_step_ms`."""
+    """Outside the model: sampling, and `Assumptions.decode_step_ms`."""
     num_steps: int
     """Decoding steps of each engine."""
     running: float
@@ -47,7 +50,7 @@ class GenerationTime:
     @property
     def total(self) -> float:
         """Their sum."""
-        return self.prefill + self.weights + self.cache + self.exchange + self.overhead
+        return self.prefill + self.weights + self.cache + self.exchange + self.kernels + self.overhead
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +79,7 @@ class Decoder:
         """Seconds of weights and of exchanges in a decoding step of so many sequences of an engine."""
         workers = self.layout.workers
         computing = self.hardware.compute_seconds(self.token, gpus=workers) * running
-        reading = self._weights_read(running) * self.dtype_bytes / self.hardware.hbm_bytes_s
+        reading = self._weights_read(running) * self.dtype_bytes / self.hardware.decode_bytes_s
         return np.maximum(reading, computing), np.array([self._exchange_s(number) for number in running])
 
     @cached_property
@@ -85,18 +88,17 @@ class Decoder:
         lengths = self.lengths.of(self.sequences).copy()
         lengths[-1] = max(lengths[-1], self.longest)
         steps, running = _intervals(lengths, min(self.sequences, self.most))
-        weights, exchange = self.step_s(running)
-        return self._time(steps, weights, exchange, running=float(steps @ running / steps.sum()))
+        return self._time(steps, running)
 
     def stream(self, running: float) -> GenerationTime:
         """A batch while others are under way, so that always `running` sequences of an engine are decoded."""
         steps = np.array([self.sequences * self.lengths.mean / running])
-        return self._time(steps, *self.step_s(np.array([running])), running=running)
+        return self._time(steps, np.array([running]))
 
     def stream_s(self, running: np.ndarray) -> np.ndarray:
         """Seconds of `stream` at each of these numbers."""
         weights, exchange = self.step_s(running)
-        outside = self.hardware.assumed.decode_step_ms * 1e-3
+        outside = fixed_s(self.shape) + self._outside_s(running)
         steps = self.sequences * self.lengths.mean / running
         return self.prefill_s + self.cache_s + steps * (weights + exchange + outside)
 
@@ -105,17 +107,25 @@ class Decoder:
         under_way = self.prompt_tokens + self.lengths.squares() / self.lengths.mean / 2
         return self.hardware.compute_seconds(self.token * under_way, gpus=self.layout.workers) * running
 
-    def _time(self, steps: np.ndarray, weights: np.ndarray, exchange: np.ndarray, *, running: float) -> GenerationTime:
+    def _time(self, steps: np.ndarray, running: np.ndarray) -> GenerationTime:
+        """So many steps with so many sequences each."""
         num_steps = float(steps.sum())
+        weights, exchange = self.step_s(running)
         return GenerationTime(
             prefill=self.prefill_s,
             weights=float(steps @ weights),
             cache=self.cache_s,
             exchange=float(steps @ exchange),
-            overhead=num_steps * self.hardware.assumed.decode_step_ms * 1e-3,
+            kernels=num_steps * fixed_s(self.shape),
+            overhead=float(steps @ self._outside_s(running)),
             num_steps=round(num_steps),
-            running=running,
+            running=float(steps @ running / num_steps),
         )
+
+    def _outside_s(self, running: np.ndarray) -> np.ndarray:
+        """Seconds of a step outside the model."""
+        sampled = running / self.layout.data * sampled_bytes(self.shape) / self.hardware.decode_bytes_s
+        return sampled + self.hardware.assumed.decode_step_ms * 1e-3
 
     def _weights_read(self, running: np.ndarray) -> np.ndarray:
         """Weights that a step reads on a worker: all except experts without a token."""
@@ -188,7 +198,7 @@ def decoder(
         most=of_copy * layout.data,
         prompt_tokens=work.prompt_tokens,
         prefill_s=hardware.compute_seconds(token * (prompts * work.prompt_tokens), gpus=layout.workers),
-        cache_s=read / hardware.hbm_bytes_s,
+        cache_s=read / hardware.decode_bytes_s,
         token=token,
         dtype_bytes=dtype_bytes,
     )

@@ -32,11 +32,19 @@ class Pace:
     """Mean number of sequences that an engine decodes."""
 
 
-def pace(config: Config, decoder: Decoder, *, learn_s: float, sync_s: float) -> Pace:
-    """The pace of an asynchronous run, whose learners need `learn_s` a step beside the sync."""
+def pace(
+    config: Config, decoder: Decoder, *, learn_s: float, sync_s: float, batches_under_way: float | None = None
+) -> Pace:
+    """The pace of an asynchronous run, whose learners need `learn_s` a step beside the sync.
+
+    Args:
+        batches_under_way: how many batches' groups are generated at once by a trainer whose groups make room for others when their
+            answers have ended; here `async_steps` + 1 batches' do until they are trained on.
+    """
     ahead, in_flight = config.rollout.async_steps, config.rollout.inflight_updates
     oldest = ahead if config.rollout.max_staleness is None else config.rollout.max_staleness
-    running = np.geomspace(min(1.0, decoder.most), min(decoder.most, (ahead + 1) * decoder.sequences), 256)
+    most = min(decoder.most, (batches_under_way or ahead + 1) * decoder.sequences)
+    running = np.geomspace(min(1.0, most), most, 256)
     engines = decoder.stream_s(running)
     token_s = engines * running / (decoder.sequences * decoder.lengths.mean)
     learners, answer = np.full_like(engines, learn_s + sync_s), token_s * decoder.longest
@@ -48,7 +56,7 @@ def pace(config: Config, decoder: Decoder, *, learn_s: float, sync_s: float) -> 
         "learners": learners,
         "engines": engines,
         "tail": (answer + learners) / (oldest + 1) if in_flight else answer + sync_s,
-        "admission": (group + learners) / (ahead + 1),
+        "admission": group / batches_under_way if batches_under_way else (group + learners) / (ahead + 1),
     }
     # Few sequences at once take long together, and many take long each.
     seconds = np.max(list(bounds.values()), axis=0)

@@ -1,7 +1,11 @@
 """Small collectives between an engine's GPUs, and weight syncs.
 
-A collective takes a latency by the number of ranks and nodes, and its bytes over the slowest link. Latencies are those with which NCCL chooses its algorithms (src/graph/tuning.cc, protocol LL): a base, and a term for each hop
-over NVLink, PCIe or the network. An all-reduce goes up and down a tree, an all-gather or reduce-scatter around a ring.
+A collective takes a latency by the number of ranks and nodes, and its bytes over the slowest link. Within a node vLLM adds up with
+a kernel of its own. Other collectives are NCCL's, with the latencies by which it chooses its algorithms (src/graph/tuning.cc,
+protocol LL): a base, and a term for each hop over NVLink, PCIe or the network. An all-reduce goes up and down a tree, an
+all-gather or reduce-scatter around a ring. Those of NVLink are as measured (16 and 13 us for 8 ranks); a hop over the network takes
+three times as long as NCCL says: its sums over two nodes of 8 H100 take 42 to 50 us for 8 to 128 KiB, and 89 us for 1 MiB
+(github.com/microsoft/mscclpp, docs/dsl/results.md), those over two of 8 H20 46 us (github.com/NVIDIA/nccl/issues/1244).
 """
 
 from __future__ import annotations
@@ -16,16 +20,25 @@ from mgrpo.planner.hardware import Hardware
 
 TREE_US, RING_US = 6.8, 6.6
 NVLINK_HOP_US, PCIE_HOP_US = 0.6, 1.0
-TREE_NETWORK_US, RING_NETWORK_US = 5.0, 2.7
+TREE_NETWORK_US, RING_NETWORK_US = 15.0, 8.1
+NETWORK_SUM_GB_S = 24.0
+"""Rate of a small sum over nodes: (89 - 45) us for 1 MiB."""
+OWN_SUM_US, OWN_SUM_STEP_US, OWN_SUM_EFFICIENCY = 3.4, 0.85, 0.3
+"""vLLM's own sum on NVLink: a base, a term for each doubling of the ranks, and the share of NVLink's rate, fitted to 4 KiB to 16 MiB
+on 2 to 8 H100 (kernels.py has the source; median error 9 %)."""
 
 
 def all_reduce_s(size: float, *, ranks: int, hardware: Hardware) -> float:
     """Seconds of the sum of `size` bytes over neighbouring ranks."""
     if ranks < 2:
         return 0.0
-    nodes = -(-ranks // hardware.gpus_per_node)
-    hops = (ranks / nodes - 1) * _hop_us(hardware) + math.floor(math.log2(nodes)) * TREE_NETWORK_US
-    return (TREE_US + 2 * hops) * 1e-6 + 2 * _ring_s(size, ranks, hardware)
+    nodes, gpu = -(-ranks // hardware.gpus_per_node), hardware.gpu
+    if nodes == 1 and gpu.nvlink_gb_s > gpu.pcie_gb_s:
+        latency = OWN_SUM_US + OWN_SUM_STEP_US * math.log2(ranks)
+        return latency * 1e-6 + 2 * size * (ranks - 1) / ranks / (gpu.nvlink_gb_s * 1e9 * OWN_SUM_EFFICIENCY)
+    hops = (ranks / nodes - 1) * _hop_us(hardware) + math.ceil(math.log2(nodes)) * TREE_NETWORK_US
+    sent = size / (NETWORK_SUM_GB_S * 1e9) if nodes > 1 else 2 * _ring_s(size, ranks, hardware)
+    return (TREE_US + 2 * hops) * 1e-6 + sent
 
 
 def all_gather_s(size: float, *, ranks: int, hardware: Hardware) -> float:

@@ -62,12 +62,15 @@ def test_steps_of_this_trainer_are_near_its_plans() -> None:
 
 
 def test_steps_and_generation_are_near_what_others_publish() -> None:
-    """Planned steps of NeMo RL's runs are too fast by a quarter, of 235B and 671B on many nodes by more.
-
-    No constant is derived from these rows, so that each is a row which is left out.
-    """
+    """Half of NeMo RL's steps are planned within 15 %, with what only their program does; no constant is derived from these rows."""
     steps = compare_steps()
     own = of("step_s", steps)
-    assert len(own) == 9
-    assert -0.27 < median_error(own) < 0 and mean_error(own) < 0.32
-    assert all(abs(row.error) < 0.15 for row in of("generation_s", steps))
+    assert len(own) == 15
+    assert abs(median_error(own)) < 0.1 and mean_error(own) < 0.15
+    assert all(abs(row.error) < 0.2 for row in of("generation_s", steps))
+
+
+def test_what_only_their_program_does_never_makes_a_step_shorter() -> None:
+    """It is named beside each plan: an error that it hides would be one of the planner."""
+    for row in of("step_s", compare_steps()):
+        assert row.alone is not None and row.alone <= row.planned <= 2.2 * row.alone, row.row

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import mean, median
 
 from tests.unit.planner.figures.held_out import HeldOut, hold_out
 from tests.unit.planner.figures.own import compare_own
-from tests.unit.planner.figures.published import FIGURES, Compared, compare_training, mean_error, median_error, of
+from tests.unit.planner.figures.published import (
+    FIGURES,
+    Compared,
+    compare_training,
+    mean_error,
+    median_error,
+    of,
+    rows,
+)
 from tests.unit.planner.figures.steps import compare_steps, large_table
 
+PHASES = ("generate", "logprobs", "train")
 HEAD = """# Planned and published
 
 What others measured on their GPUs, and what `mgrpo plan` says of the same model, layout and hardware: how far to trust a plan
@@ -67,15 +76,27 @@ STEPS = """
 ## Steps of RL
 
 Seconds from one step to the next of NeMo RL's GRPO, {rows} rows: median of the errors **{median:+.1%}**, mean of the absolute ones
-{mean:.1%}. A negative error says that the plan is too optimistic.
+**{mean:.1%}**. A negative error says that the plan is too optimistic. Without what only their program does the median is
+{alone:+.1%}.
 
 {table}
 
-A row has the mean length that they report, with a log-normal spread of 0.9, and their recipe's layout. Rows "1off" have engines of
-their own, one step ahead; the others take turns on all GPUs. No number in the plan is derived from these rows, so each of them is
-one that is left out. What a plan does not know: their rows became up to 38 % faster from v0.4 to v0.6 on the same GPUs, so that programs
-and not only GPUs are measured. The worst are engines of tensor parallelism over 2 to 4 nodes (235B on
-policy, 671B), whose all-reduces are charged with NCCL's own latencies, and optimizer steps of one or two micro-batches a stage.
+"mgrpo" is the plan of the same model, layout, lengths and hardware; "with theirs" adds what only their program does, and the error
+is of that: log-probabilities by single operations over float32 logits, the reference's weights and the optimizer's states copied
+through memory of the host that is not pinned, and refits as long as they report them; those of mixtures in turn were measured on
+B200 or with an earlier release ({refits}). Rows "1off" and "8off" have
+engines of their own; the others take turns on all GPUs. Ahead, their groups of answers take the place of others only when a whole
+group has ended, and no more than one batch's (8 batches') are under way. A row has the mean length that they report, with a
+log-normal spread of 0.9, and the layout of their recipe at that release. No number is derived from these rows, so that each of them is
+one that is left out: terms are counts, data sheets, and measurements of single kernels, messages and copies. Their rows became up to
+38 % faster from v0.4 to v0.6 on the same GPUs, so that programs and not only GPUs are measured.
+
+Phases, where they are published (v0.3; a user measured 116 s and 178 s for the same two):
+
+{phases}
+
+Generation is planned well; training and scores in short packs are not: products of 4,096 tokens over 4 tensor ranks and stages reach
+less of the peak than those that `compute_efficiency` stands for, which is the largest error that is left.
 
 Generation alone, seconds of about a thousand requests of ShareGPT that come at once:
 
@@ -87,7 +108,7 @@ Weight syncs. A plan is that of mgrpo's, which sends each worker its part; the o
 
 ## Long answers on 128 and 256 H100
 
-2,048 answers of 8,704 tokens in the mean and at most 16,384, half of the GPUs learners, before the optimism of the rows above:
+2,048 answers of 8,704 tokens in the mean and at most 16,384, half of the GPUs learners:
 
 {large}
 
@@ -110,6 +131,19 @@ def rows_table(compared: Iterable[Compared]) -> str:
         head
         + [
             f"| {row.row} | {row.reported:,.4g} | {row.planned:,.4g} | {row.error:+.0%} | {row.note} |"
+            for row in compared
+        ]
+    )
+
+
+def steps_table(compared: Iterable[Compared], *, phases: bool = False) -> str:
+    """One line a row, with the plan alone and with what the row's program does beside."""
+    kind = " phase |" if phases else ""
+    head = [f"| row |{kind} reported | mgrpo | with theirs | error | |", "|---|---|---|---|---|---|" + "---|" * phases]
+    return "\n".join(
+        head
+        + [
+            f"| {row.row} |{f' {row.figure} |' if phases else ''} {row.reported:,.4g} | {row.alone:,.4g} | {row.planned:,.4g} | {row.error:+.0%} | {row.note} |"
             for row in compared
         ]
     )
@@ -142,6 +176,7 @@ def page() -> str:
     """The whole page."""
     compared, own, (derived, held) = compare_training(), compare_own(), hold_out()
     steps = compare_steps()
+    refits = sorted({row["theirs"]["by"] for row in rows("rl") if row.get("theirs")})
     speed, memory = of("tok_s_gpu", compared), of("mem_gib", compared)
     return HEAD + "".join(
         (
@@ -167,8 +202,11 @@ def page() -> str:
             STEPS.format(
                 rows=len(of("step_s", steps)),
                 median=median_error(of("step_s", steps)),
+                alone=median((row.alone or 0.0) / row.reported - 1 for row in of("step_s", steps)),
                 mean=mean_error(of("step_s", steps)),
-                table=rows_table(of("step_s", steps)),
+                table=steps_table(of("step_s", steps)),
+                refits=", ".join(f"<{by}>" for by in refits),
+                phases=steps_table((row for row in steps if row.figure in PHASES), phases=True),
                 generation=rows_table(of("generation_s", steps)),
                 sync=rows_table(of("sync_s", steps)),
                 large=large_table(),

@@ -44,10 +44,12 @@ class Compared:
     row: str
     source: str
     figure: str
-    """tok_s_gpu: tokens per second and GPU; mem_gib: GiB of the fullest GPU."""
+    """tok_s_gpu: tokens per second and GPU; mem_gib: GiB of the fullest GPU; step_s, generation_s, sync_s, or of a phase: seconds."""
     reported: float
     planned: float
     note: str
+    alone: float | None = None
+    """The plan without what the row's program does beside."""
 
     @property
     def error(self) -> float:

@@ -1,8 +1,9 @@
 """The rows of figures.json that are steps of RL, generation alone, or weight syncs, planned.
 
-Steps are NeMo RL's: `overlap` says whether engines have GPUs of their own and run one step ahead, with new weights in the middle of
-completions. Otherwise learners and engines take turns on all GPUs, as vllm_mode=colocate does. NeMo RL scores the batch with the policy
-before every first update, so that a step here has that pass as well. Mean lengths are those reported; packs hold whole sequences.
+Steps are NeMo RL's: `overlap` says whether engines have GPUs of their own and run ahead, with new weights in the middle of
+completions; `batches_under_way` how many batches' groups are generated at once (max_trajectory_age_steps). Otherwise learners and
+engines take turns on all GPUs, as vllm_mode=colocate does. NeMo RL scores the batch with the policy before every first update, so
+that a step here has that pass as well. Mean lengths are those reported; packs hold whole sequences.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 from mgrpo.layout import InferLayout
 from mgrpo.models.memory import holdings
 from mgrpo.moving import from_values
-from mgrpo.planner.engines.decoding import generation_time
+from mgrpo.planner.engines.decoding import decoder, generation_time
 from mgrpo.planner.engines.engine_memory import engine_memory
+from mgrpo.planner.engines.step_pace import pace
 from mgrpo.planner.engines.transfers import sync_seconds
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.work import Workload
+from tests.unit.planner.figures.nemo import beside
 from tests.unit.planner.figures.published import Compared, hardware, model, rows
 
 MIB = 1 << 20
@@ -34,7 +37,9 @@ def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
     fill = min(in_pack * tokens / settings["pack_length"], 0.95)
     assumed = dataclasses.replace(assumed or Assumptions(), pack_fill=fill, **own)
     learners = row["nodes"] * row["gpus_per_node"]
-    ahead = {"async_steps": 1, "inflight_updates": True, "inflight_kv": "keep"} if row["overlap"] else {}
+    ahead: dict[str, Any] = {}
+    if row["overlap"]:
+        ahead = {"async_steps": row["batches_under_way"], "inflight_updates": True, "inflight_kv": "keep"}
     values = {
         "num_learners_per_node": [row["gpus_per_node"]] * row["nodes"],
         "total_episodes": settings["num_unique_prompts_rollout"] * settings["num_samples_per_prompt_rollout"],
@@ -55,6 +60,22 @@ def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
         )
         config = dataclasses.replace(config, engine=shared)
     return plan_run(config, shape, cluster, num_learners=learners)
+
+
+def step_s(row: dict[str, Any], plan: RunPlan, seconds: dict[str, float]) -> float:
+    """Seconds from one step to the next of a row of RL, with what its step has beside the plan by phase."""
+    if not plan.ahead:
+        return plan.step_s + sum(seconds.values())
+    own = decoder(plan.shape, plan.config.engine, plan.engine, plan.work, plan.hardware, dtype_bytes=plan.dtype_bytes)
+    assert own is not None, row["id"]
+    sync = seconds.get("sync", 0.0)
+    return pace(
+        plan.config,
+        own,
+        learn_s=plan.learners.total + sum(seconds.values()) - sync,
+        sync_s=plan.sync_s + sync,
+        batches_under_way=row["batches_under_way"],
+    ).seconds
 
 
 def generation_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
@@ -158,12 +179,14 @@ def large_table() -> str:
 
 
 def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
-    """Seconds of all rows that can be planned: of steps, of generation, and of syncs."""
+    """Seconds of all rows that can be planned: of steps and their phases, of generation, and of syncs."""
     found = []
+    for row in rows("rl"):
+        if "model" in row:
+            found += _compare_step(row, step(row, assumed))
     for kind, figure, key, planned in (
-        ("rl", "step_s", "step_s", lambda row: step(row, assumed).pace_s),
-        ("gen", "generation_s", "seconds", lambda row: generation_s(row, assumed)),
-        ("sync", "sync_s", "sync_s", lambda row: sync_s(row, assumed)),
+        ("gen", "generation_s", "seconds", generation_s),
+        ("sync", "sync_s", "sync_s", sync_s),
     ):
         found += [
             Compared(
@@ -171,10 +194,28 @@ def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
                 source=row["source"],
                 figure=figure,
                 reported=row["reported"][key],
-                planned=planned(row),
+                planned=planned(row, assumed),
                 note=row["note"],
             )
             for row in rows(kind)
             if "model" in row
         ]
     return found
+
+
+def _compare_step(row: dict[str, Any], plan: RunPlan) -> list[Compared]:
+    seconds = beside(row, plan)
+    figures = {"step_s": (step_s(row, plan, seconds), step_s(row, plan, {}))}
+    figures |= {phase: (spent + seconds.get(phase, 0.0), spent) for phase, spent in plan.phases.items()}
+    return [
+        Compared(
+            row=row["id"],
+            source=row["source"],
+            figure=figure,
+            reported=reported,
+            planned=figures[figure][0],
+            alone=figures[figure][1],
+            note=row["note"],
+        )
+        for figure, reported in row["reported"].items()
+    ]
