@@ -203,8 +203,10 @@ class _Keeper:
             case "kill":
                 for pid, number in self._commands.items():
                     if number == question["id"]:
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            os.killpg(pid, signal.SIGKILL)
+                        # It may not have its own group yet, and has no children before.
+                        for kill in (os.kill, os.killpg):
+                            with contextlib.suppress(ProcessLookupError, PermissionError):
+                                kill(pid, signal.SIGKILL)
             case "end":
                 self._kill_all()
                 self._tell({"ended": True})

@@ -90,7 +90,7 @@ def test_a_late_command_is_killed_and_its_last_words_kept(walls):
         waiting = asyncio.create_task(process.wait(PLENTY_S))
         await asyncio.sleep(0)
         await process.kill()
-        assert (await waiting).status == -9
+        assert await waiting == Done(status=-9)
         cancelled = asyncio.create_task(sh(box, "exec sleep 4321"))
         await asyncio.sleep(0.3)
         cancelled.cancel()
