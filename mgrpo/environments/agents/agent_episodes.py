@@ -26,6 +26,8 @@ from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
 
 _NOTHING: Mapping[str, Any] = {"turns": (), "counts": {}}
 """The report of an endpoint that is gone."""
+_MOST_GONE = 3
+"""Workers that may go with the same task: it may be what ends them."""
 _MOST_SAID = 300
 """Characters of an agent's output that are logged."""
 
@@ -92,6 +94,9 @@ class _Play:
         self.agents, self.task, self.sample = agents, task, sample
         self.name = f"{task.name}/{sample}"
         self.tree = RecordedTree()
+        self.report = _NOTHING
+        self.num_gone = 0
+        """Remote workers that have left its task."""
         self.session: Session | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when a turn cannot be sampled: no trajectory can go on then."""
@@ -116,14 +121,8 @@ class _Play:
                 return
         began = time.monotonic()
         outcome: Mapping[str, Any] = {"ended": "lost"}
-        report = _NOTHING
         try:
-            session = self.session = await self.agents.endpoints.open(self._bounds(), self._sample)
-            try:
-                outcome = await self._played(session, instance)
-            finally:
-                # Also where this is cancelled: the session's keys must not live on.
-                report = await session.end()
+            outcome = await self._whole(instance)
         except EnvironmentLost as err:
             outcome = {"ended": "lost", "output": str(err)}
         finally:
@@ -131,7 +130,25 @@ class _Play:
                 self.failure.exception()  # It has been raised, or something before it.
             if instance is not None:
                 await instance.release(broken=outcome["ended"] == "lost")
-        self._judge(outcome, report, time.monotonic() - began)
+        self._judge(outcome, self.report, time.monotonic() - began)
+
+    async def _whole(self, instance: Instance | None) -> Mapping[str, Any]:
+        """How its agent has ended, the last one of those that have begun with it."""
+        while (outcome := await self._attempt(instance))["ended"] == "gone":
+            # Nothing that was asked for there is trained.
+            self.tree, self.report = RecordedTree(), _NOTHING
+            self.num_gone += 1
+            if self.num_gone == _MOST_GONE:
+                return {"ended": "lost", "output": f"{_MOST_GONE} workers that had its task have gone"}
+        return outcome
+
+    async def _attempt(self, instance: Instance | None) -> Mapping[str, Any]:
+        session = self.session = await self.agents.endpoints.open(self._bounds(), self._sample)
+        try:
+            return await self._played(session, instance)
+        finally:
+            # Also where this is cancelled: the session's keys must not live on.
+            self.report = await session.end()
 
     def completion(self, prompt: Prompt) -> Completion:
         """The completion of a group with this prompt."""
@@ -240,7 +257,7 @@ class _Play:
             status=outcome.get("status"),
             output=str(outcome.get("output", "")),
             seconds=seconds,
-            counts=_flat(report["counts"]),
+            counts=_flat(dict(report["counts"], workers_gone=self.num_gone)),
         )
         if difference := report.get("first_difference"):
             self.agents.losses.say("difference", f"{self.name}: {difference}")

@@ -66,7 +66,8 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def wait(self) -> Mapping[str, Any]:
-        """Wait until it is over, and how: "ended" as whoever has taken its task says, or "late", or "lost" where nobody came.
+        """Wait until it is over, and how: "ended" as whoever has taken its task says, or "late", "lost" where
+        nobody came, or "gone" where the worker that had its task is silent or has given it back.
 
         Raises:
             EnvironmentLost: its endpoint is gone.

@@ -1,10 +1,11 @@
 """The endpoint's HTTP contract, as an ASGI application: which call is for which session, and in which words it is answered.
 
     GET  /health                                no key
-    GET  /tasks/next                            the run's key for workers
+    GET  /tasks/next                            the run's key for workers; ?alive=1 of those that will POST alive
     POST /s/{session}/v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses
     GET  /s/{session}/v1/models, /v1/models/{id}
     POST /s/{session}/reward                    {"reward": number, "metrics": {name: number}}, with the key of rewards
+    POST /s/{session}/alive                     its worker still plays it; with either key
     POST /s/{session}/end                       how the agent ended, see `tasks.left_by`, or nothing; with either key
 
 The path names the session and its key must fit. A turn counts as delivered once it was written to a client that was still there.
@@ -96,7 +97,9 @@ class EndpointApp:
             case ["s", name, *rest]:
                 tail = "/".join(rest)
                 is_reward = tail == "reward"
-                opened = self._sessions.find(name, exchange.key, may_reward=tail == "end", must_reward=is_reward)
+                opened = self._sessions.find(
+                    name, exchange.key, may_reward=tail in ("end", "alive"), must_reward=is_reward
+                )
                 try:
                     await self._serve(exchange, opened, tail)
                 except Fault as fault:
@@ -119,6 +122,12 @@ class EndpointApp:
             _check_method(exchange, "POST")
             with opened.calls.request():
                 await self._reward(exchange, session)
+        elif tail == "alive" and self._tasks is not None:
+            _check_method(exchange, "POST")
+            if session.why_over is not None:
+                raise over("it is no longer played")
+            self._tasks.alive(session.name)
+            await exchange.answer(200, {})
         elif tail == "end":
             _check_method(exchange, "POST")
             async with self._body(exchange) as raw:
@@ -195,7 +204,7 @@ class EndpointApp:
         finally:
             watch.cancel()
         if found is not None:
-            tasks.begun(found[0])
+            tasks.begun(found[0], says_alive=exchange.query == b"alive=1")
 
     def _body(self, exchange: Exchange) -> Any:
         limits = self._sessions.limits

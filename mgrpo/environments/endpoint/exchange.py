@@ -37,6 +37,7 @@ class Exchange:
         self._receive, self._send = receive, send
         self.method: str = scope["method"]
         self.parts: list[str] = scope["path"].split("/")[1:]
+        self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.has_begun = False
         """Whether the head of the answer has been sent."""

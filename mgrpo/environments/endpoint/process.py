@@ -9,8 +9,8 @@ Every question has a number "id", which its answer repeats; answers come in any 
                                           ->  session, base_url, api_key, reward_key. With a task, a row, a worker plays it
     wishes                                ->  wishes, cancelled; waits until there are any
     sampled  session, number; tokens, logprobs, finish_reason, or error, is_over  ->  nothing
-    wait     session                      ->  status: waits until the trajectory is over, "ended", "late", or "lost" where no
-                                              worker came; left: what its worker said, see `tasks.left_by`
+    wait     session                      ->  status: waits until the trajectory is over, "ended", "late", "lost" where no worker
+                                              came, "gone" where it is silent; left: what it said, see `tasks.left_by`
     end      session                      ->  what `Session.report` says; its calls are cancelled and its keys are forgotten
 
 An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for. One that has
@@ -139,7 +139,9 @@ class AskedEndpoint:
             kept = {name: opened[name] for name in ("base_url", "api_key")}
             # Whoever may not say how good it was gets no key for that.
             reward_key = opened["reward_key"] if question.get("sets_reward", True) else None
-            task = {"row": row, **kept, "reward_key": reward_key, "deadline_s": bounds.deadline_s}
+            silence_s = self._sessions.limits.worker_silence_s
+            limits = {"deadline_s": bounds.deadline_s, "silence_s": silence_s}
+            task = {"row": row, **kept, "reward_key": reward_key, **limits}
             self._tasks.add(opened["session"], task)
         return opened
 
@@ -157,7 +159,9 @@ class AskedEndpoint:
         self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
         self._passing = Passing(question["number"])
         if (worker_key := question.get("worker_key")) is not None:
-            self._tasks = Tasks(worker_key, begin=self._loaded.begin, lose=self._loaded.lose)
+            self._tasks = Tasks(
+                worker_key, begin=self._loaded.begin, lose=self._loaded.lose, silence_s=limits.worker_silence_s
+            )
         server = _Server(
             uvicorn.Config(
                 EndpointApp(self._loaded, self._passing, tasks=self._tasks),

@@ -126,6 +126,8 @@ class EndpointLimits:
     """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
     comment_s: float = 5.0
     """Seconds between signs of life in a stream whose turn is being sampled; clients limit the time between reads."""
+    worker_silence_s: float = 60.0
+    """How long a worker that says that it is alive may say nothing; then its task is taken from it."""
     refuses_sampling: bool = False
     """Calls with sampling settings of their own are refused; False: the trajectory's are used."""
 
@@ -171,7 +173,7 @@ class Session:
         self.ended = asyncio.Event()
         """Set once no further turn may be asked for."""
         self.why_over: str | None = None
-        """"ended", "late", or "lost" where no worker has come."""
+        """"ended", "late", "lost" where no worker has come, or "gone" where its worker is silent."""
         self.left: Mapping[str, Any] = {}
         """What was said of its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say

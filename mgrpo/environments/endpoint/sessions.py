@@ -83,10 +83,10 @@ class Sessions:
         if (opened := self._open.get(name)) is not None and (limit_s := opened.session.bounds.deadline_s) is not None:
             self._timers[name] = asyncio.get_running_loop().call_later(limit_s, opened.close, "late")
 
-    def lose(self, name: str) -> None:
+    def lose(self, name: str, why: str) -> None:
         """Nobody plays a session."""
         if (opened := self._open.get(name)) is not None:
-            opened.close("lost")
+            opened.close(why)
 
     def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> OpenSession:
         """The session of a name, for those who have its key.
@@ -116,7 +116,7 @@ class Sessions:
         return opened
 
     async def wait(self, name: str) -> dict[str, Any]:
-        """Wait until a session is over: its "status" is "ended", "late" or "lost", beside what was said at its end."""
+        """Wait until a session is over: its "status" is "ended", "late", "lost" or "gone", beside what was said at its end."""
         session = self._open[name].session
         await session.ended.wait()
         status = session.why_over or "ended"

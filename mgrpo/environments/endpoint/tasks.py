@@ -16,7 +16,7 @@ ASK_S = 10.0
 _NOTICE_S = 30.0
 _MOST_OUTPUT_CHARS = 1 << 14
 _MOST_STATUS = 1 << 32
-_ENDINGS = ("ended", "crashed", "late", "lost")
+_ENDINGS = ("ended", "crashed", "late", "lost", "gone")
 Task = dict[str, Any]
 
 
@@ -28,7 +28,8 @@ class Tasks:
         worker_key: str,
         *,
         begin: Callable[[str], None],
-        lose: Callable[[str], None],
+        lose: Callable[[str, str], None],
+        silence_s: float,
         patience_s: float = 600.0,
         ask_s: float = ASK_S,
     ) -> None:
@@ -36,15 +37,19 @@ class Tasks:
         Args:
             worker_key: the key of those who may take tasks.
             begin: called with a session whose task was taken: its time runs from now on.
-            lose: called with one for which no worker has come.
+            lose: called with one for which no worker has come, "lost", or whose worker is silent, "gone".
+            silence_s: see `EndpointLimits.worker_silence_s`.
             patience_s: time that a task waits while no worker asks for any.
         """
         self._worker_key = worker_key.encode()
         self._begin, self._lose = begin, lose
-        self._patience_s, self._ask_s = patience_s, ask_s
+        self._silence_s, self._patience_s, self._ask_s = silence_s, patience_s, ask_s
         self._waiting: dict[str, tuple[Task, float]] = {}
         """By session, with the time since when."""
         self._taken: dict[str, Task] = {}
+        self._look_s = min(_NOTICE_S, patience_s / 4, silence_s / 4)
+        self._silent_s: dict[str, float] = {}
+        """How long the worker of a session has not said that it is alive; of those that say it."""
         self._news = asyncio.Event()
         self._asked_at = time.monotonic()
         self._watch: asyncio.TimerHandle | None = None
@@ -54,13 +59,12 @@ class Tasks:
         """Have a worker play a session."""
         self._waiting[session] = task, time.monotonic()
         self._news.set()
-        if self._watch is None:
-            self._look_later()
+        self._look_later()
 
     def remove(self, session: str) -> None:
         """The session has ended; one that is played sees that by itself."""
-        self._waiting.pop(session, None)
-        self._taken.pop(session, None)
+        for known in (self._waiting, self._taken, self._silent_s):
+            known.pop(session, None)
 
     def put_back(self, session: str) -> None:
         """Whoever has taken the task did not get it. It goes before all others."""
@@ -91,18 +95,38 @@ class Tasks:
         self._taken[session] = task
         return session, task
 
-    def begun(self, session: str) -> None:
-        """The worker has the task."""
-        if self._taken.pop(session, None) is not None:
-            self._begin(session)
+    def begun(self, session: str, *, says_alive: bool) -> None:
+        """The worker has the task.
+
+        Args:
+            says_alive: whether it will say that it is alive.
+        """
+        if self._taken.pop(session, None) is None:
+            return
+        self._begin(session)
+        if says_alive:
+            self._silent_s[session] = 0.0
+            self._look_later()
+
+    def alive(self, session: str) -> None:
+        """The worker of a session says so."""
+        if session in self._silent_s:
+            self._silent_s[session] = 0.0
 
     def _look_later(self) -> None:
-        self._watch = asyncio.get_running_loop().call_later(min(_NOTICE_S, self._patience_s / 4), self._look)
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _look(self) -> None:
-        """Give up tasks for which no worker asks."""
+        """Give up tasks for which no worker asks, and take those of workers that are silent."""
         self._watch = None
         now = time.monotonic()
+        for session, silent_s in list(self._silent_s.items()):
+            # Not by the clock: where this process was stopped itself, it has not listened.
+            self._silent_s[session] = silent_s + self._look_s
+            if silent_s >= self._silence_s:
+                del self._silent_s[session]
+                self._lose(session, "gone")
         alone_s = {session: now - max(since, self._asked_at) for session, (_, since) in self._waiting.items()}
         if not self._has_said and max(alone_s.values(), default=0.0) >= _NOTICE_S:
             self._has_said = True
@@ -112,13 +136,14 @@ class Tasks:
             )
         for session in [session for session, waited_s in alone_s.items() if waited_s >= self._patience_s]:
             del self._waiting[session]
-            self._lose(session)
-        if self._waiting:
+            self._lose(session, "lost")
+        if self._waiting or self._silent_s:
             self._look_later()
 
 
 def left_by(body: Mapping[str, Any]) -> dict[str, Any]:
-    """How a worker says that its agent ended: {"ended", "status": exit status, "output": the last part of it}, all optional.
+    """How a worker says that its agent ended: {"ended", "status": exit status, "output": the last part of it}, all optional; "gone": the
+    worker has to stop, and gives the task back.
 
     Raises:
         BadRequest: it is something else.

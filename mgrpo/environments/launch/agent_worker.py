@@ -27,6 +27,8 @@ _ANSWER_S = 30.0
 _LONGEST_PAUSE_S = 30.0
 _NO_DEADLINE_S = 86_400.0
 _LAST_WORDS_S = 5.0
+_ALIVE_SHARE = 6
+"""Signs of life within the time after which the run takes a task away."""
 
 
 class WorkerRefused(Exception):
@@ -84,7 +86,7 @@ class AgentWorker:
                 await self._play(client, agent, task)
 
     async def _next(self, client: httpx.AsyncClient, url: str) -> Mapping[str, Any] | None:
-        answer = await client.get(f"{url}/tasks/next", headers=_bearer(self._key))
+        answer = await client.get(f"{url}/tasks/next?alive=1", headers=_bearer(self._key))
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise WorkerRefused(f"the run at {url} does not take this key; give the one that it has in {KEY}")
         if answer.status_code == httpx.codes.NOT_FOUND:
@@ -95,19 +97,29 @@ class AgentWorker:
         return task
 
     async def _play(self, client: httpx.AsyncClient, agent: CommandAgent, task: Mapping[str, Any]) -> None:
-        outcome: dict[str, Any] = {"ended": "lost", "output": "its worker was stopped"}
+        outcome: dict[str, Any] | None = {"ended": "gone", "output": "its worker was stopped"}
+        playing = asyncio.create_task(self._played(agent, task))
+        wanted = asyncio.create_task(_while_wanted(client, task))
         try:
-            found = await self._played(agent, task)
+            await asyncio.wait({playing, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                outcome = None
+                return
+            found = playing.result()
             outcome = {"ended": found.ended, "status": found.status, "output": found.output}
             if found.reward is not None and task["reward_key"] is not None:
                 await _tell(client, task, "reward", {"reward": found.reward, "metrics": dict(found.metrics)})
         except (BoxError, OSError, ValueError) as err:
             outcome = {"ended": "lost", "output": f"{type(err).__name__}: {err}"}
         finally:
+            for each in (playing, wanted):
+                each.cancel()
+            await asyncio.gather(playing, wanted, return_exceptions=True)
             # Also where it is cancelled: the run need not wait for the deadline.
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await _tell(client, task, "end", outcome)
+                    if outcome is not None:
+                        await _tell(client, task, "end", outcome)
             except TimeoutError:
                 pass
             finally:
@@ -122,6 +134,16 @@ class AgentWorker:
         if not self._is_silent:
             self._is_silent = True
             sys.stderr.write(f"mgrpo agent-worker: no task from {url} ({type(err).__name__}: {err}); trying again\n")
+
+
+async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> None:
+    """Say again and again that the task is played, until the run says that it is over."""
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = await client.post(f"{task['base_url']}/alive", headers=_bearer(task["api_key"]))
+            if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNAUTHORIZED):
+                return
+        await asyncio.sleep(task["silence_s"] / _ALIVE_SHARE)
 
 
 async def _tell(client: httpx.AsyncClient, task: Mapping[str, Any], what: str, values: Mapping[str, Any]) -> None:

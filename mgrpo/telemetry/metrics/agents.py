@@ -11,7 +11,7 @@ from mgrpo.types import AgentRecord, Completion, ScoredGroup, TrajectoryRecord
 
 AGENT_ENDINGS = ("ended", "crashed", "late", "silent", "lost")
 """The ways in which an agent ends."""
-COUNTS = ("retries", "undelivered", "abandoned", "rendered_again", "other_model")
+COUNTS = ("retries", "undelivered", "abandoned", "rendered_again", "other_model", "workers_gone")
 """Counts of an endpoint that are always logged; those of several kinds are where there are any."""
 
 

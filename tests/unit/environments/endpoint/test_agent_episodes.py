@@ -30,6 +30,7 @@ from tests.unit.environments.endpoint.test_endpoint_links import settings_of, un
 Messages = list[dict[str, Any]]
 BOUNDS = EpisodeBounds(max_model_length=4000, max_calls=1 << 30)
 OWN = AgentBounds(limit_s=60.0, sets_reward=True, are_remote=False)
+RUN_KEY = "the run's"
 ENDED = {"ended": "ended", "status": 0, "output": "", "reward": None, "metrics": {}}
 
 
@@ -91,7 +92,7 @@ class Group:
 
     def __init__(self, folder: Any, agent: Agent, *, bounds: EpisodeBounds, own: AgentBounds) -> None:
         self.tokenizer = make_tokenizer()
-        settings = settings_of(folder, self.tokenizer)
+        settings = settings_of(folder, self.tokenizer, worker_key=RUN_KEY if own.are_remote else None)
         language = settings.language.make(self.tokenizer)
         assert isinstance(language, ProgramLanguage)
         self.engine, self.pool, self.asks = Engine(self.tokenizer), Pool(agent), list[Ask]()
@@ -257,6 +258,69 @@ def test_what_an_agent_is_worth(tmp_path):
                 and records[7].metrics["agent/steps"] == 3.0
             )
             assert [instance.released for instance in run.pool.instances] == [[False]] * 6 + [[True], [False]]
+
+    asyncio.run(check())
+
+
+class RemoteWorker:
+    """Takes tasks of a run."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.client = httpx.AsyncClient(timeout=60)
+
+    async def take(self) -> Play:
+        while True:
+            answer = await self.client.get(f"{self.url}/tasks/next?alive=1", headers={"x-api-key": RUN_KEY})
+            if (task := answer.json()["task"]) is not None:
+                return Play({**task, "trajectory": "0/3/0"}, task["row"])
+
+    async def end(self, play: Play, **words: Any) -> None:
+        headers = {"x-api-key": play.endpoint["api_key"]}
+        (await self.client.post(f"{play.endpoint['base_url']}/end", json=words, headers=headers)).raise_for_status()
+
+
+def test_a_task_that_a_worker_gives_back_begins_anew_with_another(tmp_path):
+    """What the first one has asked for is not trained, and its keys are dead; the group has its sample all the same."""
+
+    async def check():
+        async with playing(tmp_path, answers, own=replace(OWN, are_remote=True)) as run:
+            worker = RemoteWorker(run.endpoints.urls[0])
+            group = asyncio.create_task(run.play(num_samples=1))
+            first = await worker.take()
+            await first.chat([{"role": "user", "content": "count to 1"}])
+            await worker.end(first, ended="gone")
+            second = await worker.take()
+            assert second.row == first.row and second.endpoint["api_key"] != first.endpoint["api_key"]
+            with pytest.raises(openai.AuthenticationError):
+                await first.chat(asked(first))
+            await second.chat(asked(second))
+            await second.post_reward(0.5)
+            await worker.end(second, ended="ended", status=0)
+            (completion,) = (await group).completions
+            record = completion.trajectory
+            assert (record.agent.ended, record.reward, record.agent.counts["workers_gone"]) == ("ended", 0.5, 1.0)
+            assert len(record.turns) == 1 and run.engine.log[1][1] == completion.tokens.tolist()
+            assert run.engine.log[1][0] == (await group).prompt.tokens.tolist() != run.engine.log[0][0]
+
+    asyncio.run(check())
+
+
+def test_a_task_that_ends_its_workers_is_given_up(tmp_path):
+    """Else it would end all of them, one after the other."""
+
+    async def check():
+        async with playing(tmp_path, answers, own=replace(OWN, are_remote=True)) as run:
+            worker = RemoteWorker(run.endpoints.urls[0])
+            group = asyncio.create_task(run.play(num_samples=1))
+            for _ in range(3):
+                taken = await worker.take()
+                await taken.chat(asked(taken))
+                await worker.end(taken, ended="gone")
+            (completion,) = (await group).completions
+            record = completion.trajectory
+            assert record.agent.ended == "lost" and record.reward is None and not record.turns
+            assert "3 workers" in record.agent.output and record.agent.counts["workers_gone"] == 3.0
 
     asyncio.run(check())
 

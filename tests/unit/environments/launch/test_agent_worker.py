@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mgrpo.environments.endpoint.tasks import Tasks
 from mgrpo.environments.launch.agent_worker import KEY
 from tests.unit.environments.endpoint.served import ASKED, Served
 from tests.unit.environments.launch.test_command import FORKS_AWAY, processes_with
@@ -23,11 +25,20 @@ RUN_KEY = "the run's"
 ROOT = str(Path(__file__).parents[4])
 PROMPT = {"prompt": ASKED, "worth": 0.5}
 LONG_S = 120.0
+SILENCE_S = 3.0
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     found = Served(tmp_path_factory.mktemp("tokenizer"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Takes tasks from workers that are silent for so long."""
+    found = Served(tmp_path_factory.mktemp("tokenizer"), worker_silence_s=SILENCE_S)
     yield found
     found.close()
 
@@ -117,24 +128,76 @@ def test_an_agent_that_hangs_elsewhere_is_late(served: Served) -> None:
     assert left["over"] == "late" or left["ended"] == "late"
 
 
-def test_a_worker_that_is_killed_leaves_nothing_and_its_task_is_late(served: Served) -> None:
+def test_a_worker_that_is_killed_leaves_nothing_and_its_task_is_free(impatient: Served) -> None:
+    """Within the time that it may be silent, not at the end of the trajectory's."""
     mark = f"mgrpo-mark-{os.getpid()}-worker"
-    session = opened(served, deadline_s=8.0)
-    with worker(served.url, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}") as process:
+    session = opened(impatient)
+    with worker(impatient.url, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}") as process:
         until(lambda: len(processes_with(mark)) == 2)
         process.kill()
         until(lambda: not processes_with(mark))
-        assert waited(served, session)["over"] == "late"
+        assert waited(impatient, session) == {"over": "gone"}
 
 
-def test_a_worker_that_is_stopped_says_so(served: Served) -> None:
-    """The run need not wait for the deadline."""
+def test_a_worker_that_hangs_loses_its_task_and_ends_it_when_it_goes_on(impatient: Served) -> None:
+    """Two would play it; and it is ready for the next one."""
+    mark = f"mgrpo-mark-{os.getpid()}-hangs"
+    session = opened(impatient)
+    with worker(impatient.url, f"sh -c 'test -f {mark} || sleep 1000000' {mark}", "--at_once", "1") as process:
+        until(lambda: processes_with(mark))
+        process.send_signal(signal.SIGSTOP)
+        assert waited(impatient, session) == {"over": "gone"}
+        impatient.end(session)
+        process.send_signal(signal.SIGCONT)
+        until(lambda: not processes_with(mark))
+        again = opened(impatient)
+        until(lambda: processes_with(mark))
+        impatient.end(again)
+
+
+def test_a_worker_that_says_that_it_is_alive_keeps_its_task() -> None:
+    """However long it plays; and silence is what this process has seen, which may have been stopped itself."""
+
+    async def check() -> None:
+        lost: list[tuple[str, str]] = []
+        tasks = Tasks("key", begin=lambda name: None, lose=lambda *how: lost.append(how), silence_s=60.0)
+        for name in ("kept", "quiet", "plain"):
+            tasks.add(name, {"row": {}})
+            assert await tasks.next("key") == (name, {"row": {}})
+            tasks.begun(name, says_alive=name != "plain")
+        for number in range(20):
+            assert lost == ([("quiet", "gone")] if number > 4 else [])
+            tasks.alive("kept")
+            tasks._look()
+        tasks.remove("kept")
+        tasks.alive("kept")
+        for _ in range(9):
+            tasks._look()
+        assert len(lost) == 1
+
+    asyncio.run(check())
+
+
+def test_a_worker_that_never_says_so_has_all_its_time(impatient: Served) -> None:
+    """One of the user's own may be a few lines."""
+    session = opened(impatient, deadline_s=3 * SILENCE_S)
+    assert httpx.get(f"{impatient.url}/tasks/next", headers={"x-api-key": RUN_KEY}, timeout=LONG_S).json()["task"]
+    assert waited(impatient, session) == {"over": "late"}
+    answer = httpx.post(f"{session['base_url']}/alive", headers={"x-api-key": session["api_key"]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "trajectory_over")
+    impatient.end(session)
+    answer = httpx.post(f"{session['base_url']}/alive", headers={"x-api-key": session["api_key"]})
+    assert answer.status_code == 401
+
+
+def test_a_worker_that_is_stopped_gives_its_task_back(served: Served) -> None:
+    """The run need not wait for anything."""
     mark = f"mgrpo-mark-{os.getpid()}-stopped"
     session = opened(served)
     with worker(served.url, f"sh -c '{FORKS_AWAY}; sleep 1000000' {mark}") as process:
         until(lambda: len(processes_with(mark)) == 2)
         process.send_signal(signal.SIGTERM)
-        assert waited(served, session)["ended"] == "lost"
+        assert waited(served, session)["ended"] == "gone"
         assert process.wait(LONG_S) == 0
     assert not processes_with(mark)
 
