@@ -53,10 +53,12 @@ def _expert_matrices(config: Config, hf_config: HfConfig) -> Iterator[str]:
     """Experts' matrices are multiplied together, by kernels that take rows of a multiple of 16 bytes."""
     if not num_experts(hf_config):
         return
-    width = "moe_intermediate_size" if size_of(hf_config, "moe_intermediate_size") else "intermediate_size"
     dtype = config.model.model_dtype
     multiple = 16 // DTYPE_BYTES[dtype]
-    for name, ranks in (("hidden_size", 1), (width, layout_of(config, world_size=1).expert_tensor)):
+    for name, ranks in (
+        ("hidden_size", 1),
+        (_expert_width(hf_config), layout_of(config, world_size=1).expert_tensor),
+    ):
         size = size_of(hf_config, name)
         if size and size % ranks == 0 and size // ranks % multiple:
             share = f" / tensor_model_parallel_size={ranks} = {size // ranks}" if ranks > 1 else ""
@@ -64,6 +66,32 @@ def _expert_matrices(config: Config, hf_config: HfConfig) -> Iterator[str]:
                 "; use fewer tensor ranks, or distribute experts with expert_model_parallel_size" if ranks > 1 else ""
             )
             yield f"{name}={size}{share} must be a multiple of {multiple} with experts in model_dtype={dtype}{remedy}"
+
+
+def _expert_width(hf_config: HfConfig) -> str:
+    return "moe_intermediate_size" if size_of(hf_config, "moe_intermediate_size") else "intermediate_size"
+
+
+def _widths_in_8_bits(config: Config, hf_config: HfConfig) -> Iterator[str]:
+    """The sums of a product and of its gradients run over whole blocks, on every rank."""
+    if config.parallel.fp8 == "none":
+        return
+    layout, multiple = layout_of(config, world_size=1), config.parallel.fp8_multiple
+    widths = [("hidden_size", 1)]
+    if not num_experts(hf_config) or hf_config.get("first_k_dense_replace") or hf_config.get("mlp_only_layers"):
+        widths.append(("intermediate_size", layout.tensor))
+    if num_experts(hf_config):
+        widths.append((_expert_width(hf_config), layout.expert_tensor))
+    for name, ranks in widths:
+        size = size_of(hf_config, name)
+        if size and size % ranks == 0 and size // ranks % multiple:
+            share = f" / tensor_model_parallel_size={ranks} = {size // ranks}" if ranks > 1 else ""
+            fewer = "fewer tensor ranks, or " if ranks > 1 else ""
+            another = "another recipe, or " if size // ranks % 16 == 0 else ""
+            yield (
+                f"{name}={size}{share} must be a multiple of {multiple} with fp8_recipe={config.parallel.fp8_recipe}; use "
+                f"{fewer}{another}fp8=none"
+            )
 
 
 def _expert_ranks(hf_config: HfConfig, tensor_model_parallel_size: int, sequence_parallel: bool | str) -> Iterator[str]:
@@ -127,7 +155,15 @@ def _lengths(config: Config) -> dict[str, object]:
     return {**prompts, "response_length": rollout.response_length}
 
 
-LEARNER_RULES: tuple[Rule, ...] = (_splits, _exchange, _expert_matrices, _expert_ranks, _capped_logits, _float16)
+LEARNER_RULES: tuple[Rule, ...] = (
+    _splits,
+    _exchange,
+    _expert_matrices,
+    _widths_in_8_bits,
+    _expert_ranks,
+    _capped_logits,
+    _float16,
+)
 """Of every model that learners hold: the policy, and a teacher beside it."""
 MODEL_RULES: tuple[Rule, ...] = (_engine_splits, *LEARNER_RULES, _engine_copies, _positions)
 """Of the policy, which engines hold as well."""

@@ -90,8 +90,8 @@ class Parallel:
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA;
     auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
     fp8: Annotated[Literal["none", "hybrid", "e4m3"], MEGATRON] = "none"
-    """8-bit matrix products of attention's projections and dense MLPs, by Transformer Engine: hybrid rounds weights and activations
-    to e4m3 and gradients to e5m2, e4m3 all of them. Experts, attention itself and the LM head keep model_dtype. It has not run on
+    """8-bit matrix products of attention's projections, MLPs and experts, by Transformer Engine: hybrid rounds weights and activations
+    to e4m3 and gradients to e5m2, e4m3 all of them. Attention itself, routers and the LM head keep model_dtype. It has not run on
     GPUs here."""
     fp8_recipe: Annotated[Literal["tensorwise", "blockwise", "mxfp8"], MEGATRON, FP8] = "tensorwise"
     """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values."""
@@ -114,7 +114,12 @@ class Parallel:
     @property
     def tokens_multiple_of(self) -> int:
         """Tokens of a rank's share of a pack are a multiple of this: 8-bit products want whole blocks."""
-        return 1 if self.fp8 == "none" else 32 if self.fp8_recipe == "mxfp8" else 16
+        return 1 if self.fp8 == "none" else self.fp8_multiple
+
+    @property
+    def fp8_multiple(self) -> int:
+        """Rows and widths of an 8-bit product are a multiple of this."""
+        return 32 if self.fp8_recipe == "mxfp8" else 16
 
     @property
     def replays_routing(self) -> bool:

@@ -496,7 +496,7 @@ class Keywords(TypedDict, total=False):
     transformer_impl: Literal["auto", "local", "transformer_engine"]
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA; auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it. (default: auto)"""
     fp8: Literal["none", "hybrid", "e4m3"]
-    """8-bit matrix products of attention's projections and dense MLPs, by Transformer Engine: hybrid rounds weights and activations to e4m3 and gradients to e5m2, e4m3 all of them. Experts, attention itself and the LM head keep model_dtype. It has not run on GPUs here. (default: none)"""
+    """8-bit matrix products of attention's projections, MLPs and experts, by Transformer Engine: hybrid rounds weights and activations to e4m3 and gradients to e5m2, e4m3 all of them. Attention itself, routers and the LM head keep model_dtype. It has not run on GPUs here. (default: none)"""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"]
     """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values. (default: tensorwise)"""
     recompute_granularity: Literal["none", "selective", "full"]

@@ -20,7 +20,9 @@ MAX_THREADS = 100
 """Per rank; a group's thread wakes up a hundred times a second even when there is nothing to do."""
 
 
-def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
+def _rank_main(rank: int, world_size: int, port: int, pipe: Any, first: Callable[[], None] | None) -> None:
+    if first is not None:
+        first()
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -51,20 +53,25 @@ def start_method(world_size: int, num_gpus: int) -> Literal["spawn", "forkserver
 
 
 class RankPool:
-    """`world_size` processes that run a module-level function together and return what each rank returns."""
+    """`world_size` processes that run a module-level function together and return what each rank returns.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        first: called on each rank before Megatron is imported; the ranks are then spawned.
+    """
+
+    def __init__(self, world_size: int, first: Callable[[], None] | None = None) -> None:
         import torch
         import torch.multiprocessing as mp
 
-        context = mp.get_context(start_method(world_size, torch.cuda.device_count()))
+        method = start_method(world_size, torch.cuda.device_count())
+        context = mp.get_context("spawn" if first else method)
         context.set_forkserver_preload(["tests.ranks.preloaded"])
         port = free_port()
         self.pipes, self.processes = [], []
         self.is_worn = False
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, world_size, port, theirs), daemon=True)
+            process = context.Process(target=_rank_main, args=(rank, world_size, port, theirs, first), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

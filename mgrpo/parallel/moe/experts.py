@@ -63,52 +63,6 @@ def permute(
     return rows.index_select(0, numbers), kept, numbers, *_NO_PADDING
 
 
-class GroupedExperts(torch.nn.Module):
-    """Gated experts of one layer, in place of Megatron's SequentialMLP and with its values.
-
-    Their weights are two parameters, the experts' matrices one above the other. So they need no copy to be multiplied
-    together, and gradient buffers, ZeRO's shards and the optimizer see two tensors a layer instead of two an expert.
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        # Of the layer, for logs; megatron-core 0.19 gives it.
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        install()
-        assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
-        group = pg_collection.expt_tp
-        ffn = config.moe_ffn_hidden_size // group.size()
-        self.linear_fc1 = GroupedLinear(num_local_experts, 2 * ffn, config.hidden_size, config, group, split_dim=0)
-        self.linear_fc2 = GroupedLinear(num_local_experts, config.hidden_size, ffn, config, group, split_dim=1)
-
-    def forward(
-        self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """The output of each row's expert, and no bias.
-
-        Args:
-            rows: `[rows, hidden]`, sorted by expert.
-            rows_per_expert: `[experts]` int64, on the device, or on the host, from DeepEP.
-            weights: `[rows]` float32, by which the router weighs each row's result.
-        """
-        ends = row_ends(rows_per_expert, rows)
-        gate_and_up = self.linear_fc1(rows, ends)
-        hidden = weighted_bias_swiglu_impl(gate_and_up, None, weights[:, None])
-        return self.linear_fc2(hidden, ends), None
-
-
-def row_ends(rows_per_expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`[experts]` int32 on the device of the rows, which the host does not wait for: the first row after those of each expert."""
-    if rows_per_expert.device != rows.device:
-        rows_per_expert = backend.to_device(rows_per_expert.numpy(), np.int64)
-    return rows_per_expert.cumsum(0, dtype=torch.int32)
-
-
 class GroupedLinear(torch.nn.Module):
     """Experts' matrices `[outputs, inputs]` one above the other in `weight [experts * outputs, inputs]`.
 
@@ -156,3 +110,51 @@ def without_idle(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """
     is_idle = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return gradient.masked_fill(is_idle[:, None, None], 0)
+
+
+class GroupedExperts(torch.nn.Module):
+    """Gated experts of one layer, in place of Megatron's SequentialMLP and with its values.
+
+    Their weights are two parameters, the experts' matrices one above the other. So they need no copy to be multiplied
+    together, and gradient buffers, ZeRO's shards and the optimizer see two tensors a layer instead of two an expert.
+    """
+
+    linear = GroupedLinear
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        # Of the layer, for logs; megatron-core 0.19 gives it.
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        install()
+        assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
+        group = pg_collection.expt_tp
+        ffn = config.moe_ffn_hidden_size // group.size()
+        self.linear_fc1 = self.linear(num_local_experts, 2 * ffn, config.hidden_size, config, group, split_dim=0)
+        self.linear_fc2 = self.linear(num_local_experts, config.hidden_size, ffn, config, group, split_dim=1)
+
+    def forward(
+        self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """The output of each row's expert, and no bias.
+
+        Args:
+            rows: `[rows, hidden]`, sorted by expert.
+            rows_per_expert: `[experts]` int64, on the device, or on the host, from DeepEP.
+            weights: `[rows]` float32, by which the router weighs each row's result.
+        """
+        ends = row_ends(rows_per_expert, rows)
+        gate_and_up = self.linear_fc1(rows, ends)
+        hidden = weighted_bias_swiglu_impl(gate_and_up, None, weights[:, None])
+        return self.linear_fc2(hidden, ends), None
+
+
+def row_ends(rows_per_expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[experts]` int32 on the device of the rows, which the host does not wait for: the first row after those of each expert."""
+    if rows_per_expert.device != rows.device:
+        rows_per_expert = backend.to_device(rows_per_expert.numpy(), np.int64)
+    return rows_per_expert.cumsum(0, dtype=torch.int32)

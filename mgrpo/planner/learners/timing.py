@@ -69,7 +69,8 @@ def learner_time(
     """
     settings = config.parallel
     if settings.fp8 != "none":
-        hardware = replace(hardware, in_8_bits=("dense",))
+        clamps = shape.experts is not None and shape.experts.clamp is not None
+        hardware = replace(hardware, in_8_bits=("dense",) if clamps else ("dense", "experts"))
     parts = config.algorithm.num_mini_batches
     count = num_micro_batches(
         layout, work, pack_length=settings.pack_length, pack_fill=hardware.assumed.pack_fill, parts=parts

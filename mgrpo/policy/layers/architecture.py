@@ -189,12 +189,21 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     if experts:
         # megatron-core 0.19 has a partial in place of a ModuleSpec.
         mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
-        mlp.experts = GroupedExperts
+        mlp.experts = _experts(config)
         if experts.clamp is not None:
             mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
     return spec
+
+
+def _experts(config: TransformerConfig) -> type[GroupedExperts]:
+    if config.fp8 is None:
+        return GroupedExperts
+    # It imports Transformer Engine.
+    from mgrpo.parallel.moe.eight_bit_experts import EightBitExperts
+
+    return EightBitExperts
 
 
 def _attention(

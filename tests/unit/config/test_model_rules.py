@@ -110,6 +110,22 @@ def found(hf_config, **values):
             "tensor_model_parallel_size=32 does not divide num_attention_heads=16; choose from {1, 2, 4, 8, 16}",
         ),
         (
+            DENSE | {"intermediate_size": 784},
+            {"tensor_model_parallel_size": 2, "fp8": "hybrid"},
+            "intermediate_size=784 / tensor_model_parallel_size=2 = 392 must be a multiple of 16 with fp8_recipe=tensorwise; use "
+            "fewer tensor ranks, or fp8=none",
+        ),
+        (
+            DENSE | {"intermediate_size": 784},
+            {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+            "intermediate_size=784 must be a multiple of 32 with fp8_recipe=mxfp8; use another recipe, or fp8=none",
+        ),
+        (
+            QWEN_MOE,
+            {"fp8": "e4m3"},
+            "moe_intermediate_size=88 must be a multiple of 16 with fp8_recipe=tensorwise; use fp8=none",
+        ),
+        (
             DENSE,
             {"expert_model_parallel_size": 2},
             "expert_model_parallel_size=2 needs a mixture-of-experts model, this one has no experts; use 1",
