@@ -114,6 +114,7 @@ INNER = {
     "planner.engines": {"hardware", "work"},
     "planner.learners": {"hardware", "traffic", "work"},
     "policy.layers": set(),
+    "rehearsal.eight_bits": set(),
     "rewards.constraints": {"verifier"},
     "rewards.judges": {"verifier"},
     "rewards.rubrics": {"compose", "judges", "remote_endpoint", "trajectory_rewards", "verifier"},
