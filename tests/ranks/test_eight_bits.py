@@ -155,7 +155,7 @@ def experts_in_8_bits(model_dir: str, recipe: str, rows_per_expert: list[int]) -
     from mgrpo.models.hf_config import read_hf_config
     from mgrpo.parallel.moe.eight_bit_experts import EightBitExperts
     from mgrpo.policy.layers.architecture import transformer_config
-    from mgrpo.rehearsal.eight_bits.products import Product, copies, product
+    from mgrpo.rehearsal.eight_bits.multiplied import Product, copies, product
     from mgrpo.rehearsal.eight_bits.rounding import Rounding
 
     policy = cases.make_policy(model_dir, {})

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mgrpo.rehearsal.eight_bits.products import Copies, Product, copies, product
+from mgrpo.rehearsal.eight_bits.multiplied import Copies, Product, copies, product
 from mgrpo.rehearsal.eight_bits.rounding import Name, Rounding
 
 VERSION = "2.11.0"

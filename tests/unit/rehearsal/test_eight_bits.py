@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgrpo.rehearsal.eight_bits.products import Product, copies, product
+from mgrpo.rehearsal.eight_bits.multiplied import Product, copies, product
 from mgrpo.rehearsal.eight_bits.rounding import E4M3, E5M2, Rounding
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
