@@ -20,8 +20,9 @@ from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.telemetry import samples
 from tests.e2e.versioned_traces import versioned
 
-if __name__ == "__main__":
-    file = sys.argv[1]
+
+def record(file: str) -> None:
+    """Write every turn to `file` from here on."""
     read = Dispatcher._read
 
     def recorded(dispatcher: Dispatcher, requests: Sequence[Any], arrays: Any) -> Any:
@@ -39,4 +40,8 @@ if __name__ == "__main__":
 
     Dispatcher._read = recorded  # type: ignore[method-assign]
     samples.trace_records = versioned
+
+
+if __name__ == "__main__":
+    record(sys.argv[1])
     raise SystemExit(train_command(sys.argv[2:]))

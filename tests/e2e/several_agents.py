@@ -24,6 +24,8 @@ _OPENAI, _ANTHROPIC = AsyncOpenAI(base_url="http://x", api_key="x"), AsyncAnthro
 
 async def run(row: Mapping[str, Any], endpoint: Any) -> float | None:
     number = int(endpoint.trajectory.rpartition("/")[2])
+    # Of the endpoint that has its session.
+    endpoint.metrics["endpoint"] = float(endpoint.base_url.rpartition("/")[2].partition("-")[0])
     question = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
     openai = _OPENAI.with_options(base_url=endpoint.openai_url, api_key=endpoint.api_key)
     match number:

@@ -39,12 +39,20 @@ class Server:
     """`vllm serve` as docs/servers.md starts it on a CPU."""
 
     def __init__(
-        self, model: Path, folder: Path, *, max_model_len: int, flags: Sequence[str] = (), is_stock: bool = False
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        max_model_len: int,
+        flags: Sequence[str] = (),
+        is_stock: bool = False,
+        has_tokenizer: bool = False,
     ) -> None:
         """
         Args:
             flags: further ones.
             is_stock: without anything that a policy's server needs.
+            has_tokenizer: a policy's server has one.
         """
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "server.txt"
@@ -58,7 +66,7 @@ class Server:
         if not is_stock:
             self.command += [
                 "--weight-transfer-config", '{"backend": "mgrpo"}', "--logprobs-mode", "processed_logprobs",
-                "--enable-scale-out", "--skip-tokenizer-init", "--block-size", "32", "--max-num-seqs", "256",
+                "--enable-scale-out", *([] if has_tokenizer else ["--skip-tokenizer-init"]), "--block-size", "32", "--max-num-seqs", "256",
                 "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
             ]  # fmt: skip
             self.environment |= {"MGRPO_ENGINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
