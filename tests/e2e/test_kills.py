@@ -64,9 +64,8 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_they_had_not_been(tmp_
     folder, kills = new_folder(tmp_path), 0
     while kills < KILLS:
         # Saves in the background and in the foreground are of one format; between those on storage each rank's disk has newer ones.
-        near = ["--checkpoint_local_dir", f"{folder}/disk$RANK", "--save_every_minutes", "0.0001"]
         is_near = rng.random() < NEAR
-        flags = ["--checkpoint_async", rng.choice(["true", "false"]), *(near if is_near else [])]
+        flags = ["--checkpoint_async", rng.choice(["true", "false"]), *(near(folder) if is_near else [])]
         run = JOB.launch(folder, flags)
         try:
             before = run.text().count(FIRST_STEP) if run.log.exists() else 0
@@ -88,9 +87,14 @@ def test_runs_that_are_killed_at_random_moments_end_as_if_they_had_not_been(tmp_
         if status == 0:
             assert_equal(run, reference)
             folder = new_folder(tmp_path)
-    run = JOB.finish(folder)
+    run = JOB.finish(folder, near(folder))
     assert_equal(run, reference)
     print(f"all ends are equal; the last run went on from the steps {origins(run)}", flush=True)
+
+
+def near(folder: Path) -> list[str]:
+    """A disk for each rank, with a state after every step."""
+    return ["--checkpoint_local_dir", f"{folder}/disk$RANK", "--save_every_minutes", "0.0001"]
 
 
 def new_folder(parent: Path) -> Path:
