@@ -5,8 +5,8 @@
     python tools/parity.py --markdown docs/parity.md
 
 A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
-first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
-unpacked, packs512, kept (tokens sampled from sets), lora (adapters are trained). Ranks that no axis names are data
+first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), offloaded (activations), chunked (LM
+head by columns), unpacked, packs512, kept (tokens sampled from sets), lora (adapters are trained). Ranks that no axis names are data
 parallel.
 """
 
@@ -201,6 +201,8 @@ def parse(name: str) -> Case:
                 settings["cp_comm_type"] = "a2a"
             case "full" | "selective" as granularity:
                 settings["recompute_granularity"] = granularity
+            case "offloaded":
+                settings["activation_offloading"] = True
             case "chunked":
                 options["logits_chunk"] = 17
             case "unpacked":

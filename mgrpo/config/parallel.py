@@ -18,7 +18,7 @@ from mgrpo.config.annotations import (
 )
 from mgrpo.config.provenance import Provenance
 from mgrpo.layout import Layout
-from mgrpo.models.cuts import num_experts
+from mgrpo.models.cuts import num_experts, size_of
 from mgrpo.models.hf_config import HfConfig
 
 RECOMPUTABLE = ("core_attn", "mlp", "moe")
@@ -99,6 +99,9 @@ class Parallel:
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe."""
+    activation_offloading: bool = False
+    """Activations wait for the backward pass in page-locked host memory, except those of a chunk's last layer: copied while the
+    next layer computes, and back before they are needed. It has not run on GPUs here."""
     routing_replay: Literal["auto", "none", "learner", "rollout"] = "auto"
     """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when
     the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts
@@ -216,6 +219,14 @@ def _fp8(fp8: str, transformer_impl: str, model_dtype: str, zero_stage: int, use
         yield f"fp8={fp8} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use fp8=none"
 
 
+def _offloaded_8_bits(activation_offloading: bool, recompute_granularity: str, fp8: str) -> Iterator[str]:
+    if activation_offloading and fp8 != "none" and recompute_granularity != "full":
+        yield (
+            f"activation_offloading=true with fp8={fp8} needs recompute_granularity=full, got {recompute_granularity}, which "
+            "saves 8-bit copies of weights; use full, or fp8=none"
+        )
+
+
 def _shared_prompts(shared_prompt_packing: bool | str, context_parallel_size: int) -> Iterator[str]:
     if shared_prompt_packing is True and context_parallel_size > 1:
         yield (
@@ -260,7 +271,14 @@ def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterato
         )
 
 
-RULES: tuple[Rule, ...] = (_pack_length, _recompute_modules, _optimizer_memory, _fp8, _shared_prompts)
+RULES: tuple[Rule, ...] = (
+    _pack_length,
+    _recompute_modules,
+    _optimizer_memory,
+    _fp8,
+    _offloaded_8_bits,
+    _shared_prompts,
+)
 LAYOUT: tuple[Rule, ...] = (_layout, _flex)
 LEARNERS: tuple[Rule, ...] = (_learners,)
 
@@ -294,6 +312,15 @@ def _nothing_to_shard(layout: Layout) -> Iterator[str]:
         yield (
             f"zero_stage={layout.zero_stage} has only one data- and context-parallel rank, so there is nothing to shard; it runs "
             f"as zero_stage={layout.sharding}, which takes the same memory"
+        )
+
+
+def _single_layers(layout: Layout, hf_config: HfConfig | None, activation_offloading: bool) -> Iterator[str]:
+    num_layers = size_of(hf_config, "num_hidden_layers") if hf_config else None
+    if activation_offloading and num_layers and max(layout.chunk_sizes(num_layers)) == 1:
+        yield (
+            "activation_offloading=true has no effect on chunks of one layer, the last of which stays on the GPU; use fewer "
+            "pipeline stages or virtual_pipeline_model_parallel_size=1"
         )
 
 
@@ -338,5 +365,5 @@ def _nothing_to_replay(
         )
 
 
-LAYOUT_WARNINGS: tuple[Rule, ...] = (_idle_ranks, _rounded_pack, _nothing_to_shard, _split_matrices)
+LAYOUT_WARNINGS: tuple[Rule, ...] = (_idle_ranks, _rounded_pack, _nothing_to_shard, _single_layers, _split_matrices)
 EXPERT_WARNINGS: tuple[Rule, ...] = (_no_experts, _nothing_to_replay)

@@ -503,6 +503,8 @@ class Keywords(TypedDict, total=False):
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str
     """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe. (default: core_attn mlp)"""
+    activation_offloading: bool
+    """Activations wait for the backward pass in page-locked host memory, except those of a chunk's last layer: copied while the next layer computes, and back before they are needed. It has not run on GPUs here. (default: false)"""
     routing_replay: Literal["auto", "none", "learner", "rollout"]
     """Experts of a token in training: rollout: those that the engine chose when it sampled (R3); learner: those that were chosen when the policy scored the batch before its first update; none: the router's choice in each pass; auto: rollout for mixtures of experts if engines say what they chose, else none. (default: auto)"""
     pack_length: int

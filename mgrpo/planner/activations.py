@@ -27,6 +27,7 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,7 +74,7 @@ class StageActivations:
     """
 
     kept: int
-    """Activations of all micro-batches in flight."""
+    """Activations of all micro-batches in flight, without those that are offloaded."""
     kept_layer: int
     """The part of these that one layer keeps of one micro-batch."""
     buffers: int
@@ -84,11 +85,18 @@ class StageActivations:
     """Backward pass of a layer: what is recomputed, and gradients."""
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of the whole stage."""
+    offloaded: int = 0
+    """Activations of one micro-batch that wait in host memory (activation_offloading)."""
 
     @property
     def total(self) -> int:
         """Their peak."""
         return self.kept + self.buffers + max(self.loss, self.layer)
+
+    @property
+    def on_host(self) -> int:
+        """Page-locked host memory of all micro-batches in flight; torch takes up to twice as much, whole powers of two."""
+        return int(self.offloaded * self.in_flight)
 
 
 @cache
@@ -310,13 +318,15 @@ def stage_activations(
         )
         for has_experts, has_attention in set(held)
     }
-    kept = sum(kept_bytes(layers[kind], has_experts=kind[0], settings=settings) for kind in held)
+    each = [kept_bytes(layers[kind], has_experts=kind[0], settings=settings) for kind in held]
+    kept = sum(each)
+    stream = next(iter(layers.values())).layer_input
+    offloaded = _offloaded(each, stream, layout, shape.num_layers, stage) if settings.activation_offloading else 0
     in_flight = chunks_in_flight(layout, stage=stage, num_micro_batches=num_micro_batches) / layout.virtual_pipeline
     rows = -(-pack_length // layout.context)
     turned = shape.latent.rope_dim if shape.latent else shape.head_dim
     rotary = rows * sum(int(turned * rope.share) for rope in shape.rope_kinds) * dtype_bytes
-    total = int((kept + rotary * layout.virtual_pipeline) * in_flight)
-    stream = next(iter(layers.values())).layer_input
+    total = int((kept - offloaded + rotary * layout.virtual_pipeline) * in_flight)
     gathered = stream * (layout.tensor if layout.sequence_parallel else 1)
     is_last = stage == layout.pipeline - 1
     split_rows = rows // layout.tensor if layout.sequence_parallel else rows
@@ -339,7 +349,9 @@ def stage_activations(
         )
         if is_last
         else 0,
+        # Of an offloaded layer before this one all is back already.
         layer=2 * stream
+        + max(each) * bool(offloaded)
         + max(
             dropped_bytes(layer, has_experts=has_experts, settings=settings)
             + (
@@ -351,7 +363,19 @@ def stage_activations(
             for (has_experts, _), layer in layers.items()
         ),
         in_flight=in_flight,
+        offloaded=offloaded,
     )
+
+
+def _offloaded(each: Sequence[int], stream: int, layout: Layout, num_layers: int, stage: int) -> int:
+    """Of what each layer keeps: all but the last layer of a chunk, and its input from another stage, which the schedule holds."""
+    total = first = 0
+    for chunk in range(layout.virtual_pipeline):
+        last = first + len(layout.chunk_layers(num_layers, stage, chunk)) - 1
+        if last > first:
+            total += sum(each[first:last]) - stream * (stage > 0 or chunk > 0)
+        first = last + 1
+    return total
 
 
 def _mlp_backward(shape: ModelShape, layout: Layout, tokens: int, gathered: int, dtype_bytes: int) -> int:

@@ -68,6 +68,15 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
             yield Line(
                 section="memory", name=kind, rehearsed=at_peak[kind], planned=planned, why="rounding to 512 bytes"
             )
+    packs = found["packs"] * plan.config.algorithm.num_mini_batches
+    if planned := stage.activations.offloaded * packs:
+        yield Line(
+            section="memory",
+            name="activations copied to the host",
+            rehearsed=found["offloaded"],
+            planned=planned,
+            why="a layer's input is often an output of the layer before it",
+        )
     yield Line(
         section="memory",
         name="whole weights, passes",

@@ -316,6 +316,7 @@ def plan_run(
         hardware,
         logits_chunk=logits_chunk,
         dtype_bytes=dtype_bytes,
+        offloaded=[stage.activations.offloaded for stage in stages],
     )
     teach_s = teaching_seconds(config, shape, teachers, work, hardware, gpus=num_learners)
     to_engine = synced_bytes(config, shape, dtype_bytes)

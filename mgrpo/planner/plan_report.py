@@ -47,6 +47,7 @@ CAUSES = {
         "memory": "norms, gates, routing, loss",
         "recompute": "the same, repeated (recompute)",
         "host": "the host, starting kernels",
+        "offload": "copies of activations that nothing covers",
         "bubble": "pipeline bubble",
         "tensor": "tensor-parallel collectives",
         "context": "context-parallel exchange",
@@ -75,7 +76,6 @@ ADVICE = {
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
 """Remedies for a slow phase, by its largest cause; for other causes, another layout."""
-
 
 BOUNDS = {
     "learners": "the learners: fewer engines, or more learners",
@@ -248,8 +248,8 @@ def _memory(plan: RunPlan) -> Table:
         modules = f" {' '.join(settings.recompute_modules)}" if recompute == "selective" else ""
         used = " (used)" if recompute == settings.recompute_granularity else ""
         table.add_row(f"passes, recompute {recompute}{modules}{used}", *map(_gib, totals), style="dim")
-    if plan.worst.states.host:
-        table.add_row("in host memory", *(_gib(stage.states.host) for stage in stages), style="dim")
+    if any(on_host := [stage.states.host + stage.activations.on_host for stage in stages]):
+        table.add_row("in host memory", *map(_gib, on_host), style="dim")
     return table
 
 

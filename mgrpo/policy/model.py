@@ -28,7 +28,8 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.packed.context import whole_responses
 from mgrpo.parallel.packed.packs import PackedDocuments
 from mgrpo.policy.layers import transformer_engine
-from mgrpo.policy.layers.architecture import block, transformer_config
+from mgrpo.policy.layers.activation_offload import ActivationOffload
+from mgrpo.policy.layers.architecture import adds_gradients, block, transformer_config
 from mgrpo.policy.layers.rotary import PackedRotary, frequencies
 
 
@@ -265,10 +266,12 @@ def build(
         )
         for chunk in range(layout.virtual_pipeline)
     ]
-    if uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda()):
-        for chunk in chunks:
-            # Megatron-FSDP hands out its gradient buffers by itself.
-            transformer_engine.finish(chunk, accumulates=layout.sharding < 2)
+    settings = settings or Parallel()
+    for chunk in chunks:
+        if uses_transformer_engine(settings, has_cuda=backend.has_cuda()):
+            transformer_engine.finish(chunk, accumulates=adds_gradients(settings, layout))
+        if settings.activation_offloading:
+            ActivationOffload(chunk.decoder)
     return chunks
 
 

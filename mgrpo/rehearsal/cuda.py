@@ -190,13 +190,14 @@ _pinned: set[int] = set()
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """As Tensor.pin_memory."""
-    if is_pinned(tensor):
-        return tensor
-    copy = tensor.clone()
-    storage = copy.untyped_storage()
+    return tensor if is_pinned(tensor) else _marked(tensor.clone())
+
+
+def _marked(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
     _pinned.add(storage._cdata)
     weakref.finalize(storage, _pinned.discard, storage._cdata)
-    return copy
+    return tensor
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
@@ -207,7 +208,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         made = factory(*args, **kwargs)
-        return pin(made) if pin_memory and made.device.type == "cpu" else made
+        return _marked(made) if pin_memory and made.device.type == "cpu" else made
 
     return make
 

@@ -78,6 +78,8 @@ class Recorder(TorchDispatchMode):
         self.sent: Counter[tuple[str, str, str]] = Counter()
         """Bytes by (axis, phase, operation), in rings."""
         self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.offloaded: Counter[str] = Counter()
+        """Bytes by phase that are copied to page-locked host memory, and wait there."""
         self.flops: Counter[tuple[str, str]] = Counter()
         """By (phase, "attention" or "products")."""
         self.axes: dict[str, str] = {}
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     def forget(self) -> None:
         """Count from now on; what is allocated stays so."""
-        for counter in (self.waits, self.uploads, self.sent, self.calls, self.flops):
+        for counter in (self.waits, self.uploads, self.sent, self.calls, self.offloaded, self.flops):
             counter.clear()
         self.memory.forget_peak()
 
@@ -155,6 +157,9 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and args[0].device.type == "cpu":
             if not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
                 self.wait("copy to the host")
+            if is_pinned(args[0]) and first.numel() > KNOWN_ELEMENTS:
+                self.offloaded[self.now] += first.nbytes
+                return args[0]  # nobody reads the values, and memory that is not written is not taken
             with unset_fake_temporarily():
                 return args[0].copy_(self._on_host(first, first.dtype))
         if func is aten.copy_.default and args[1].device.type == "cpu":

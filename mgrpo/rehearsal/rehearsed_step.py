@@ -109,6 +109,7 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
                 "peak": at_peak[0],
                 "at_peak": at_peak[1],
                 "restored": restored,
+                "offloaded": recorder.offloaded["forward"],
                 "sent": [[*key, recorder.calls[key], size] for key, size in sorted(recorder.sent.items())],
                 "flops": [[*key, count] for key, count in sorted(recorder.flops.items())],
                 "waits": [[*key, count] for key, count in recorder.waits.most_common()],

@@ -73,6 +73,16 @@ class ExchangedTokens(MoEAlltoAllTokenDispatcher):
             # Rows are sorted by expert once. With this number they are not sorted again by the rank that they come from.
             self.num_local_experts = 1
 
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows in the order of their experts, and their weights."""
+        rows: tuple[torch.Tensor, torch.Tensor] = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        # Only its type is read again. Its graph would hold a recomputed layer's input, and the gradient of that, until the
+        # layer's next pass.
+        self.probs = probs.detach()
+        return rows
+
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """The number of rows of each local expert, on the device; sizes of the exchange as attributes."""
         if self.is_alone or self.choices is None or not self.choices.is_repeated:

@@ -8,6 +8,7 @@ adds `(p - 1) / (m x v)` of its time for m micro-batches on p stages of v chunks
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mgrpo.config.schema import Config, Parallel
@@ -27,7 +28,7 @@ FORWARD_SHARE = 0.36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerTime:
-    """Seconds of a step on the slowest pipeline stage, by cause: compute, memory, recompute, host, bubble, an axis, optimizer."""
+    """Seconds of a step on the slowest pipeline stage, by cause: compute, memory, recompute, host, offload, bubble, an axis, optimizer."""
 
     training: dict[str, float]
     logprobs: dict[str, float]
@@ -61,11 +62,13 @@ def learner_time(
     *,
     logits_chunk: int,
     dtype_bytes: int,
+    offloaded: Sequence[int] = (),
 ) -> LearnerTime:
     """Time of the learners in a training step: logprob passes, forward and backward passes, updates.
 
     Args:
         states: those of the fullest rank, for the optimizer's time.
+        offloaded: bytes of a micro-batch's activations that wait in host memory, by pipeline stage; empty: none.
     """
     settings = config.parallel
     if settings.fp8 != "none":
@@ -95,6 +98,7 @@ def learner_time(
             stage=stage,
             count=count * parts,
             logits_chunk=logits_chunk,
+            offloaded=offloaded[stage] if offloaded else 0,
         )
 
     slowest = max(map(of_stage, _slow_stages(shape, layout, work, settings, logits_chunk)), key=lambda own: own.total)
@@ -152,6 +156,7 @@ def _stage_time(
     stage: int,
     count: int,
     logits_chunk: int,
+    offloaded: int,
 ) -> _StageTime:
     """Args: count: micro-batches of a step."""
     settings, dtype_bytes, lora = config.parallel, passed.dtype_bytes, config.adapter.lora
@@ -186,6 +191,9 @@ def _stage_time(
         training["expert"] = beside(training["expert"], window, hardware, exposed=hardware.assumed.expert_exposed)
     repeats = FORWARD_SHARE * settings.recomputes("projections")
     training["host"] = max(host * (1 + repeats) * passes.train - sum(training.values()), 0.0)
+    forward_s = products(flops.forward) + memory(touched.forward) + sum(links(forward).values())
+    copies = offloaded * passed.tokens / settings.pack_length / (hardware.gpu.pcie_gb_s * 1e9)
+    training["offload"] = _exposed(copies * passes.train, forward_s * passes.train, sum(training.values()))
     num_forward = passes.reference + passes.old
     logprobs = {
         "compute": products(flops.forward * num_forward),
@@ -200,6 +208,11 @@ def _stage_time(
         logprobs=logprobs,
         traffic=both_ways * passes.train + forward * num_forward,
     )
+
+
+def _exposed(copies: float, forward: float, both: float) -> float:
+    """What copies in each direction take beyond the forward pass that covers those to the host, and the backward pass."""
+    return max(copies - forward, 0.0) + max(copies - (both - forward), 0.0)
 
 
 def _host_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, *, stage: int) -> float:

@@ -53,8 +53,7 @@ def transformer_config(
         moe_token_dispatcher_type=settings.moe_token_dispatcher_type,
         moe_flex_dispatcher_backend=settings.moe_flex_dispatcher_backend,
         moe_permute_fusion=uses_te and shape.experts is not None,
-        # Megatron-FSDP hands out its gradient buffers by itself.
-        gradient_accumulation_fusion=backend.accumulates_gradients() and layout.sharding < 2,
+        gradient_accumulation_fusion=backend.accumulates_gradients() and adds_gradients(settings, layout),
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
         params_dtype=dtype,
@@ -147,6 +146,16 @@ def _recompute_settings(settings: Parallel) -> dict[str, Any]:
     if settings.recompute_granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(settings.recompute_modules)}
     return {}
+
+
+def adds_gradients(settings: Parallel, layout: Layout) -> bool:
+    """Whether a matrix product may add a weight's gradient to Megatron's buffer itself.
+
+    Megatron-FSDP hands out its gradient buffers by itself. Saved tensors that are offloaded come back as new ones, also
+    weights, which then do not know their buffers; under full recomputation no weights are saved.
+    """
+    saves_weights = settings.activation_offloading and settings.recompute_granularity != "full"
+    return layout.sharding < 2 and not saves_weights
 
 
 def _finalize_without_scaling(

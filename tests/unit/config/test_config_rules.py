@@ -313,6 +313,11 @@ RULES = [
     ("MoE", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef=0.01 is refused: there is no auxiliary loss"),
     ("offload", {"deepspeed_offload_param": True}, "deepspeed_offload_param=true is refused: weights stay on the GPU"),
     ("offload", {"optimizer_offload_fraction": 0}, "optimizer_offload_fraction=0.0 must be in (0, 1]"),
+    (
+        "offload",
+        {"activation_offloading": True, "fp8": "hybrid", "recompute_granularity": "selective"},
+        "activation_offloading=true with fp8=hybrid needs recompute_granularity=full, got selective, which saves 8-bit copies",
+    ),
     *(
         (
             "offload",

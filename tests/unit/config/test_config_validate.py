@@ -358,6 +358,14 @@ def test_the_layout_follows_the_parallel_section():
             "overlap_param_gather=false has no effect without zero_stage=1",
         ),
         (
+            {
+                "activation_offloading": True,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "activation_offloading=true has no effect on chunks of one layer, the last of which stays on the GPU",
+        ),
+        (
             {"optimizer_offload_fraction": 0.5},
             "optimizer_offload_fraction=0.5 has no effect without optimizer_cpu_offload=true",
         ),
@@ -394,7 +402,7 @@ def test_the_layout_follows_the_parallel_section():
 def test_what_is_probably_not_meant_is_a_warning(model, values, words):
     """Legal, and almost always a mistake."""
     base = {"model_name_or_path": model, "dataset_mixer_list": ["a", "1.0"], "learning_rate": 1e-6}
-    context = {"world_size": 2, "hf_config": {"hidden_size": 4096}}
+    context = {"world_size": 2, "hf_config": {"hidden_size": 4096, "num_hidden_layers": 4}}
     assert warnings(from_values(base), **context) == []
     config = from_values(base | values)
     assert problems(config, **context) == []

@@ -211,3 +211,18 @@ def test_gathers_and_messages_have_buffers() -> None:
     assert stage(layout).buffers == stream + stream // 4
     assert stage(layout).loss == 0 < stage(layout, number=1).loss
     assert stage(Layout(world_size=2, pipeline=2)).buffers == stream
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_offloading_leaves_the_last_layer_of_each_chunk_on_the_device(recompute: str) -> None:
+    """By hand, GPT-3 on 8 stages of 2 chunks of 6 layers: of a micro-batch on stage 3 two layers and two inputs stay."""
+    layout = Layout(world_size=8, pipeline=8, virtual_pipeline=2)
+    settings = {"recompute_granularity": recompute}
+    plain = stage(layout, 3, **settings)
+    moved = stage(layout, 3, activation_offloading=True, **settings)
+    a_layer, an_input = plain.kept_layer, TOKENS * 12288 * 2
+    assert moved.offloaded == 10 * a_layer - 2 * an_input
+    assert plain.kept - moved.kept == moved.on_host == int(moved.in_flight * moved.offloaded)
+    assert moved.layer - plain.layer == a_layer
+    first = stage(layout, 0, activation_offloading=True, **settings)
+    assert first.offloaded == 10 * a_layer - an_input

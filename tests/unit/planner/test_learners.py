@@ -139,3 +139,14 @@ def test_products_are_as_fast_as_their_operands_allow() -> None:
     assert hardware.compute_seconds(work, gpus=1) == pytest.approx(1 + 2 + 4 + 1)
     assert hardware.compute_seconds(work, gpus=2, in_8_bits=("dense",)) == pytest.approx((0.5 + 2 + 4 + 1) / 2)
     assert hardware.compute_seconds(work, gpus=1, dtype_bytes=4) == pytest.approx(8 * 989 / 67)
+
+
+def test_copies_of_activations_cost_what_computing_does_not_cover() -> None:
+    """64 GB/s each way: the inputs of layers hide behind their products, all that 7B keeps takes longer than both passes."""
+    few, _ = shipped_plan("7b_8gpu", activation_offloading=True, recompute_granularity="full")
+    assert "offload" not in few.learners.training
+    many, _ = shipped_plan("7b_8gpu", activation_offloading=True, recompute_granularity="none")
+    packs = many.work.trained_tokens / many.layout.data / many.config.parallel.pack_length
+    one_way = packs * many.worst.activations.offloaded / 64e9
+    passes = sum(many.learners.training[cause] for cause in ("compute", "memory", "tensor"))
+    assert many.learners.training["offload"] == pytest.approx(2 * one_way - passes, rel=0.01)

@@ -118,6 +118,14 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 SHARED = {"expert_model_parallel_size": 2}
+# Packs of long prompts: activations of layers, and little of the LM head.
+OFFLOADED = {
+    "activation_offloading": True,
+    "pack_length": 8192,
+    "max_prompt_token_length": 3840,
+    "response_length": 256,
+    "logits_chunk": 4096,
+}
 # Almost all tokens are responses, of which the plan takes all to be.
 FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_length": 1008}
 CASES: dict[str, Case] = {
@@ -190,6 +198,17 @@ CASES: dict[str, Case] = {
     "recompute selective": Case(
         learners=2,
         settings=TENSOR | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
+    "offloaded activations": Case(learners=2, settings=OFFLOADED, model=WIDE | {"num_hidden_layers": 6}),
+    "offloaded activations, pipeline, recompute full": Case(
+        learners=2,
+        settings=OFFLOADED | PIPELINE | {"recompute_granularity": "full"},
+        model=WIDE | {"num_hidden_layers": 12},
+    ),
+    "offloaded activations, experts, recompute moe": Case(
+        learners=2,
+        settings=OFFLOADED | SHARED | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        model=EXPERTS | {"num_hidden_layers": 4},
     ),
     "reference": Case(learners=2, settings=TENSOR | {"beta": 0.1, "ref_policy_update_freq": 1}),
     "teachers": Case(

@@ -207,6 +207,19 @@ def test_training_in_float32_needs_the_planned_memory(rehearsals, name, rank):
     assert passes.rehearsed == pytest.approx(passes.planned, rel=0.1), passes
 
 
+@pytest.mark.parametrize(
+    ("name", "rank"), [case for case in every_rank() if case.values[0].startswith("offloaded activations")]
+)
+def test_offloaded_activations_leave_the_device_as_planned(rehearsals, name, rank):
+    """A reference to one of them keeps it there, and the run that was planned to fit does not."""
+    found, plan = rehearsals.of(name, rank), plan_of(name)
+    lines = {line.name: line for line in compare(plan, found)}
+    passes, copied = lines["whole weights, passes"], lines["activations copied to the host"]
+    assert copied.rehearsed == pytest.approx(copied.planned, rel=0.01), copied
+    assert 0.9 * passes.planned < passes.rehearsed < 1.02 * passes.planned, passes
+    assert plan.stages[found["stage"]].activations.on_host > 0.11 * passes.planned, "more than the limits leave open"
+
+
 @pytest.mark.parametrize(("name", "rank"), [case for case in every_rank() if case.values[0] != "offload"])
 def test_a_restored_rank_holds_what_it_held_and_never_more(rehearsals, name, rank):
     """A run that fits must also fit when it continues; a state in the wrong place would fail the first update."""
