@@ -182,6 +182,8 @@ class Listener:
                     continue
                 connection.settimeout(timeout_s)
                 hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+                if len(hello) < _HELLO.size:
+                    raise ConnectionError("the worker has gone again")
                 worker, size = _HELLO.unpack(hello)
                 if size:
                     offered = connection.recv(size, socket.MSG_WAITALL)

@@ -23,6 +23,7 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.table import hf_tensors, training_boxes
+from mgrpo.processes import local_socket
 from mgrpo.sync import channel, shared
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import ProcessGroup, open_store
@@ -320,6 +321,14 @@ def test_processes_of_other_users_are_not_let_in(monkeypatch):
         listener.accept({1: 8}, dtype=torch.float32, device=cpu, timeout_s=0.2)
     with pytest.raises(RuntimeError):
         link.take([torch.zeros(1)])
+
+
+def test_a_worker_that_connects_and_dies_is_an_engine_that_has_failed():
+    """Learners give an engine up for a RuntimeError, and end themselves for any other."""
+    listener, cpu = Listener(1), torch.device("cpu")
+    local_socket.connect(listener.address, timeout_s=5).close()
+    with pytest.raises(RuntimeError, match="it has ended"):
+        listener.accept({1: 8}, dtype=torch.float32, device=cpu, timeout_s=5)
 
 
 class Transfer:
