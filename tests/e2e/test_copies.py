@@ -56,7 +56,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(job, whole, tmp_pat
 def test_an_engine_that_loses_a_copy_is_replaced_while_the_run_goes_on(job, tmp_path, how):
     """The copies that are left wait in the exchange with its experts: they go with it, and their groups come again."""
     flags = ["--total_episodes", str(LONG * 16), "--checkpoint_state_freq", "-1", "--save_traces", "true"]
-    flags += ["--engine_heartbeat_timeout", "10"]
+    flags += ["--engine_heartbeat_timeout", "20"]
     run = job.launch(tmp_path, flags)
     try:
         run.wait_for(f"\nstep  2/{LONG} ", LIMIT_S)
