@@ -52,7 +52,7 @@ def answered(engine: Engine, batch: PromptBatch) -> tuple[list[Completions], lis
     while sum(len(answer["numbers"]) for answer in answers) < len(batch.numbers):
         answers.append(engine.poll(gather_s=5.0).result(120))
     engine.pause("recompute").result(60)
-    return answers, sum(answer["drafts"] for answer in answers).tolist()
+    return answers, np.sum([answer["drafts"] for answer in answers], axis=0).tolist()
 
 
 def scores_of(oracle: torch.nn.Module, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
