@@ -157,6 +157,8 @@ def untold_routes(config: Config, *, on_gpu: bool) -> str:
     settings = config.engine
     if settings.vllm_mode == "server" and config.parallel.routing_replay == "auto":
         return "vLLM servers say what they chose if they were started for it; see docs/servers.md"
+    if settings.vllm_speculative_method != "none" and config.parallel.routing_replay == "auto":
+        return "engines that draft say what they chose for tokens that they sample one by one"
     if on_gpu and settings.vllm_mode != "server" and not settings.vllm_enable_prefix_caching:
         return "on GPUs vLLM says what it chose with vllm_enable_prefix_caching=true alone"
     if on_gpu and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from mgrpo.config.derived import untold_routes
 from mgrpo.models.adapters import LINEAR_LAYERS
 from mgrpo.moving import from_values
 from mgrpo.rollout import drafts
@@ -340,6 +341,13 @@ def test_tokens_are_drafted_without_weights(method, values, on_gpu, has_states, 
     given = drafts.draft_args(config)["speculative_config"]
     assert (given.get("suffix_decoding_max_cached_requests") == 2**24 // 256) == (method == "suffix")
     assert (given["method"], given["num_speculative_tokens"]) == (method, 5) and not drafts.draft_args(from_values({}))
+
+
+def test_an_engine_that_drafts_is_not_asked_for_its_experts_by_default():
+    """It would say them of fewer tokens than it samples, and die of that."""
+    for method, is_asked in (("none", True), ("ngram", False)):
+        config = from_values({"vllm_speculative_method": method})
+        assert (untold_routes(config, on_gpu=False) == "") == is_asked
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
