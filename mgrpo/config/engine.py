@@ -64,9 +64,10 @@ class Engine:
     """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU).
 
     Models with gated delta nets have no such cache on a CPU."""
-    vllm_speculative_method: Annotated[Literal["none", "ngram", "suffix"], STARTED] = "none"
+    vllm_speculative_method: Annotated[Literal["none", "ngram", "suffix", "mtp"], STARTED] = "none"
     """What engines draft tokens from, which the model then judges several at a time: ngram: earlier occurrences of the last tokens in prompt
-    and answer; suffix: the same in earlier answers too, as many tokens as are likely. The distribution and its log-probabilities stay."""
+    and answer; suffix: the same in earlier answers too, as many tokens as are likely; mtp: heads of the model's own, as its checkpoint has them,
+    which are not trained. The distribution and its log-probabilities stay."""
     vllm_num_speculative_tokens: Annotated[int, ONE_OR_MORE, DRAFTING] = 3
     """Tokens that are drafted at a time; with suffix the most."""
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT, STARTED] = NO_ENTRIES

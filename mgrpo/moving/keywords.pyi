@@ -537,8 +537,8 @@ class Keywords(TypedDict, total=False):
     """Run without CUDA graphs; always on CPU. (default: false)"""
     vllm_enable_prefix_caching: bool
     """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU). Models with gated delta nets have no such cache on a CPU. (default: true)"""
-    vllm_speculative_method: Literal["none", "ngram", "suffix"]
-    """What engines draft tokens from, which the model then judges several at a time: ngram: earlier occurrences of the last tokens in prompt and answer; suffix: the same in earlier answers too, as many tokens as are likely. The distribution and its log-probabilities stay. (default: none)"""
+    vllm_speculative_method: Literal["none", "ngram", "suffix", "mtp"]
+    """What engines draft tokens from, which the model then judges several at a time: ngram: earlier occurrences of the last tokens in prompt and answer; suffix: the same in earlier answers too, as many tokens as are likely; mtp: heads of the model's own, as its checkpoint has them, which are not trained. The distribution and its log-probabilities stay. (default: none)"""
     vllm_num_speculative_tokens: int
     """Tokens that are drafted at a time; with suffix the most. (default: 3)"""
     vllm_extra_args: Mapping[str, object] | str

@@ -1,16 +1,22 @@
 """Speculative decoding: tokens that an engine guesses from those so far, and the model judges several at a time.
 
-What is accepted is distributed as the model samples (Leviathan et al., arXiv:2211.17192), and its log-probabilities are the model's. Only
-methods without weights: those of a draft model would have to be trained, and a weight sync does not reach them.
+What is accepted is distributed as the model samples (Leviathan et al., arXiv:2211.17192), and its log-probabilities are the model's. The
+methods have no weights, or those of the model's own heads in its checkpoint, which stay as they are: a weight sync reaches what they share
+with the model, its embedding and LM head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mgrpo.config.schema import Config
+from mgrpo.models.adapters import are_apart
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.hf_files.weight_files import head_files
 
 ARGUMENTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments of vLLM that turn it on."""
@@ -26,6 +32,8 @@ PACKAGES = {
 """What a method needs beside vLLM: the module, and how its version for vLLM 0.32 is installed."""
 NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Lengths of the ends that are looked for in the tokens so far. vLLM's own, 5 and 5, rarely find one in an answer."""
+HEADS_WORKER = "mgrpo.sync.vllm_plugin.draft_heads.DraftingWorker"
+"""Base class of vLLM's workers of an engine with method mtp."""
 ANSWER_TOKENS = 1 << 24
 """Of the earlier answers in which `suffix` looks, at most: it keeps them in the host's memory, at 280 bytes a token. vLLM's own limit is
 10,000 answers of any length."""
@@ -37,6 +45,8 @@ def draft_args(config: Config) -> dict[str, Any]:
     if method == "none":
         return {}
     drafts = {"method": method, "num_speculative_tokens": config.engine.vllm_num_speculative_tokens}
+    if method == "mtp":
+        return {"speculative_config": drafts, "worker_extension_cls": HEADS_WORKER}
     if method == "ngram":
         drafts |= NGRAMS
     else:
@@ -56,8 +66,8 @@ def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterato
     if method == "none":
         return
     name = f"vllm_speculative_method={method}"
-    module, command = PACKAGES[method]
-    if find_spec(module) is None:
+    module, command = PACKAGES.get(method, (None, None))
+    if module and find_spec(module) is None:
         yield f"{name} needs a package that is not installed: {command}, on every node with engines"
     if rollout.is_cut:
         yield (
@@ -73,6 +83,33 @@ def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterato
         yield (
             f"{name}: on a CPU the state of a gated delta net cannot go back to the last accepted token; use none, or engines on GPUs"
         )
+    if method == "mtp":
+        yield from (f"{name} {reason}" for reason in _head_problems(config))
+
+
+def _head_problems(config: Config) -> Iterator[str]:
+    """What keeps the model's own heads from drafting."""
+    folder, engine = Path(config.model_path), config.engine
+    shape = shape_of(read_hf_config(folder))
+    try:
+        has_heads = bool(head_files(folder, shape))
+    except ValueError:
+        has_heads = False  # in Megatron's layout
+    if not has_heads:
+        yield f"needs heads that draft (MTP), and {folder} has none: neither do models that mgrpo has written; use ngram or suffix"
+    elif (tokens := engine.vllm_num_speculative_tokens) > shape.draft_layers and tokens % shape.draft_layers:
+        yield f"with vllm_num_speculative_tokens={tokens}: the model has {shape.draft_layers} heads; use a multiple of them, or fewer"
+    if engine.vllm_enable_sleep_mode:
+        yield "with vllm_enable_sleep_mode: an engine that sleeps gives up its heads, which no weight sync writes; leave one of them out"
+    if are_apart(config.adapter.lora):
+        yield "with lora_sync=adapter has not been tried; use lora_sync=merged"
+    if engine.vllm_data_parallel_size > 1 and engine.vllm_enable_expert_parallel:
+        yield "with copies of an engine's attention (vllm_data_parallel_size) has not been tried; use ngram or suffix"
+
+
+def reads_heads(args: Mapping[str, Any]) -> bool:
+    """Whether an engine with these arguments of vLLM is to read the heads that draft from the model's files, and nothing else of them."""
+    return args.get("load_format") == "dummy" and args.get("speculative_config", {}).get("method") == "mtp"
 
 
 def second_model(drafts: Mapping[str, Any]) -> str:

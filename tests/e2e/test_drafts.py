@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,6 +17,9 @@ import torch
 
 from mgrpo.rollout.drafts import PACKAGES
 from mgrpo.rollout.engine import Completions, Engine, PromptBatch, Sampling
+from tests.e2e.drafting_heads import RIGHT_SCALE, add_head
+from tests.e2e.interrupted import Job, metrics
+from tests.e2e.launching import ROOT
 from tests.e2e.lone_engine import lone_engine
 from tests.sampling import prompt_batch
 from tests.tiny_models import load_hf, save_tiny
@@ -21,6 +28,10 @@ ENGINE_DIFFERENCE = 5e-5
 """Of a log-probability, between the engine and transformers in float32 at the temperature below."""
 TEMPERATURE = 0.3
 """A small random model repeats itself when it is cold."""
+REWARD = """
+def of_ids(completions, completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+"""
 PROMPTS = [np.tile(np.arange(2, 8), 2), np.arange(3, 13)]
 
 
@@ -92,3 +103,53 @@ def test_suffix_drafts_are_those_of_earlier_answers(tmp_path):
     chosen = scores.gather(1, torch.tensor(first["tokens"]).long()[:, None])[:, 0]
     np.testing.assert_allclose(chosen.numpy(), scores.amax(-1).numpy(), atol=ENGINE_DIFFERENCE)
     assert accepted_again > accepted and times_again < times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_heads_are_read_as_vllm_loads_them(family, tmp_path):
+    """An engine starts without the model's files. What the heads share with the model is the weight sync's, and must stay."""
+    folder = save_tiny(tmp_path, family)
+    add_head(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.drafting_heads", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("read ")).removeprefix("read ")
+    )
+    assert found["wrong"] == [] and 0 < found["num_bytes"] <= found["lost"], found
+
+
+@pytest.mark.slow
+def test_a_run_drafts_with_the_heads_of_its_model(tmp_path):
+    """Heads that were not read, or do not see the embedding that is trained, guess one token in 64."""
+    model = save_tiny(tmp_path / "model", "glm4_moe", vocab_size=64, eos_token_id=1)
+    add_head(model, is_right=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples/quickstart/model" / name, model / name)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    flags = [
+        *("--reward_funcs", f"{tmp_path / 'rewards.py'}:of_ids"),
+        *("--sequence_parallel", "true", "--routing_replay", "none"),
+        *("--num_unique_prompts_rollout", "4", "--num_samples_per_prompt_rollout", "4", "--total_episodes", "48"),
+        *(
+            "--learning_rate",
+            "1e-3",
+            "--warm_up_steps",
+            "0",
+            "--local_eval_every",
+            "-1",
+            "--weight_sync_check_every",
+            "1",
+        ),
+        *("--model_name_or_path", str(model), "--vllm_speculative_method", "mtp", "--vllm_num_speculative_tokens", "2"),
+    ]
+    steps = [line for line in metrics(Job(flags=flags).finish(tmp_path)) if "reward" in line]
+    assert len(steps) == 3
+    for line in steps:
+        assert line["debug/vllm_vs_local_logprob_diff_max"] < RIGHT_SCALE * ENGINE_DIFFERENCE, line["step"]
+        assert line["engines/draft_acceptance"] > 0.1, line["step"]

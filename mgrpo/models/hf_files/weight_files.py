@@ -18,7 +18,7 @@ from typing import Any
 from mgrpo.models.hf_files.checksums import SUMS
 from mgrpo.models.placement.boxes import Shape
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import hf_tensors, is_left_out
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -91,6 +91,11 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
         if not (isinstance(file, str) and _is_inside(PurePosixPath(file))):
             raise ValueError(f"{folder}: {INDEX} has {name} in {file!r:.100}; expected a file in the same folder")
     return {name: folder / file for name, file in weight_map.items()}
+
+
+def head_files(folder: str | Path, shape: ModelShape) -> dict[str, Path]:
+    """The file of each tensor of the heads that draft (`ModelShape.draft_layers`); none where the folder was written without them."""
+    return {name: path for name, path in tensor_files(folder).items() if is_left_out(name, shape)}
 
 
 def _is_inside(path: PurePosixPath) -> bool:

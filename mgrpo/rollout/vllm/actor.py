@@ -17,6 +17,7 @@ import numpy as np
 
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hf_files.hub import HubSnapshot
+from mgrpo.rollout.drafts import reads_heads
 from mgrpo.rollout.engine import GATHER_S, Completions, PromptBatch
 from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
@@ -90,6 +91,8 @@ class EngineActor(EngineCalls):
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**args, weight_transfer_config=transfer), stat_loggers=loggers
         )
+        if reads_heads(args):
+            await self.engine.collective_rpc("read_heads")
         if teacher_temperature not in (None, 1.0):
             await self.engine.collective_rpc("divide_logits", args=(teacher_temperature,))
         await self.pause("recompute")

@@ -383,6 +383,9 @@ def engine_args(
         args["block_size"] = 32
         args |= _cpu_model_args(config.model_path)
     args |= json.loads(settings.vllm_extra_args)
+    if settings.vllm_speculative_method == "mtp" and "attention_backend" in args:
+        # vLLM would choose another one for the heads.
+        args["speculative_config"]["attention_backend"] = args["attention_backend"]
     if on_gpu:
         args["compilation_config"] = _compilation(args.get("compilation_config", {}))
     # vLLM wants room for a token of each sequence, and for the longest prompt where prompts are read whole.

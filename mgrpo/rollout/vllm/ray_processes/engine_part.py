@@ -15,6 +15,7 @@ from typing import Any
 
 from mgrpo.models.hf_files.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
+from mgrpo.rollout.drafts import reads_heads
 from mgrpo.rollout.vllm.printed import print_into
 
 PLACES = (
@@ -101,7 +102,7 @@ def prepare(
     own = {str(snapshot.folder): snapshot for snapshot in snapshots}
     for key in ("model", "tokenizer"):
         if snapshot := own.get(args.get(key, "")):
-            part = "served" if args.get("load_format") == "dummy" else snapshot.part
+            part = "served" if args.get("load_format") == "dummy" and not reads_heads(args) else snapshot.part
             args[key] = fetch_apart(replace(snapshot, part=part))
     for folder in (args["model"], args.get("tokenizer", args["model"])):
         if not os.path.isdir(folder):  # vLLM would look for it on the Hub
