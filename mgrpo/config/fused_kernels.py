@@ -51,6 +51,8 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         yield f"transformer_impl=transformer_engine{problem} use auto or local"
     if problem and config.parallel.fp8 != "none":
         yield f"fp8={config.parallel.fp8}{problem} use none"
+    if problem and config.parallel.tp_comm_overlap:
+        yield f"tp_comm_overlap=true{problem} use false"
     if problem and config.parallel.use_precision_aware_optimizer:
         yield f"use_precision_aware_optimizer=true{problem} leave it out"
     if config.parallel.moe_token_dispatcher_type == "flex":

@@ -95,6 +95,9 @@ class Parallel:
     GPUs here."""
     fp8_recipe: Annotated[Literal["tensorwise", "blockwise", "mxfp8"], MEGATRON, FP8] = "tensorwise"
     """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values."""
+    tp_comm_overlap: Annotated[bool, MEGATRON] = False
+    """Send between tensor-parallel ranks, by Transformer Engine's userbuffers, while a product is computed. They have one size, so every
+    pack is padded to pack_length. Needs sequence parallelism, and tensor ranks within a node; it has not run on GPUs here."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON, SELECTIVE] = ("core_attn", "mlp")
@@ -116,8 +119,12 @@ class Parallel:
 
     @property
     def tokens_multiple_of(self) -> int:
-        """Tokens of a rank's share of a pack are a multiple of this: 8-bit products want whole blocks."""
-        return 1 if self.fp8 == "none" else self.fp8_multiple
+        """Tokens of a rank's share of a pack are a multiple of this: 8-bit products want whole blocks, buffers of one size whole packs."""
+        block = 1 if self.fp8 == "none" else self.fp8_multiple
+        if not self.tp_comm_overlap:
+            return block
+        shares = self.context_parallel_size * self.tensor_model_parallel_size
+        return -(-self.pack_length // (shares * block)) * block
 
     @property
     def fp8_multiple(self) -> int:
@@ -227,6 +234,46 @@ def _offloaded_8_bits(activation_offloading: bool, recompute_granularity: str, f
         )
 
 
+def _overlap(
+    tp_comm_overlap: bool,
+    tensor_model_parallel_size: int,
+    sequence_parallel: bool | str,
+    transformer_impl: str,
+    model_dtype: str,
+    zero_stage: int,
+    use_peft: bool,
+    fp8: str,
+    fp8_recipe: str,
+    num_learners_per_node: tuple[int, ...],
+    teacher_model_name_or_path: tuple[str, ...],
+    teacher_mode: str,
+) -> Iterator[str]:
+    if not tp_comm_overlap:
+        return
+    tensor, name = tensor_model_parallel_size, "tp_comm_overlap=true"
+    if tensor == 1:
+        yield f"{name} has nothing to overlap with tensor_model_parallel_size=1; use more, or false"
+    elif sequence_parallel is False:
+        yield f"{name} gathers and scatters a sequence, got sequence_parallel=false; use auto or true"
+    if transformer_impl == "local":
+        yield f"{name} is in Transformer Engine's products, got transformer_impl=local; use transformer_engine or auto, or false"
+    if model_dtype != "bfloat16":
+        yield f"{name} has buffers of bfloat16, got model_dtype={model_dtype}; use bfloat16, or false"
+    if zero_stage > 1:
+        yield f"{name} needs zero_stage 0 or 1, got {zero_stage}; use 1, or false"
+    if use_peft:
+        yield f"{name} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use false"
+    if fp8 != "none" and fp8_recipe == "blockwise":
+        yield f"{name} cannot send blocks of fp8_recipe=blockwise; use tensorwise or mxfp8, or false"
+    if any(count % tensor for count in num_learners_per_node):
+        yield (
+            f"{name} sends within a node, but tensor_model_parallel_size={tensor} does not divide every entry of "
+            f"num_learners_per_node={' '.join(map(str, num_learners_per_node))}; use a divisor of them, or false"
+        )
+    if teacher_model_name_or_path and teacher_mode == "learner":
+        yield f"{name} has buffers of the policy's width, got teacher_mode=learner; put teachers on engines, or use false"
+
+
 def _shared_prompts(shared_prompt_packing: bool | str, context_parallel_size: int) -> Iterator[str]:
     if shared_prompt_packing is True and context_parallel_size > 1:
         yield (
@@ -277,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     _optimizer_memory,
     _fp8,
     _offloaded_8_bits,
+    _overlap,
     _shared_prompts,
 )
 LAYOUT: tuple[Rule, ...] = (_layout, _flex)

@@ -499,6 +499,8 @@ class Keywords(TypedDict, total=False):
     """8-bit matrix products of attention's projections, MLPs and experts, by Transformer Engine: hybrid rounds weights and activations to e4m3 and gradients to e5m2, e4m3 all of them. Attention itself, routers and the LM head keep model_dtype. It has not run on GPUs here. (default: none)"""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"]
     """Numbers that share a scale with fp8: a tensor, blocks of 128 (Hopper or newer), or 32 (Blackwell). All are of the present values. (default: tensorwise)"""
+    tp_comm_overlap: bool
+    """Send between tensor-parallel ranks, by Transformer Engine's userbuffers, while a product is computed. They have one size, so every pack is padded to pack_length. Needs sequence parallelism, and tensor ranks within a node; it has not run on GPUs here. (default: false)"""
     recompute_granularity: Literal["none", "selective", "full"]
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full). (default: none)"""
     recompute_modules: Sequence[str] | str

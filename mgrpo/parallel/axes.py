@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from mgrpo.layout import Layout
@@ -22,3 +23,17 @@ def make_groups(layout: Layout, *, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def make_buffers(layout: Layout, *, tokens: int, hidden: int, dtype: torch.dtype, in_8_bits: bool) -> None:
+    """Make what Transformer Engine sends between tensor-parallel ranks with, beside a product. After `make_groups`, likewise.
+
+    Args:
+        tokens: of every pack, of a context-parallel rank.
+        in_8_bits: what is gathered has been rounded.
+    """
+    from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
+
+    mode = UserBufferQuantizationMode.FP8 if in_8_bits else UserBufferQuantizationMode.NONE
+    # Not by MPI, which would have to start the processes.
+    initialize_ub([tokens, hidden], layout.tensor, quantization_modes=[mode], dtype=dtype, bootstrap_backend="nccl")

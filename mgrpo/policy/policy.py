@@ -83,6 +83,11 @@ class Policy:
             self.parallel = settings_with_adapters(self.parallel, layout)
         if not parallel_state.model_parallel_is_initialized():
             axes.make_groups(layout, seed=seed)
+            if self.parallel.tp_comm_overlap:
+                tokens = layout.round_up(self.parallel.pack_length) // layout.context
+                axes.make_buffers(
+                    layout, tokens=tokens, hidden=shape.hidden, dtype=dtype, in_8_bits=self.parallel.fp8 != "none"
+                )
         self.rank = torch.distributed.get_rank()
         self.coordinate = layout.coordinate(self.rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()

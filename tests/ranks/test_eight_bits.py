@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from mgrpo.config.schema import Parallel
 from mgrpo.rehearsal.eight_bits import package
 from tests.ranks import cases
 from tests.ranks.rank_pool import RankPool
@@ -244,3 +245,28 @@ def test_weights_are_rounded_again_after_an_update(run_te, models, tmp_path, nam
     """Rounded copies are kept from micro-batch to micro-batch; beside them there is no state that a checkpoint could lack."""
     arguments = {"model_dir": str(models[name]), "layout": {"tokens_multiple_of": 16}}
     assert run_te(1, scores_after_an_update, folder=str(tmp_path / "trained"), **arguments) == [True]
+
+
+def overlapped(**arguments):
+    """`cases.gradients`, and what buffers were made for."""
+    cases.forget_groups()
+    package.Userbuffers.rows = None
+    return cases.gradients(**arguments) | {"buffers": package.Userbuffers.arguments}
+
+
+@pytest.mark.parametrize(("name", "fp8"), [("qwen2", "none"), ("qwen2", "hybrid"), ("qwen3_moe", "none")])
+def test_buffers_of_one_size_take_every_pack(run_te, models, truth, name, fp8):
+    """Packs differ in length until they are padded; a pack of another length than the buffers would end the first step."""
+    settings = ENGINE | {"tp_comm_overlap": True, "fp8": fp8, "pack_length": 60}
+    parallel = Parallel(tensor_model_parallel_size=2, **settings)
+    layout = {"tensor": 2, "sequence_parallel": True, "tokens_multiple_of": parallel.tokens_multiple_of}
+    arguments = {"model_dir": str(models[name]), "samples": SAMPLES, "loss": LOSS, "pack_length": 60}
+    ranks = run_te(2, overlapped, layout=layout, settings=settings, **arguments)
+    mode = package.UserBufferQuantizationMode.NONE if fp8 == "none" else package.UserBufferQuantizationMode.FP8
+    length = 60 if fp8 == "none" else 64
+    for rank in ranks:
+        assert rank["buffers"] == {"shape": [length, 64], "tp_size": 2, "modes": [mode], "backend": "nccl"}
+    if fp8 == "none":
+        check(ranks, truth[name])
+        with pytest.raises(AssertionError, match="rows in buffers for 60"):
+            run_te(2, overlapped, layout=layout | {"tokens_multiple_of": 1}, settings=settings, **arguments)

@@ -48,6 +48,7 @@ def transformer_config(
         **_recompute_settings(settings),
         fp8=None if settings.fp8 == "none" else settings.fp8,
         fp8_recipe=settings.fp8_recipe,
+        tp_comm_overlap=settings.tp_comm_overlap,
         # Where a layer is computed again, its router chooses the same experts.
         moe_enable_routing_replay=bool(shape.experts and (settings.replays_routing or settings.recomputes("moe"))),
         moe_token_dispatcher_type=settings.moe_token_dispatcher_type,

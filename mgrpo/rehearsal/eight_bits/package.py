@@ -92,6 +92,38 @@ def fp8_autocast(
         FP8GlobalStateManager.recipe = before
 
 
+class UserBufferQuantizationMode(enum.Enum):
+    """Types of what is gathered."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+class Userbuffers:
+    """What `initialize_ub` made: buffers for so many rows, of all tensor ranks together."""
+
+    rows: int | None = None
+    arguments: ClassVar[dict[str, Any]] = {}
+
+
+def initialize_ub(
+    shape: list[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: str | None = None,
+) -> None:
+    Userbuffers.rows = shape[0]
+    Userbuffers.arguments = {
+        "shape": shape,
+        "tp_size": tp_size,
+        "modes": quantization_modes,
+        "backend": bootstrap_backend,
+    }
+
+
 class _Layer(torch.nn.Module):
     """Weights and their copies in 8 bits, which are kept while `is_first_microbatch` is False."""
 
@@ -127,7 +159,9 @@ class _Layer(torch.nn.Module):
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
-        self.save_original_input, self.ub_name = save_original_input, ub_name
+        self.save_original_input = save_original_input
+        self._overlaps = self.sequence_parallel and (ub_overlap_ag or ub_overlap_rs)
+        assert not self._overlaps or ub_name in ("qkv", "proj", "fc1", "fc2"), f"there are no buffers for {ub_name}"
         self._copies: list[Copies] | None = None
         self._options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
 
@@ -168,6 +202,7 @@ class Linear(_Layer):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         rows = inp.reshape(-1, inp.shape[-1])
         whole = len(rows) * (self.tp_size if self.sequence_parallel and self.parallel_mode == "column" else 1)
+        assert not self._overlaps or whole == Userbuffers.rows, f"{whole} rows in buffers for {Userbuffers.rows}"
         found = self._multiply(rows, [self.weight], [whole], is_first_microbatch).view(
             -1, *inp.shape[1:-1], self.out_features
         )
@@ -358,6 +393,8 @@ def install() -> None:
         "pytorch.fp8": _by_name(FP8GlobalStateManager, fp8_autocast),
         "pytorch.distributed": _by_name(checkpoint, activation_recompute_forward)
         | {"CudaRNGStatesTracker": type("CudaRNGStatesTracker", (_Named,), {})},
+        "pytorch.module": {},
+        "pytorch.module.base": _by_name(UserBufferQuantizationMode, initialize_ub),
         "pytorch.ops": {name: type(name, (_Named,), {}) for name in OPERATIONS.split()},
         "pytorch.permutation": _by_name(*SORTED),
         "pytorch.router": dict.fromkeys(ROUTED, _absent),

@@ -373,6 +373,11 @@ RULES = [
         "fp8=hybrid trains a policy with rounded products, which engines do not",
     ),
     ("fp8", {"fp8_recipe": "delayed"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8, got 'delayed'"),
+    (
+        "overlap",
+        {"tp_comm_overlap": True},
+        "tp_comm_overlap=true has nothing to overlap with tensor_model_parallel_size=1",
+    ),
     ("flex", {"moe_token_dispatcher_type": "flex"}, "expert_model_parallel_size=1 keeps all experts on each of them"),
     ("layers", {"num_layers_in_first_pipeline_stage": 0}, "num_layers_in_first_pipeline_stage=0 must be at least 1"),
     ("layers", {"num_layers_in_last_pipeline_stage": 3}, "needs pipeline_model_parallel_size > 1"),
@@ -532,6 +537,26 @@ def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):
 def test_every_axis_is_open(model, values, ranks):
     """A rule that is left over from when an axis did not exist would keep it closed."""
     assert found_in(model, values, world_size=ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sequence_parallel": False}, "gathers and scatters a sequence, got sequence_parallel=false"),
+        ({"transformer_impl": "local"}, "is in Transformer Engine's products, got transformer_impl=local"),
+        ({"model_dtype": "float16"}, "has buffers of bfloat16, got model_dtype=float16"),
+        ({"zero_stage": 2}, "tp_comm_overlap=true needs zero_stage 0 or 1, got 2"),
+        ({"use_peft": True}, "tp_comm_overlap=true needs Transformer Engine's layers"),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, "cannot send blocks of fp8_recipe=blockwise"),
+        ({"num_learners_per_node": (1, 1)}, "sends within a node, but tensor_model_parallel_size=2 does not divide"),
+        ({"teacher_model_name_or_path": ("t",)}, "has buffers of the policy's width, got teacher_mode=learner"),
+    ],
+)
+def test_overlap_wants_buffers_of_one_size_within_a_node(values, words):
+    """Each would end in the first product, or be without effect."""
+    config = from_values({"tp_comm_overlap": True, "tensor_model_parallel_size": 2, **values})
+    found = [each for each in problems(config, world_size=2) if each.startswith("tp_comm_overlap")]
+    assert len(found) == 1 and words in found[0]
 
 
 @pytest.mark.parametrize(

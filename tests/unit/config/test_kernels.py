@@ -94,6 +94,22 @@ def test_eight_bits_need_transformer_engine(installed):
     )
 
 
+@pytest.mark.parametrize(("fp8", "length"), [("none", 1000), ("hybrid", 1024)])
+def test_buffers_of_one_size_want_whole_packs(fp8, length):
+    """What is sent while a product is computed has the length of a full pack on every rank."""
+    config = from_values(
+        {
+            "tp_comm_overlap": True,
+            "fp8": fp8,
+            "pack_length": 1000,
+            "tensor_model_parallel_size": 4,
+            "context_parallel_size": 2,
+        }
+    )
+    layout = layout_of(config, 8)
+    assert layout.round_up(config.parallel.pack_length) == layout.pack_multiple_of == length
+
+
 @pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
 def test_eight_bits_want_whole_blocks_on_every_rank(recipe, tokens):
     """A pack of another length would end in the first product."""
