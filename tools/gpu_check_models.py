@@ -87,6 +87,21 @@ WORK: dict[Size, Work] = {
 }
 
 
+def work_settings(work: Work) -> dict[str, Any]:
+    """Settings of a run that trains on this work, beside its model and how often; losses compare with the engine's logprobs."""
+    return {
+        "beta": 0.0,
+        "use_vllm_logprobs": True,
+        "logits_chunk": 0,
+        "shared_prompt_packing": False,
+        "pack_length": work.pack_length,
+        "num_unique_prompts_rollout": work.prompts,
+        "num_samples_per_prompt_rollout": work.samples,
+        "max_prompt_token_length": work.prompt_tokens,
+        "response_length": work.response_tokens,
+    }
+
+
 def size_for(device: torch.device) -> Size:
     """A size that this device trains in seconds."""
     if device.type == "cpu":

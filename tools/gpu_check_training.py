@@ -35,7 +35,7 @@ prepare_environment(Config())
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from gpu_check_models import GIB, SIZES, WORK, Kind, Work, size_for, write_model  # noqa: E402
+from gpu_check_models import GIB, SIZES, WORK, Kind, Work, size_for, work_settings, write_model  # noqa: E402
 
 from mgrpo import packing  # noqa: E402
 from mgrpo.config.derived import layout_of  # noqa: E402
@@ -102,16 +102,8 @@ def config_of(mode: Mode, folder: Path, work: Work) -> Config:
         {
             "model_name_or_path": str(folder / mode.model),
             "model_dtype": "bfloat16",
-            "beta": 0.0,
-            "use_vllm_logprobs": True,
             "lr_scheduler_type": "constant",
-            "logits_chunk": 0,
-            "shared_prompt_packing": False,
-            "pack_length": work.pack_length,
-            "num_unique_prompts_rollout": work.prompts,
-            "num_samples_per_prompt_rollout": work.samples,
-            "max_prompt_token_length": work.prompt_tokens,
-            "response_length": work.response_tokens,
+            **work_settings(work),
             "total_episodes": mode.steps * work.prompts * work.samples,
             **mode.settings,
         }

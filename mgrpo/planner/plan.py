@@ -197,6 +197,11 @@ class RunPlan:
         return self.ahead.seconds if self.ahead else self.step_s
 
     @property
+    def tokens_s_gpu(self) -> float:
+        """Tokens of prompts and answers a second and GPU of the cluster."""
+        return self.work.sequences * self.work.length / self.pace_s / self.hardware.num_gpus
+
+    @property
     def causes(self) -> dict[tuple[str, str], float]:
         """Seconds by (phase, cause)."""
         causes = {("train", cause): seconds for cause, seconds in self.learners.training.items()}

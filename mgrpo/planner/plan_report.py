@@ -12,6 +12,7 @@ from rich.table import Table
 from mgrpo.config.derived import infer_layout_of, num_exports, num_states
 from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
+from mgrpo.planner.engines.public_steps import PublicStep, public_step
 from mgrpo.planner.engines.step_pace import Pace
 from mgrpo.planner.failures import failures, start_sentence, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
@@ -138,6 +139,8 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         )
         if plan.ahead:
             yield _pace(plan, plan.ahead)
+        if plan.fits:
+            yield from _beside(plan)
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
         f"{plan.config.model.model_dtype}; {counted(plan.work.sequences, 'completion')} per step, assumed mean "
@@ -162,6 +165,18 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         f"operations per step: {plan.training_flops:.2e} in training and logprob passes "
         f"(MFU {plan.learner_utilisation:.0%}), {plan.generation_flops:.2e} in generation"
     )
+
+
+def _beside(plan: RunPlan) -> Iterator[str]:
+    """The best that others have published for a model of this kind and size."""
+    if public := public_of(plan):
+        yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {public.sentence}"
+
+
+def public_of(plan: RunPlan) -> PublicStep | None:
+    """The published step that a plan is shown beside."""
+    weights = plan.model_bytes / plan.dtype_bytes / 1e9
+    return public_step(weights=weights, has_experts=plan.shape.experts is not None, gpu=plan.hardware.gpu.name)
 
 
 def _pace(plan: RunPlan, ahead: Pace) -> str:
@@ -477,9 +492,11 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
         "seconds": {
             "step": plan.step_s,
             "pace": plan.pace_s,
+            "tokens_s_gpu": plan.tokens_s_gpu,
             "phases": plan.phases,
             "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
         },
+        "public": dataclasses.asdict(public) if (public := public_of(plan)) else None,
         "bottleneck": dict(zip(("phase", "cause"), plan.bottleneck, strict=True)),
         "layouts": [
             dataclasses.asdict(suggestion.plan.layout)

@@ -82,3 +82,14 @@ def test_the_pace_is_that_of_the_products_own_producer(case: str, settings: dict
     measured = {row["case"]: row["s_per_step"] for row in STREAM["results"] if row["table"] == "order"}[case]
     assert planned.seconds == pytest.approx(measured, rel=0.15)
     assert planned.bound == ("learners" if settings["async_steps"] * 2 >= 8 and planned.seconds < 66 else "tail")
+
+
+def test_groups_that_make_room_when_they_end_wait_for_their_longest_answer_alone() -> None:
+    """One batch of groups at once: each place is free again after the longest of 32 answers, whatever the learners do."""
+    config = from_values({"inflight_updates": True, "async_steps": 1, "num_samples_per_prompt_rollout": 32})
+    engines = Simulated(STREAM["setting"])
+    own = pace(config, engines, learn_s=1.0, sync_s=0.0, batches_under_way=1)
+    group = engines.lengths.longest_of(32)
+    assert own.seconds == pytest.approx(group * (10e-3 + 0.12e-3 * own.running), rel=0.03)
+    assert own.running == pytest.approx(engines.sequences * engines.lengths.mean / group, rel=0.05)
+    assert pace(config, engines, learn_s=1.0, sync_s=0.0, batches_under_way=2).seconds < own.seconds

@@ -19,16 +19,18 @@ from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, num_parameters, state_bytes
 from mgrpo.moving import from_values, load_file
+from mgrpo.planner.engines.public_steps import public_step
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.learners.timing import learner_time
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
+from mgrpo.planner.plan_report import public_of
 from mgrpo.planner.suggest import _axes, _ends, other_splits, suggest
 from mgrpo.planner.work import forward_flops, passes_of
+from tests.unit.planner.figures.steps import CONFIGS, large
 from tests.unit.planner.test_activations import GPT_175B
 from tests.unit.planner.test_work import BATCH
 
-CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 SHIPPED = {"7b_8gpu": 1, "32b_16x8": 16, "32b_4x8": 4, "30b_a3b_4x8": 4, "235b_a22b_32x8": 32}
 """Nodes of 8 GPUs."""
 WEIGHTS = {
@@ -390,32 +392,24 @@ def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() 
     assert all(sum(layout.stage_sizes(94)) == 94 for layout in layouts)
 
 
+def test_a_plan_is_shown_beside_the_best_published_step_of_its_size() -> None:
+    """Who rents 256 GPUs wants to know what others reach on them: tokens a second and GPU, because answers differ in length."""
+    plan, _ = shipped_plan("235b_a22b_32x8")
+    public = public_of(plan)
+    assert public is not None and (public.model, public.gpus, public.seconds) == ("Qwen3-235B-A22B", 256, 203)
+    assert public.tokens_s_gpu == pytest.approx(512 * 5707 / 203 / 256)
+    assert plan.tokens_s_gpu == pytest.approx(2048 * (512 + 3584) / plan.pace_s / 256)
+    dense = public_of(shipped_plan("32b_16x8")[0])
+    assert dense is not None and (dense.model, dense.gpus) == ("Qwen3-32B", 64)
+    # A dense model is not compared with a mixture of its size, nor an H100 with another GPU.
+    assert public_step(weights=235, has_experts=False, gpu="H100") is None
+    assert public_step(weights=32, has_experts=False, gpu="H200") is None
+
+
 def test_experts_over_copies_of_the_attention_are_proposed_for_a_large_mixture() -> None:
     """Qwen3-235B at answers of 16k tokens: engines of 8 tensor ranks hold 16 sequences each, and read 55 GiB for them at every step."""
-    config = from_values(
-        {
-            "model_name_or_path": "Qwen/Qwen3-235B-A22B",
-            "num_unique_prompts_rollout": 128,
-            "num_samples_per_prompt_rollout": 16,
-            "max_prompt_token_length": 1024,
-            "response_length": 16384,
-            "pack_length": 17408,
-            "beta": 0.0,
-            "num_learners_per_node": [8] * 16,
-            "tensor_model_parallel_size": 4,
-            "pipeline_model_parallel_size": 8,
-            "expert_model_parallel_size": 16,
-            "num_layers_in_first_pipeline_stage": 11,
-            "num_layers_in_last_pipeline_stage": 11,
-            "recompute_granularity": "full",
-            "vllm_num_engines": 16,
-            "vllm_tensor_parallel_size": 8,
-            "total_episodes": 2048,
-        }
-    )
+    plan = large("Qwen3-235B-A22B, 256 H100")
     hf_config = shipped_config("qwen3-235b-a22b")
-    hardware = Hardware(gpu=GPUS["H100"], nodes=32)
-    plan = plan_run(config, shape_of(hf_config), hardware, num_learners=128)
     best, *_ = other_splits(plan, [], hf_config=hf_config)
     engine = best.plan.config.engine
     assert engine.vllm_data_parallel_size > 1 and engine.vllm_enable_expert_parallel

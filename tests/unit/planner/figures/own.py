@@ -10,7 +10,7 @@ from mgrpo.moving import from_values
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import plan_run
 from tests.unit.planner.figures.published import Compared
-from tools.gpu_check_models import COMMON, FAMILIES, SIZES, WORK, Kind
+from tools.gpu_check_models import COMMON, FAMILIES, SIZES, WORK, Kind, work_settings
 
 MEASURED = Path(__file__).parents[4] / "benchmarks" / "training-cuda.json"
 MODES: dict[str, tuple[Kind, dict[str, object], str]] = {
@@ -37,21 +37,7 @@ def compare_own() -> list[Compared]:
             share = measured["bf16"]["tokens"] / sequences / (work.prompt_tokens + work.response_tokens)
         packs = -(-mode["tokens"] // work.pack_length)
         filled = mode["tokens"] / packs / work.pack_length * (1 + 1e-3)
-        config = from_values(
-            {
-                "beta": 0.0,
-                "use_vllm_logprobs": True,
-                "logits_chunk": 0,
-                "shared_prompt_packing": False,
-                "pack_length": work.pack_length,
-                "num_unique_prompts_rollout": work.prompts,
-                "num_samples_per_prompt_rollout": work.samples,
-                "max_prompt_token_length": work.prompt_tokens,
-                "response_length": work.response_tokens,
-                "total_episodes": sequences,
-                **settings,
-            }
-        )
+        config = from_values(work_settings(work) | {"total_episodes": sequences} | settings)
         assumed = Assumptions(prompt_share=share, response_share=share, pack_fill=filled)
         hardware = Hardware(gpu=GPUS["H100"], nodes=1, gpus_per_node=1, assumed=assumed)
         plan = plan_run(config, shape_of(COMMON | FAMILIES[kind] | SIZES["large"][kind]), hardware, num_learners=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import mean, median
 
+from mgrpo.planner.engines.public_steps import STEPS as PUBLIC_STEPS
 from tests.unit.planner.figures.held_out import HeldOut, hold_out
 from tests.unit.planner.figures.own import compare_own
 from tests.unit.planner.figures.published import (
@@ -106,16 +107,18 @@ Weight syncs. A plan is that of mgrpo's, which sends each worker its part; the o
 
 {sync}
 
-## Long answers on 128 and 256 H100
+## Large runs on 128 and 256 H100
 
-2,048 answers of 8,704 tokens in the mean and at most 16,384, half of the GPUs learners:
+2,048 answers, half of the GPUs learners; two models with answers of 8,704 tokens in the mean and at most 16,384, and two shipped
+configurations, of Qwen2.5-32B and Qwen3-235B-A22B:
 
 {large}
 
 "2 ahead" is `async_steps` 2, `max_staleness` 4 and `inflight_updates`; "4 x 8 workers" are engines with 8 copies of their attention
-on 4 GPUs each, over whose 32 GPUs the experts are spread (`vllm_enable_expert_parallel`). The best that others publish has shorter
-answers: NeMo RL 538 tokens a second and GPU for Qwen3-32B on 64 H100 (3,252 tokens in the mean, v0.5) and 58.7 for Qwen3-235B on
-256 (5,721 tokens, v0.6).
+on 4 GPUs each, over whose 32 GPUs the experts are spread (`vllm_enable_expert_parallel`). The best that others publish, which
+`mgrpo plan` prints beside its own:
+
+{public}
 """
 SOURCES = """
 ## Sources
@@ -210,6 +213,7 @@ def page() -> str:
                 generation=rows_table(of("generation_s", steps)),
                 sync=rows_table(of("sync_s", steps)),
                 large=large_table(),
+                public="\n".join(f"- {step.sentence}" for step in PUBLIC_STEPS),
             ),
             SOURCES.format(table=sources_table()),
         )

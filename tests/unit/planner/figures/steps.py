@@ -9,11 +9,12 @@ that a step here has that pass as well. Mean lengths are those reported; packs h
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from mgrpo.layout import InferLayout
 from mgrpo.models.memory import holdings
-from mgrpo.moving import from_values
+from mgrpo.moving import from_values, load_file
 from mgrpo.planner.engines.decoding import decoder, generation_time
 from mgrpo.planner.engines.engine_memory import engine_memory
 from mgrpo.planner.engines.step_pace import pace
@@ -25,6 +26,7 @@ from tests.unit.planner.figures.nemo import beside
 from tests.unit.planner.figures.published import Compared, hardware, model, rows
 
 MIB = 1 << 20
+CONFIGS = Path(__file__).parents[4] / "examples" / "configs"
 
 
 def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
@@ -159,22 +161,33 @@ def large(name: str, **changes: Any) -> RunPlan:
 
 
 def large_table() -> str:
-    """Their steps, in turn and ahead, and with experts over copies of the attention."""
+    """Their steps, in turn and ahead, and with experts over copies of the attention; and those of shipped configurations."""
     lines = [
-        "| run | engines | steps | generation s | learners s | s per step | tokens a second and GPU |",
-        "|---|---|---|---|---|---|---|",
+        "| run | engines | steps | mean tokens | generation s | learners s | s per step | tokens a second and GPU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    plans: list[tuple[str, str, str, RunPlan]] = []
     for name in LARGE:
         forms: list[tuple[str, dict[str, Any]]] = [("configured", {})] + (
             [("4 of 4 x 8 workers", WIDE)] if model(name.partition(",")[0].lower()).experts else []
         )
-        for form, engines in forms:
-            for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD)):
-                plan = large(name, **engines, **ahead)
-                rate = 2048 * plan.work.length / plan.pace_s / plan.hardware.num_gpus
-                lines.append(
-                    f"| {name} | {form} | {steps} | {plan.phases['generate']:.0f} | {plan.learners.total:.0f} | {plan.pace_s:.0f} | {rate:.0f} |"
-                )
+        plans += [
+            (name, form, steps, large(name, **engines, **ahead))
+            for form, engines in forms
+            for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD))
+        ]
+    for file, nodes in (("32b_16x8", 16), ("235b_a22b_32x8", 32)):
+        config = load_file(CONFIGS / f"{file}.yaml", world_size=1)
+        shape, learners = model(Path(config.model_path).name.lower()), sum(config.parallel.num_learners_per_node)
+        for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD)):
+            changed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **ahead))
+            plan = plan_run(changed, shape, Hardware(gpu=GPUS["H100"], nodes=nodes), num_learners=learners)
+            plans.append((f"`{file}.yaml`", "configured", steps, plan))
+    for name, form, steps, plan in plans:
+        tokens = f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f}"
+        lines.append(
+            f"| {name} | {form} | {steps} | {tokens} | {plan.phases['generate']:.0f} | {plan.learners.total:.0f} | {plan.pace_s:.0f} | {plan.tokens_s_gpu:.0f} |"
+        )
     return "\n".join(lines)
 
 
