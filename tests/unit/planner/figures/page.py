@@ -103,9 +103,14 @@ Generation alone, seconds of about a thousand requests of ShareGPT that come at 
 
 {generation}
 
-Weight syncs. A plan is that of mgrpo's, which sends each worker its part; the others gather whole tensors and load them by name:
+Weight syncs. A plan is that of mgrpo's, which sends each worker its part; most others gather whole tensors and load them by name:
 
 {sync}
+
+Where NeMo RL sends parts as well, a plan is between half and twice of what they report for 30B and 235B, and too fast for 671B: its
+hosts' work for 58 x 256 experts is planned by a CPU's time for each tensor, which no GPU has confirmed.
+
+Not planned, because mean lengths are not published: {unplanned}.
 
 ## Large runs on 128 and 256 H100
 
@@ -212,6 +217,11 @@ def page() -> str:
                 phases=steps_table((row for row in steps if row.figure in PHASES), phases=True),
                 generation=rows_table(of("generation_s", steps)),
                 sync=rows_table(of("sync_s", steps)),
+                unplanned="; ".join(
+                    f"`{row['id']}` ({row['reported']['step_s']:,.4g} s; {row['source']})"
+                    for row in rows("rl")
+                    if "model" not in row
+                ),
                 large=large_table(),
                 public="\n".join(f"- {step.sentence}" for step in PUBLIC_STEPS),
             ),

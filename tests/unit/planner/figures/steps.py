@@ -100,10 +100,10 @@ def generation_s(row: dict[str, Any], assumed: Assumptions | None = None) -> flo
 
 
 def sync_s(row: dict[str, Any], assumed: Assumptions | None = None) -> float:
-    """Seconds of a row of weight syncs in bfloat16."""
+    """Seconds of a row of weight syncs."""
     shape, cluster = model(row["model"]), hardware(row, assumed or Assumptions())
     infer = InferLayout(engines=row["engines"], tensor=row["workers"])
-    size = holdings(shape, tensor=1, expert=1).total * 2
+    size = holdings(shape, tensor=1, expert=1).total * (1 if row["precision"] == "fp8" else 2)
     return sync_seconds(size, shape, infer, learners=row["learners"], cuts=1, hardware=cluster)
 
 
