@@ -17,6 +17,7 @@ from mgrpo.models.memory import (
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.decoding import GenerationTime, decoder
 from mgrpo.planner.engines.engine_memory import EngineMemory, engine_memory
+from mgrpo.planner.engines.public_steps import PublicStep, public_step
 from mgrpo.planner.engines.step_pace import Pace, pace
 from mgrpo.planner.engines.teaching import num_teacher_gpus, num_teacher_workers, teaching_seconds
 from mgrpo.planner.engines.transfers import shared_sync_seconds, sync_seconds
@@ -200,6 +201,12 @@ class RunPlan:
     def tokens_s_gpu(self) -> float:
         """Tokens of prompts and answers a second and GPU of the cluster."""
         return self.work.sequences * self.work.length / self.pace_s / self.hardware.num_gpus
+
+    @property
+    def public(self) -> PublicStep | None:
+        """The best step that others have published for a model of this kind and size."""
+        weights = self.model_bytes / self.dtype_bytes / 1e9
+        return public_step(weights=weights, has_experts=self.shape.experts is not None, gpu=self.hardware.gpu.name)
 
     @property
     def causes(self) -> dict[tuple[str, str], float]:

@@ -12,7 +12,6 @@ from rich.table import Table
 from mgrpo.config.derived import infer_layout_of, num_exports, num_states
 from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
-from mgrpo.planner.engines.public_steps import PublicStep, public_step
 from mgrpo.planner.engines.step_pace import Pace
 from mgrpo.planner.failures import failures, start_sentence, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
@@ -134,13 +133,13 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         phase, cause = plan.bottleneck
         share = "" if plan.ahead else f" ({plan.phases[phase] / plan.step_s:.0%})"
         yield (
-            f"about {_seconds(plan.pace_s)} s per step; bottleneck: {PHASES[phase]}{share}, mostly {CAUSES[phase][cause]}; "
+            f"about {plan.pace_s:.{0 if plan.pace_s >= 10 else 1}f} s per step; bottleneck: {PHASES[phase]}{share}, mostly {CAUSES[phase][cause]}; "
             f"remedy: {ADVICE.get((phase, cause), 'another layout')}"
         )
         if plan.ahead:
             yield _pace(plan, plan.ahead)
-        if plan.fits:
-            yield from _beside(plan)
+        if plan.fits and plan.public:
+            yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {plan.public.sentence}"
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
         f"{plan.config.model.model_dtype}; {counted(plan.work.sequences, 'completion')} per step, assumed mean "
@@ -167,18 +166,6 @@ def _summary(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _beside(plan: RunPlan) -> Iterator[str]:
-    """The best that others have published for a model of this kind and size."""
-    if public := public_of(plan):
-        yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {public.sentence}"
-
-
-def public_of(plan: RunPlan) -> PublicStep | None:
-    """The published step that a plan is shown beside."""
-    weights = plan.model_bytes / plan.dtype_bytes / 1e9
-    return public_step(weights=weights, has_experts=plan.shape.experts is not None, gpu=plan.hardware.gpu.name)
-
-
 def _pace(plan: RunPlan, ahead: Pace) -> str:
     """Why steps of a run that generates ahead are not faster, and how old its tokens may be."""
     rollout = plan.config.rollout
@@ -187,10 +174,6 @@ def _pace(plan: RunPlan, ahead: Pace) -> str:
         f"generation beside training, up to {counted(oldest, 'step')} old, {ahead.running:.0f} sequences an engine at a time; "
         f"the pace is that of {BOUNDS[ahead.bound]}"
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.{0 if seconds >= 10 else 1}f}"
 
 
 def whole_run(plan: RunPlan) -> str:
@@ -496,7 +479,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
             "phases": plan.phases,
             "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
         },
-        "public": dataclasses.asdict(public) if (public := public_of(plan)) else None,
+        "public": dataclasses.asdict(plan.public) if plan.public else None,
         "bottleneck": dict(zip(("phase", "cause"), plan.bottleneck, strict=True)),
         "layouts": [
             dataclasses.asdict(suggestion.plan.layout)

@@ -24,7 +24,6 @@ from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.learners.timing import learner_time
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import plan_command, shipped_config
-from mgrpo.planner.plan_report import public_of
 from mgrpo.planner.suggest import _axes, _ends, other_splits, suggest
 from mgrpo.planner.work import forward_flops, passes_of
 from tests.unit.planner.figures.steps import CONFIGS, large
@@ -395,11 +394,11 @@ def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() 
 def test_a_plan_is_shown_beside_the_best_published_step_of_its_size() -> None:
     """Who rents 256 GPUs wants to know what others reach on them: tokens a second and GPU, because answers differ in length."""
     plan, _ = shipped_plan("235b_a22b_32x8")
-    public = public_of(plan)
+    public = plan.public
     assert public is not None and (public.model, public.gpus, public.seconds) == ("Qwen3-235B-A22B", 256, 203)
     assert public.tokens_s_gpu == pytest.approx(512 * 5707 / 203 / 256)
     assert plan.tokens_s_gpu == pytest.approx(2048 * (512 + 3584) / plan.pace_s / 256)
-    dense = public_of(shipped_plan("32b_16x8")[0])
+    dense = shipped_plan("32b_16x8")[0].public
     assert dense is not None and (dense.model, dense.gpus) == ("Qwen3-32B", 64)
     # A dense model is not compared with a mixture of its size, nor an H100 with another GPU.
     assert public_step(weights=235, has_experts=False, gpu="H100") is None
