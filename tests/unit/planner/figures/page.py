@@ -88,16 +88,16 @@ through memory of the host that is not pinned, and refits as long as they report
 B200 or with an earlier release ({refits}). Rows "1off" and "8off" have
 engines of their own; the others take turns on all GPUs. Ahead, their groups of answers take the place of others only when a whole
 group has ended, and no more than one batch's (8 batches') are under way. A row has the mean length that they report, with a
-log-normal spread of 0.9, and the layout of their recipe at that release. No number is derived from these rows, so that each of them is
-one that is left out: terms are counts, data sheets, and measurements of single kernels, messages and copies. Their rows became up to
+log-normal spread of 0.9, and the layout of their recipe at that release. No number in the plan is derived from these rows, so that each of
+them is one that is left out; the refits of the first two are phases of these rows themselves. Their rows became up to
 38 % faster from v0.4 to v0.6 on the same GPUs, so that programs and not only GPUs are measured.
 
 Phases, where they are published (v0.3; a user measured 116 s and 178 s for the same two):
 
 {phases}
 
-Generation is planned well; training and scores in short packs are not: products of 4,096 tokens over 4 tensor ranks and stages reach
-less of the peak than those that `compute_efficiency` stands for, which is the largest error that is left.
+Generation is planned well, training in packs of 4,096 tokens is planned too fast. Why is not known: `compute_efficiency` is derived
+from runs with longer packs.
 
 Generation alone, seconds of about a thousand requests of ShareGPT that come at once:
 
@@ -107,10 +107,10 @@ Weight syncs. A plan is that of mgrpo's, which sends each worker its part; most 
 
 {sync}
 
-Where NeMo RL sends parts as well, a plan is between half and twice of what they report for 30B and 235B, and too fast for 671B: its
-hosts' work for 58 x 256 experts is planned by a CPU's time for each tensor, which no GPU has confirmed.
+Where NeMo RL sends parts as well, a plan takes twice as long for 30B, and less than half for 235B and 671B: the hosts' work is planned
+by a CPU's time for each tensor, which no GPU has confirmed.
 
-Not planned, because mean lengths are not published: {unplanned}.
+Not planned, because mean lengths of prompts or answers are not published: {unplanned}.
 
 ## Large runs on 128 and 256 H100
 
