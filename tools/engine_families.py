@@ -99,7 +99,7 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
 
     limits = {"max_prompt_token_length": max(PROMPTS), "response_length": TOKENS, "output_dir": str(folder / "out")}
     config = from_values({"model_name_or_path": str(folder), "model_dtype": dtype, **limits})
-    engine = LLM(**engine_args(config, on_gpu=False, has_learners=False))
+    engine = LLM(**engine_args(config, on_gpu=False))
     generator = torch.Generator().manual_seed(1)
     prompts: list[Any] = [
         {"prompt_token_ids": torch.randint(3, 120, (length,), generator=generator).tolist()} for length in PROMPTS

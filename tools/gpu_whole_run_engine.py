@@ -152,7 +152,7 @@ async def check(config: Config, gpu: str | None) -> dict[str, Any]:
     stop = [tokenizer.eos_token_id]
     start = time.monotonic()
     actor = EngineActor()
-    await actor.start(engine_args(config, on_gpu=gpu is not None, has_learners=False))
+    await actor.start(engine_args(config, on_gpu=gpu is not None))
     figures: dict[str, Any] = {"start_s": time.monotonic() - start}
     try:
         loaded = await answers(actor, prompts, config, stop)

@@ -78,7 +78,7 @@ def main(folder: str) -> None:
         "vllm_speculative_method": "mtp",
         "output_dir": folder,
     }
-    engine = LLM(**engine_args(from_values(values), on_gpu=False, has_learners=False))
+    engine = LLM(**engine_args(from_values(values), on_gpu=False))
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     shared = {parameter.data_ptr() for parameter in runner.model.parameters()}
     weights = {f"{kind}.{name}": weight for kind in ("model", "drafter.model") for name, weight in named(runner, kind)}

@@ -1,6 +1,6 @@
 """`killed_turn.py FILE FLAG ...`: `recorded_asks.py`, and the engine is killed while it samples turns of agents, once.
 
-It is killed in the dispatcher's thread, right after it was given them: no answer can have come.
+It is killed in the dispatcher's thread, right after it was given some: of the last no answer can have come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ if __name__ == "__main__":
         if before < TURNS <= num_given:
             _, pid = dispatcher.fleet.engines[0].end_process.args[0].result()
             os.kill(pid, signal.SIGKILL)
-            print(f"killed the engine, which has {len(dispatcher.loads.by_engine[0].requests)} turns", flush=True)
 
     Dispatcher._given, Dispatcher._dispatch = given, dispatched  # type: ignore[method-assign]
     recorded_asks.record(sys.argv[1])

@@ -34,7 +34,7 @@ def sampled(model: Path, settings: dict[str, Any]) -> tuple[list[int], dict[str,
 
     async def sample() -> tuple[list[int], dict[str, np.ndarray]]:
         actor = EngineActor()
-        await actor.start(engine_args(config, on_gpu=False, has_learners=False), has_local_core=True)
+        await actor.start(engine_args(config, on_gpu=False), has_local_core=True)
         scheduler, computed = actor.engine.engine_core.core.scheduler, []
         schedule = scheduler.schedule
 

@@ -83,7 +83,7 @@ class Case:
         else:
             (model / "config.json").write_text(json.dumps(shipped_config(config.model_path) or SMOLLM2))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, model_name_or_path=str(model)))
-        return engine_args(config, on_gpu=True, spans_nodes=self.spans_nodes)
+        return engine_args(config, on_gpu=True, spans_nodes=self.spans_nodes, has_learners=True)
 
     def environment(self) -> dict[str, str]:
         """Of the engine's processes."""

@@ -316,13 +316,13 @@ def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> Eng
 
 
 def engine_args(
-    config: Config, spans_nodes: bool = False, *, on_gpu: bool, has_learners: bool = True
+    config: Config, spans_nodes: bool = False, *, on_gpu: bool, has_learners: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend.
 
     Args:
         spans_nodes: an engine's workers are on several nodes.
-        has_learners: of the run, rank 0's among them; an evaluation has none.
+        has_learners: the run has learners, whose first sync writes the weights: the engines do not read them.
     """
     settings, rollout = config.engine, config.rollout
     reads_text = (
