@@ -7,35 +7,16 @@ python -m tests.unit.rehearsal.server FILE ... reads and answers the requests of
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
-from mgrpo.rehearsal import __main__ as program
+from tests.unit.rehearsal.lines import Lines
 
 MEMORY = 80 << 30
-
-
-class Lines:
-    """The lines that have run in some files."""
-
-    def __init__(self, files: list[str]) -> None:
-        self.run: dict[str, set[int]] = {file: set() for file in files}
-
-    def trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        """Python calls this for every call, and for every line of those that it returns something for."""
-        lines = self.run.get(frame.f_code.co_filename)
-        if lines is None:
-            return None
-
-        def line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-            lines.add(frame.f_lineno)
-            return line
-
-        return line
 
 
 @contextmanager
@@ -119,6 +100,8 @@ MUTATIONS = {
 
 
 def answer(request: dict[str, Any], lines: Lines) -> Any:
+    from mgrpo.rehearsal import __main__ as program
+
     if "lines" in request:
         return {file: sorted(run) for file, run in lines.run.items()}
     if mutation := request.pop("mutation", None):
@@ -130,11 +113,15 @@ def answer(request: dict[str, Any], lines: Lines) -> Any:
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     lines = Lines(sys.argv[1:])
-    program.prepare(MEMORY)
+    from mgrpo.rehearsal import __main__ as program
     from mgrpo.rehearsal import device_bytes
 
+    program.prepare(MEMORY)
+    from mgrpo.rehearsal import rehearsed_step  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a rehearsal collects what it leaves, and would look through all modules
     device_bytes.ROUNDING = 1  # sizes are compared to the byte
-    sys.settrace(lines.trace)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line), lines)), file=answers, flush=True)
 

@@ -49,7 +49,6 @@ UNREACHED = {
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
     "group.py is_due": "a peer does not answer",
     "compiled.py ops_for": "kernels for CUDA are taken to be built",
-    "products.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
     "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
     "backend.py release_memory": "the same",
