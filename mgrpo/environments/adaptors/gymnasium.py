@@ -154,7 +154,7 @@ class Gymnasium(Environment):
         """The new words of a game of TextArena since the last turn; some of its wrappers repeat everything."""
         _, heard = self._game.get_observation()
         if not isinstance(heard, str):
-            return "\n".join(message for sender, message, *_ in heard if sender != 0)
+            return "\n".join(message for sender, message, *kind in heard if sender != 0 and not _is_own(*kind))
         new, self._seen = heard.removeprefix(self._seen), heard
         return new.strip()
 
@@ -174,6 +174,11 @@ def _found(make: str) -> Callable[..., Any]:
 def _is_arena(game: Any) -> bool:
     """Whether it is one of TextArena's: it gives observations when asked, and rewards when closed."""
     return hasattr(game, "get_observation")
+
+
+def _is_own(kind: object = None) -> bool:
+    """Whether a message repeats what the one player has done: some games say so in their own name."""
+    return getattr(kind, "name", "") == "PLAYER_ACTION"
 
 
 def _takes_text(space: Any) -> bool:

@@ -290,3 +290,21 @@ def test_cards_of_gymnasium_are_dealt_by_the_seed():
         game.close()
     assert openings[0] == openings[1] != openings[2]
     assert len(json.loads(openings[0])) == 3
+
+
+@pytest.mark.parametrize("name", ["TowerOfHanoi-v0-raw", "TowerOfHanoi-v0"])
+def test_a_game_of_textarena_is_played(name):
+    """Its package is large and pins nothing, so that the tests' requirements do not have it."""
+    pytest.importorskip("textarena", reason="the package textarena is not installed")
+    environment = Gymnasium(env_id=name, make="textarena:make")
+    environment.setup()
+    for _ in range(2):
+        assert "Tower of Hanoi with 3 disks" in environment.reset({}, seed=3).text
+        moved = play(environment, "[A C]")
+        assert "You moved disk 1 from A to C." in moved.text and "Tower of Hanoi" not in moved.text
+        if name.endswith("raw"):
+            assert "[A C]" not in moved.text, "the model knows what it has said"
+        found = [play(environment, f"[{each}]") for each in ("A B", "A B", "C B", "A C", "B A", "B C", "A C")]
+        assert "invalid move" in found[1].text and not found[1].done
+        assert (found[-1].reward, found[-1].done) == (1.0, True)
+    environment.close()
