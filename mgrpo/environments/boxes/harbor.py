@@ -22,6 +22,12 @@ from mgrpo.environments.boxes import harbor_check
 _MOST_BYTES = 16 * 2**20
 _CHECK_S = 300.0
 """Longest time of a check."""
+_BEYOND = {
+    "environment": ("mcp_servers", "gpus", "tpu", "healthcheck", "env", "workdir"),
+    "agent": ("user",),
+    "verifier": ("user", "environment", "collect"),
+}
+"""Settings without which a task would be another one."""
 
 
 def row_of(task: Path) -> dict[str, Any]:
@@ -40,6 +46,8 @@ def row_of(task: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as err:
         raise ValueError(f"{task}/task.toml: {err}") from None
     verifier, environment = settings.get("verifier", {}), settings.get("environment", {})
+    if beyond := _beyond(settings):
+        raise ValueError(f"{task}/task.toml asks for {', '.join(beyond)}, which a box does not have")
     files = {
         str(path.relative_to(task / "tests")): path for path in sorted((task / "tests").rglob("*")) if path.is_file()
     }
@@ -55,6 +63,23 @@ def row_of(task: Path) -> dict[str, Any]:
             "timeout_s": min(float(verifier.get("timeout_sec", _CHECK_S)), _CHECK_S),
         },
     }
+
+
+def _beyond(settings: dict[str, Any]) -> list[str]:
+    """What a task wants of its place that a box does not do."""
+    found = [
+        f"{section}.{name}"
+        for section, names in _BEYOND.items()
+        for name in names
+        if settings.get(section, {}).get(name)
+    ]
+    if settings.get("verifier", {}).get("environment_mode") == "separate":
+        found.append("a verifier's environment of its own")
+    if settings.get("environment", {}).get("os", "linux") != "linux":
+        found.append("another system than Linux")
+    if any("${" in value for value in settings.get("verifier", {}).get("env", {}).values()):
+        found.append("variables of the machine for its verifier")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
