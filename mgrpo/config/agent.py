@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mgrpo.config.annotations import ONE_OR_MORE, Form, Needs, Range, Rule
+from mgrpo.config.annotations import ONE_OR_MORE, POSITIVE, Form, Needs, Range, Rule
 from mgrpo.processes.user_code import missing_file
 
 REMOTE, VERIFIERS = "remote", "verifiers"
@@ -31,6 +31,10 @@ WITH_COMMAND = Needs("an agent that is a command", lambda agent_kind: agent_kind
 WITH_IMAGES = Needs(
     "an agent that is a command, in agent_box=local, docker or at a URL",
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
+)
+WITH_CONTAINERS = Needs(
+    "an agent that is a command, in agent_box=docker, podman or at a URL",
+    lambda agent_kind, agent_box: agent_kind == "command" and agent_box not in ("none", "local"),
 )
 PORT = Range(low=0, high=65535)
 WHERE = Form(
@@ -74,6 +78,10 @@ class Agent:
     """Processes and threads of one agent."""
     agent_memory_mb: Annotated[int, ONE_OR_MORE, WITH_COMMAND] = 4096
     """Memory of one agent's processes in MiB."""
+    agent_disk_mb: Annotated[int, ONE_OR_MORE, WITH_IMAGES] = 1024
+    """What one agent may write, in MiB. Behind walls that is memory; a container that has written more ends without a score."""
+    agent_cpus: Annotated[float | None, POSITIVE, WITH_CONTAINERS] = None
+    """Cores that the processes of one agent may take together. none: any."""
     agent_endpoint_host: Annotated[str, WITH_AGENT] = "127.0.0.1"
     """Address on which the endpoint listens; agents elsewhere need another one than this machine's own, and TLS is up to you."""
     agent_endpoint_port: Annotated[int, PORT, WITH_AGENT] = 0

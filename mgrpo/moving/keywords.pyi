@@ -275,6 +275,10 @@ class Keywords(TypedDict, total=False):
     """Processes and threads of one agent. (default: 256)"""
     agent_memory_mb: int
     """Memory of one agent's processes in MiB. (default: 4096)"""
+    agent_disk_mb: int
+    """What one agent may write, in MiB. Behind walls that is memory; a container that has written more ends without a score. (default: 1024)"""
+    agent_cpus: float | None
+    """Cores that the processes of one agent may take together. none: any. (default: none)"""
     agent_endpoint_host: str
     """Address on which the endpoint listens; agents elsewhere need another one than this machine's own, and TLS is up to you. (default: 127.0.0.1)"""
     agent_endpoint_port: int

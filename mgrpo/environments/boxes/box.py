@@ -56,6 +56,8 @@ class Bounds:
     disk_bytes: int = 1024 * MIB
     """All files that are written in it, together."""
     max_processes: int = 256
+    cpus: float | None = None
+    """Cores that all processes together may take; None: any. Only containers hold them back."""
     output_bytes: int = MIB
     """Kept of each output of a command; the rest is thrown away where it is written."""
     start_timeout_s: float = 120.0

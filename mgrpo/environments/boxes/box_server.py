@@ -38,6 +38,7 @@ def box_server_command(argv: Sequence[str]) -> int:
             memory_bytes=options.memory_mb * MIB,
             disk_bytes=options.disk_mb * MIB,
             max_processes=options.processes,
+            cpus=options.cpus,
         )
         asyncio.run(check_box(options.box, granted))
         listening = listen(options.host, options.port)
@@ -68,6 +69,7 @@ def within(wanted: Bounds, granted: Bounds) -> Bounds:
         memory_bytes=min(wanted.memory_bytes, granted.memory_bytes),
         disk_bytes=min(wanted.disk_bytes, granted.disk_bytes),
         max_processes=min(wanted.max_processes, granted.max_processes),
+        cpus=min((cpus for cpus in (wanted.cpus, granted.cpus) if cpus is not None), default=None),
     )
 
 
@@ -88,5 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory_mb", type=int, default=4096, help="most memory of a box in MiB")
     parser.add_argument("--disk_mb", type=int, default=1024, help="most that a box may write, in MiB")
     parser.add_argument("--processes", type=int, default=256, help="most processes of a box")
+    parser.add_argument("--cpus", type=float, default=None, help="most cores of a container; default: all")
     parser.add_argument("--network", action="store_true", help="allow boxes with a network")
     return parser

@@ -41,7 +41,7 @@ async def open_box(where: str, bounds: Bounds) -> Box:
         if where == "none":
             return await open_local(bounds, walls=["none"])
         if where in _CONTAINERS:
-            from mgrpo.environments.boxes.containers import open_container
+            from mgrpo.environments.boxes.containers.container_box import open_container
 
             return await open_container(bounds, program=where)
         if where.startswith(("http://", "https://")):
@@ -55,7 +55,7 @@ async def check_box(where: str, bounds: Bounds) -> None:
     """Once at a start: remove what killed runs have left on this machine, then open a box and close it. Raises as `open_box`."""
     await asyncio.to_thread(leftover.sweep)
     if where in _CONTAINERS:
-        from mgrpo.environments.boxes.containers import remove_orphans
+        from mgrpo.environments.boxes.containers.container_box import remove_orphans
 
         await remove_orphans(where)
     box = await open_box(where, bounds)

@@ -171,6 +171,8 @@ def worker_command(argv: Sequence[str]) -> int:
             "env": tuple(words.agent_env),
             "max_processes": words.agent_max_processes,
             "memory_mb": words.agent_memory_mb,
+            "disk_mb": words.agent_disk_mb,
+            "cpus": words.agent_cpus,
         }
         worker = AgentWorker(words.url, key, settings)
         # Whatever ends this process, the keepers of its boxes end them.
@@ -231,4 +233,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--agent_env", nargs="*", default=(), metavar="NAME")
     found.add_argument("--agent_max_processes", type=int, default=256, metavar="N")
     found.add_argument("--agent_memory_mb", type=int, default=4096, metavar="MIB")
+    found.add_argument("--agent_disk_mb", type=int, default=1024, metavar="MIB")
+    found.add_argument("--agent_cpus", type=float, default=None, metavar="CORES")
     return found

@@ -44,6 +44,8 @@ class CommandAgent(Agent):
         env: Sequence[str] = (),
         max_processes: int = 256,
         memory_mb: int = 4096,
+        disk_mb: int = 1024,
+        cpus: float | None = None,
         sets_reward: bool = True,
     ) -> None:
         """The settings `agent_*`, see `config.agent`; a relative path in a command names a file of the current folder.
@@ -69,7 +71,9 @@ class CommandAgent(Agent):
             # In an image they name what that holds.
             readable=() if image is not None else tuple(sorted(absolute)),
             memory_bytes=memory_mb * MIB,
+            disk_bytes=disk_mb * MIB,
             max_processes=max_processes,
+            cpus=cpus,
             output_bytes=8 * MOST_OUTPUT_CHARS,
         )
         self._box: Box | None = None

@@ -105,6 +105,8 @@ def _agent_spec(config: Config) -> Spec:
         "env": list(own.agent_env),
         "max_processes": own.agent_max_processes,
         "memory_mb": own.agent_memory_mb,
+        "disk_mb": own.agent_disk_mb,
+        "cpus": own.agent_cpus,
         "sets_reward": own.agent_sets_reward,
     }
     return Spec(entry=f"{AGENT}command", settings=settings)

@@ -50,8 +50,12 @@ async def open_local(bounds: Bounds, *, walls: Sequence[str] | None = None) -> L
     """A box behind the first of these walls that this machine has; by default a user namespace's, then root's.
 
     Raises:
-        ValueError: the machine has none of them, or what is to be shown cannot be.
+        ValueError: the machine has none of them, or what is to be shown cannot be, or cores are to be held back.
     """
+    if bounds.cpus is not None:
+        raise ValueError(
+            "agent_cpus holds back containers alone; set agent_box=docker, podman or the URL of a box server, or leave it out"
+        )
     reasons = []
     for kind in walls or (("user", "root") if os.geteuid() == 0 else ("user",)):
         try:

@@ -36,7 +36,11 @@ def main() -> int:
             return 0
         case ["ps", *_]:
             for file in state.glob("*.container"):
-                print(file.stem, json.loads(file.read_text())["label"])
+                print(file.stem)
+            return 0
+        case ["inspect", "--format", form, *names] if "Labels" in form:
+            for name in names:
+                print(name, json.loads((state / f"{name}.container").read_text())["label"])
             return 0
         case ["rm", "-f", *names]:
             for name in names:
@@ -101,7 +105,7 @@ def _pid(state: Path, name: str) -> int | None:
     try:
         outer = json.loads((state / f"{name}.container").read_text())["pid"]
         inner = [int(pid) for pid in Path(f"/proc/{outer}/task/{outer}/children").read_text().split()]
-        return inner[0] if inner and b"read -r line" in Path(f"/proc/{inner[0]}/cmdline").read_bytes()[:60] else None
+        return inner[0] if inner and b"SIGCHLD" in Path(f"/proc/{inner[0]}/cmdline").read_bytes() else None
     except (OSError, ValueError):
         return None
 

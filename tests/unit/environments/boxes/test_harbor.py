@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.environments.boxes import harbor, harbor_check
+from tests.unit.environments.boxes.task_folders import COMPARE, task_folder
 
 # Another root, in which everything can be written and which is gone afterwards.
 _ROOT = """
@@ -24,25 +27,9 @@ exec chroot /mnt sh -c 'cd "$0" && exec "$@"' "$0" "$@"
 """
 
 
-def _task(
-    folder: Path, test: str, toml: str = 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\nenv = { KEY = "7" }\n'
-) -> Path:
-    for name, text in {
-        "task.toml": toml,
-        "instruction.md": "Create a file hello.txt.",
-        "environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n",
-        "tests/test.sh": f"#!/bin/bash\n{test}\n",
-        "tests/data/expected": "Hello",
-        "solution/solve.sh": "echo Hello > hello.txt",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
 def _judged(tmp_path: Path, test: str, said: str) -> tuple[int, dict | None, str]:
     """Status of the check, its result and what it printed, where an agent has left `said` in hello.txt."""
-    assert harbor.main([str(_task(tmp_path / "task", test)), "--out", str(tmp_path / "out")]) == 0
+    assert harbor.main([str(task_folder(tmp_path / "task", test)), "--out", str(tmp_path / "out")]) == 0
     row = json.loads((tmp_path / "out/rows.jsonl").read_text())
     box = tmp_path / "box"
     box.mkdir()
@@ -58,14 +45,11 @@ def _judged(tmp_path: Path, test: str, said: str) -> tuple[int, dict | None, str
     return done.returncode, json.loads(result.read_text()) if result.exists() else None, done.stdout + done.stderr
 
 
-_COMPARE = 'if [ "$KEY" = 7 ] && grep -qx "$(cat /tests/data/expected)" hello.txt; then reward=1; else reward=0; fi\n'
-
-
 @pytest.mark.parametrize(("said", "reward"), [("Hello\n", 1.0), ("Goodbye\n", 0.0)])
 def test_the_tests_decide(tmp_path, said, reward):
     """They come to /tests, and their word is in reward.txt."""
     status, result, printed = _judged(
-        tmp_path, f"{_COMPARE}echo $reward > /logs/verifier/reward.txt; ls /solution", said
+        tmp_path, f"{COMPARE}echo $reward > /logs/verifier/reward.txt; ls /solution", said
     )
     assert (status, result) == (0, {"reward": reward, "metrics": {}}), printed
     assert not Path("/tests").exists() or not Path("/tests/data/expected").exists()
@@ -89,10 +73,10 @@ def test_no_verdict_is_no_score(tmp_path, test):
 
 def test_the_agent_is_not_told_the_tests(tmp_path, capsys):
     """They are the ground truth, which only the check is given; images are named, and how to build them is said."""
-    _task(tmp_path / "one", "true")
-    _task(tmp_path / "two", "true", '[environment]\ndocker_image = "own:2"\n')
+    task_folder(tmp_path / "one", "true")
+    task_folder(tmp_path / "two", "true", '[environment]\ndocker_image = "own:2"\n')
     for name in ("three", "four"):
-        _task(tmp_path / name, "true", "= no toml" if name == "four" else "")
+        task_folder(tmp_path / name, "true", "= no toml" if name == "four" else "")
     (tmp_path / "three/environment/docker-compose.yaml").write_text("")
     assert harbor.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     rows = {row["task"]: row for row in map(json.loads, (tmp_path / "out/rows.jsonl").read_text().splitlines())}
@@ -106,3 +90,36 @@ def test_the_agent_is_not_told_the_tests(tmp_path, capsys):
     assert printed.out == f"docker build --tag harbor-one {tmp_path}/one/environment\n"
     assert "three needs several containers" in printed.err and "four/task.toml" in printed.err
     assert harbor.main([str(tmp_path / "out"), "--out", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("toml", "named"),
+    [
+        ("[environment]\ngpus = 1\n", "environment.gpus"),
+        ("[[environment.mcp_servers]]\nname = 'a'\n", "environment.mcp_servers"),
+        ("[agent]\nuser = 'agent'\n[verifier]\nuser = 'root'\n", "agent.user, verifier.user"),
+        ("[verifier]\nenvironment_mode = 'separate'\n", "a verifier's environment of its own"),
+        ("[environment]\nos = 'windows'\n", "another system than Linux"),
+        ("[verifier.env]\nKEY = '${KEY}'\n", "variables of the machine"),
+    ],
+)
+def test_a_task_that_a_box_would_make_another_one_is_refused(tmp_path, toml, named):
+    """Without what it asks for, its reward would say something else."""
+    with pytest.raises(ValueError, match=f"asks for {re.escape(named)}.*which a box does not have"):
+        harbor.row_of(task_folder(tmp_path, "true", toml))
+
+
+def test_harbor_reads_the_same_from_a_folder(tmp_path):
+    """Its package needs Python 3.12, and brings much that the tests' requirements must not have."""
+    why = "the package harbor is not installed"
+    task = pytest.importorskip("harbor.models.task.task", reason=why).Task
+    places = pytest.importorskip("harbor.models.trial.paths", reason=why).EnvironmentPaths()
+    own = shutil.copytree(Path(sys.modules["harbor"].__file__).parent / "cli" / "template-task", tmp_path / "own")
+    for folder in (own, task_folder(tmp_path / "task", "true", '[verifier.env]\nKEY = "7"\n')):
+        read, row = task(folder), harbor.row_of(folder)
+        assert row["prompt"] == read.instruction
+        assert row["ground_truth"]["env"] == read.config.verifier.env
+        assert row["ground_truth"]["timeout_s"] == min(read.config.verifier.timeout_sec, 300)
+        assert row["image"] == read.config.environment.docker_image or row["image"] == f"harbor-{folder.name}"
+    assert (str(places.tests_dir), str(places.verifier_dir)) == (harbor_check.TESTS, harbor_check.LOGS)
+    assert [places.reward_json_path.name, places.reward_text_path.name] == ["reward.json", "reward.txt"]

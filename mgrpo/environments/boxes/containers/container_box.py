@@ -3,7 +3,7 @@
 A container's first process reads what its owner holds open, and ends with it: after a kill -9 of the owner the program `docker run
 --rm` sees the end of its input, and the container goes. What outlives even that has a label, and goes at the next start.
 
-The size of what is written is not limited: few storage drivers can.
+Few storage drivers limit what is written, so that its size is asked for from time to time; volumes of an image do not count.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mgrpo.environments.boxes.box import (
     CLOSE_LIMIT_S,
+    MIB,
     Bounds,
     BoxError,
     BoxLost,
@@ -30,7 +31,7 @@ from mgrpo.environments.boxes.box import (
     moved,
     ready_in_time,
 )
-from mgrpo.environments.boxes.captured import Captured, in_memory
+from mgrpo.environments.boxes.containers.command_line import CommandLine
 from mgrpo.environments.boxes.relay import Relay
 
 LABEL = "mgrpo.owner"
@@ -38,9 +39,10 @@ _PREFIX = "mgrpo-container-"
 _MOUNT = "/run/mgrpo"
 _PORT = 47123
 """Of the forwarder, in a container's own network."""
-_FOLDER = "/box"
-"""Where the image has no working folder."""
-_GRACE_S = 0.2
+_FOLDER = "/tmp/box"
+"""Where the image has no working folder; any user may make this one."""
+_SIZE_EVERY_S = 5.0
+"""How often the size of what was written is asked for: less than a hundredth of a core each."""
 _ASK_S = 30.0
 _FILE_LIMIT_S = 60.0
 _ABSENT, _NOT_REGULAR = 44, 45
@@ -59,24 +61,13 @@ _OF_THE_PROGRAM = (
     "NO_PROXY",
     "no_proxy",
 )
-_FIRST = "while read -r line; do :; done"
-_NUMBERED = 'echo $$ > "$0" 2>/dev/null; exec "$@"'
-_KILL = 'read -r pid < "$0" && { kill -9 -- "-$pid" || kill -9 "$pid"; }'
-_END = """
-for attempt in 1 2 3 4 5 6 7 8; do
-    kill -9 -1 2>/dev/null
-    left=
-    for file in /proc/[0-9]*/stat; do
-        read -r line < "$file" 2>/dev/null || continue
-        case "${line%% *}" in 1|$$) continue;; esac
-        case "${line##*) }" in [ZX]*) continue;; esac
-        left=$line
-    done
-    [ -z "$left" ] && exit 0
-    sleep 0.1
-done
-echo "$left"; exit 1
+_PYTHON = """
+for python in python3 python; do command -v $python >/dev/null && exec $python -S -c "$0" "$@"; done
+echo "it has no python3, which a box needs" >&2; exit 127
 """
+_NUMBERED = 'echo $$ > "$0" 2>/dev/null; exec "$@"'
+# A daemon passes two outputs on by two ways, which loses their order.
+_AS_ONE = " 2>&1"
 _PUT = 'mkdir -p "$(dirname "$0")" && cat > "$0" && chmod "$1" "$0"'
 _GET = f'[ -e "$0" ] || exit {_ABSENT}; [ -f "$0" ] || exit {_NOT_REGULAR}; head -c "$1" "$0"'
 
@@ -90,7 +81,7 @@ async def open_container(bounds: Bounds, *, program: str = "docker") -> Containe
     """
     if bounds.image is None:
         raise ValueError(
-            f"agent_box={program} needs agent_image, the name of an image that has sh and what the agent needs"
+            f"agent_box={program} needs agent_image, the name of an image that has sh, python3 and what the agent needs"
         )
     if shutil.which(program) is None:
         raise ValueError(
@@ -109,10 +100,12 @@ async def remove_orphans(program: str) -> int:
             shutil.rmtree(folder, ignore_errors=True)  # which another user's folder does not let it
     if shutil.which(program) is None:
         return 0
-    form = '{{.ID}} {{.Label "' + LABEL + '"}}'
-    listed = await _Command.run([program, "ps", "-a", "--filter", f"label={LABEL}", "--format", form], limit_s=_ASK_S)
-    if listed.status != 0:
+    found = await CommandLine.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
+    if not (containers := found.stdout.decode().split()):
         return 0
+    # One that is gone by now is an error, after which the others have been told all the same.
+    form = '{{.Id}} {{index .Config.Labels "' + LABEL + '"}}'
+    listed = await CommandLine.run([program, "inspect", "--format", form, *containers], limit_s=_ASK_S)
     left = []
     for line in listed.stdout.decode().splitlines():
         container, _, owner = line.partition(" ")
@@ -120,7 +113,7 @@ async def remove_orphans(program: str) -> int:
         if machine == _machine() and rest not in (f"{_boot()}/{pid}/{_began(pid)}" for pid in rest.split("/")[1:2]):
             left.append(container)
     if left:
-        await _Command.run([program, "rm", "-f", *left], limit_s=_ASK_S)
+        await CommandLine.run([program, "rm", "-f", *left], limit_s=_ASK_S)
     return len(left)
 
 
@@ -138,8 +131,10 @@ class ContainerBox:
         self._socket = os.path.join(self._outer, "endpoint", "socket")
         self._relay: Relay | None = None
         self._is_forwarding = False
-        self._first: _Command | None = None
+        self._first: CommandLine | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._number = 0
+        self._why = "the box has ended"
         self._closing: asyncio.Task[None] | None = None
 
     async def start_container(self) -> None:
@@ -156,25 +151,27 @@ class ContainerBox:
             inspect = await self._ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image, limit_s=None)
         found = inspect.stdout.decode().strip()
         self.folder = found if found.strip("/") else _FOLDER
-        self._first = await _Command.start(
+        self._first = await CommandLine.start(
             [self._program, *self._run_arguments(image)], stdin=asyncio.subprocess.PIPE, max_bytes=4096
         )
-        while (await self._ask("exec", self._name, "true", limit_s=None)).status != 0:
+        while (await self._ask("exec", self._name, "mkdir", "-p", self.folder, limit_s=None)).status != 0:
             if self._first.process.returncode is not None:
                 ended = await self._first.wait(None)
                 raise BoxError(f"a container of {image!r} did not start: {_said(ended)}")
             await asyncio.sleep(0.05)
+        self._watching = asyncio.create_task(self._watch_size())
 
     def _run_arguments(self, image: str) -> list[str]:
         memory = f"{self._bounds.memory_bytes}b"
+        cpus = () if self._bounds.cpus is None else ("--cpus", f"{self._bounds.cpus:g}")
         owner = f"{_machine()}/{_boot()}/{os.getpid()}/{_began(str(os.getpid()))}"
         return [
             *("run", "--rm", "--interactive", "--name", self._name, "--label", f"{LABEL}={owner}"),
             *("--network", "bridge" if self._bounds.network else "none"),
-            *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._bounds.max_processes)),
+            *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._bounds.max_processes), *cpus),
             *("--security-opt", "no-new-privileges", "--cap-drop", "NET_RAW", "--cap-drop", "MKNOD"),
-            *("--volume", f"{os.path.dirname(self._socket)}:{_MOUNT}:ro", "--workdir", self.folder),
-            *("--entrypoint", "sh", image, "-c", _FIRST),
+            *("--volume", f"{os.path.dirname(self._socket)}:{_MOUNT}:ro"),
+            *("--entrypoint", "sh", image, "-c", _PYTHON, _text("first_process")),
         ]
 
     async def exec(
@@ -222,12 +219,9 @@ class ContainerBox:
         return moved(url, "127.0.0.1", _PORT)
 
     async def end_processes(self) -> None:
-        """A process that the container's user may not end loses the box. The first one stays; zombies of the others may."""
+        """A process that the container's user may not end loses the box. The first one stays."""
         self._is_forwarding = False
-        done = await (await self._shell(_END, "sh")).wait(_ASK_S)
-        if done.status != 0:
-            await self.close()
-            raise BoxLost(f"processes in a container could not be ended: {_said(done)}")
+        await self._tell("all")
 
     async def alive(self) -> bool:
         if self._closing is not None or self._first is None or self._first.process.returncode is not None:
@@ -240,13 +234,25 @@ class ContainerBox:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
 
+    async def _watch_size(self) -> None:
+        """End the box once more has been written than may be."""
+        while True:
+            await asyncio.sleep(_SIZE_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                found = await self._ask("inspect", "--size", "--format", "{{.SizeRw}}", self._name)
+                if (size := found.stdout.strip()).isdigit() and int(size) > self._bounds.disk_bytes:
+                    self._why = f"the box has written more than {self._bounds.disk_bytes // MIB} MiB"
+                    await self.close()
+
     async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             with contextlib.suppress(OSError, TimeoutError):
                 if self._first is not None:
                     if (stdin := self._first.process.stdin) is not None:
                         stdin.close()
-                    await _Command.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
+                    await CommandLine.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
                     await self._first.end(1.0)
         finally:
             if self._relay is not None:
@@ -254,17 +260,14 @@ class ContainerBox:
             shutil.rmtree(self._outer, ignore_errors=True)
 
     async def _start_forwarder(self) -> None:
-        text = Path(__file__).with_name("forwarder.py").read_text()
-        script = 'for python in python3 python; do command -v $python >/dev/null && exec $python -c "$0" "$@"; done; exit 127'
-        process = await self._begin(["sh", "-c", script, text, f"{_MOUNT}/socket", str(_PORT)], None, "/", is_one=True)
+        words = ["sh", "-c", _PYTHON, _text("forwarder"), f"{_MOUNT}/socket", str(_PORT)]
+        process = await self._begin(words, None, "/", is_one=True)
         try:
             async with asyncio.timeout(_ASK_S):
                 while b"ready" not in process.said:
                     if process.command.process.returncode is not None:
                         done = await process.wait(None)
-                        raise BoxError(
-                            f"agent_image={self._bounds.image!r} cannot reach the endpoint: that needs python3 in it ({_said(done)})"
-                        )
+                        raise BoxError(f"agent_image={self._bounds.image!r} cannot reach the endpoint: {_said(done)}")
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise BoxError("a container's forwarder did not start") from None
@@ -288,11 +291,11 @@ class ContainerBox:
         given = {name: value for name, value in (env or {}).items() if not name.startswith(_OF_THE_PROGRAM)}
         # By name only: the arguments of a process are seen by every user of this machine.
         named = [name if name in given else f"{name}={value}" for name, value in (env or {}).items()]
-        command = await _Command.start(
+        command = await CommandLine.start(
             [
                 *(self._program, "exec", "--interactive", "--workdir", cwd or self.folder),
                 *(word for each in named for word in ("--env", each)),
-                *(self._name, "sh", "-c", _NUMBERED, number, *argv),
+                *(self._name, "sh", "-c", _NUMBERED + _AS_ONE * is_one, number, *argv),
             ],
             env=given,
             stdin=stdin,
@@ -301,22 +304,43 @@ class ContainerBox:
         )
         return ContainerProcess(self, command, number)
 
+    def why_ended(self, said: str) -> str:
+        """Its own reason, or what a command has said at its end."""
+        return self._why if self._closing is not None else f"{self._why}: {said}"
+
     async def kill(self, number: str) -> None:
-        """Kill a process of the container; BoxLost where that fails."""
-        await self._ask("exec", self._name, "sh", "-c", _KILL, number)
+        """Kill the process whose number is in this file; BoxLost where that fails."""
+        await self._tell(f"one {number}")
+
+    async def _tell(self, words: str) -> None:
+        """Have the first process kill others, see its file."""
+        self._check()
+        assert self._first is not None and self._first.process.stdin is not None
+        self._number += 1
+        line = f"{words} {self._number}\n".encode()
+        self._first.process.stdin.write(line)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                while line not in self._first.said:
+                    if self._first.process.returncode is not None:
+                        raise BoxLost(self._why)
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            await self.close()
+            raise BoxLost("processes in a container could not be ended") from None
 
     async def _ask(self, *words: str, limit_s: float | None = _ASK_S) -> Done:
-        return await _Command.run([self._program, *words], limit_s=limit_s)
+        return await CommandLine.run([self._program, *words], limit_s=limit_s)
 
     def _check(self) -> None:
         if self._closing is not None:
-            raise BoxLost("the box has ended")
+            raise BoxLost(self._why)
 
 
 class ContainerProcess:
     """A `Process`."""
 
-    def __init__(self, box: ContainerBox, command: _Command, number: str) -> None:
+    def __init__(self, box: ContainerBox, command: CommandLine, number: str) -> None:
         self._box, self.command, self._number = box, command, number
         self._done: Done | None = None
 
@@ -341,90 +365,17 @@ class ContainerProcess:
                 status=-signal.SIGKILL, stdout=done.stdout, stderr=done.stderr, timed_out=True, truncated=done.truncated
             )
         except asyncio.CancelledError:
-            await asyncio.shield(self.kill())
+            with contextlib.suppress(BoxLost):
+                await asyncio.shield(self.kill())
             raise
         if done.status != 0 and not await self._box.alive():
-            raise BoxLost(f"the box has ended: {_said(done)}")
+            raise BoxLost(self._box.why_ended(_said(done)))
         self._done = done
         return done
 
     async def kill(self) -> None:
         if self.command.process.returncode is None:
             await self._box.kill(self._number)
-
-
-class _Command:
-    """One run of the command line's program."""
-
-    def __init__(self, process: asyncio.subprocess.Process, outputs: Sequence[Captured]) -> None:
-        self.process, self._outputs = process, outputs
-
-    @classmethod
-    async def start(
-        cls,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes | int = b"",
-        is_one: bool = False,
-        max_bytes: int,
-    ) -> _Command:
-        pipes = [os.pipe() for _ in range(1 if is_one else 2)]
-        with contextlib.ExitStack() as given:
-            for _, theirs in pipes:
-                given.callback(os.close, theirs)
-            if isinstance(stdin, bytes):
-                stdin = in_memory(stdin)
-                given.callback(os.close, stdin)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    stdin=stdin,
-                    stdout=pipes[0][1],
-                    stderr=pipes[-1][1],
-                    env={**os.environ, **(env or {})},
-                    start_new_session=True,
-                )
-            except BaseException:
-                for ours, _ in pipes:
-                    os.close(ours)
-                raise
-        return cls(process, [Captured(ours, max_bytes) for ours, _ in pipes])
-
-    @classmethod
-    async def run(cls, argv: Sequence[str], *, limit_s: float | None) -> Done:
-        """TimeoutError after the limit."""
-        command = await cls.start(argv, max_bytes=2**16)
-        try:
-            return await command.wait(limit_s)
-        finally:
-            await command.end(0.0)
-
-    @property
-    def said(self) -> bytes:
-        return self._outputs[0].kept
-
-    async def wait(self, limit_s: float | None) -> Done:
-        """TimeoutError after the limit: it goes on."""
-        async with asyncio.timeout(limit_s):
-            status = await self.process.wait()
-        texts = await asyncio.gather(*(output.finish(_GRACE_S) for output in self._outputs))
-        truncated = any(output.truncated for output in self._outputs)
-        # A shell's number for a signal.
-        status = 128 - status if 128 < status < 128 + signal.NSIG else status
-        return Done(status=status, stdout=texts[0], stderr=(*texts, b"")[1], truncated=truncated)
-
-    async def end(self, grace_s: float) -> None:
-        """Kill it, where it has not ended in this time."""
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-            await self.process.wait()
-        for output in self._outputs:
-            output.close()
 
 
 def _listen(path: str) -> socket.socket:
@@ -440,12 +391,18 @@ def _listen(path: str) -> socket.socket:
     return listening
 
 
+def _text(module: str) -> str:
+    """Of a program that runs within."""
+    return Path(__file__).with_name(f"{module}.py").read_text()
+
+
 def _said(done: Done) -> str:
     return (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
 
 
 def _machine() -> str:
-    return socket.gethostname()
+    """Where a process's number means it: containers that share a daemon may share their name as well."""
+    return socket.gethostname() + os.readlink("/proc/self/ns/pid")
 
 
 def _boot() -> str:

@@ -1,0 +1,1 @@
+"""Boxes that are containers, by the command line of docker or podman."""
