@@ -99,6 +99,7 @@ INNER = {
     "environments.formats": {"environment"},
     "environments.agents": {"loop", "offered", "workers"},
     "environments.boxes": set(),
+    "environments.boxes.containers": {"box", "captured", "relay"},
     "environments.boxes.local": {"box", "captured", "relay"},
     "environments.endpoint": {"environment", "loop", "normal_form", "offered"},
     "environments.launch": {"boxes", "offered"},
