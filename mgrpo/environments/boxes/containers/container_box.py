@@ -31,7 +31,7 @@ from mgrpo.environments.boxes.box import (
     moved,
     ready_in_time,
 )
-from mgrpo.environments.boxes.containers.command_line import CommandLine
+from mgrpo.environments.boxes.containers.container_command import ContainerCommand
 from mgrpo.environments.boxes.relay import Relay
 
 LABEL = "mgrpo.owner"
@@ -100,12 +100,12 @@ async def remove_orphans(program: str) -> int:
             shutil.rmtree(folder, ignore_errors=True)  # which another user's folder does not let it
     if shutil.which(program) is None:
         return 0
-    found = await CommandLine.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
+    found = await ContainerCommand.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
     if not (containers := found.stdout.decode().split()):
         return 0
     # One that is gone by now is an error, after which the others have been told all the same.
     form = '{{.Id}} {{index .Config.Labels "' + LABEL + '"}}'
-    listed = await CommandLine.run([program, "inspect", "--format", form, *containers], limit_s=_ASK_S)
+    listed = await ContainerCommand.run([program, "inspect", "--format", form, *containers], limit_s=_ASK_S)
     left = []
     for line in listed.stdout.decode().splitlines():
         container, _, owner = line.partition(" ")
@@ -113,7 +113,7 @@ async def remove_orphans(program: str) -> int:
         if machine == _machine() and rest not in (f"{_boot()}/{pid}/{_began(pid)}" for pid in rest.split("/")[1:2]):
             left.append(container)
     if left:
-        await CommandLine.run([program, "rm", "-f", *left], limit_s=_ASK_S)
+        await ContainerCommand.run([program, "rm", "-f", *left], limit_s=_ASK_S)
     return len(left)
 
 
@@ -131,7 +131,7 @@ class ContainerBox:
         self._socket = os.path.join(self._outer, "endpoint", "socket")
         self._relay: Relay | None = None
         self._is_forwarding = False
-        self._first: CommandLine | None = None
+        self._first: ContainerCommand | None = None
         self._watching: asyncio.Task[None] | None = None
         self._number = 0
         self._why = "the box has ended"
@@ -151,7 +151,7 @@ class ContainerBox:
             inspect = await self._ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image, limit_s=None)
         found = inspect.stdout.decode().strip()
         self.folder = found if found.strip("/") else _FOLDER
-        self._first = await CommandLine.start(
+        self._first = await ContainerCommand.start(
             [self._program, *self._run_arguments(image)], stdin=asyncio.subprocess.PIPE, max_bytes=4096
         )
         while (await self._ask("exec", self._name, "mkdir", "-p", self.folder, limit_s=None)).status != 0:
@@ -252,7 +252,7 @@ class ContainerBox:
                 if self._first is not None:
                     if (stdin := self._first.process.stdin) is not None:
                         stdin.close()
-                    await CommandLine.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
+                    await ContainerCommand.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
                     await self._first.end(1.0)
         finally:
             if self._relay is not None:
@@ -291,7 +291,7 @@ class ContainerBox:
         given = {name: value for name, value in (env or {}).items() if not name.startswith(_OF_THE_PROGRAM)}
         # By name only: the arguments of a process are seen by every user of this machine.
         named = [name if name in given else f"{name}={value}" for name, value in (env or {}).items()]
-        command = await CommandLine.start(
+        command = await ContainerCommand.start(
             [
                 *(self._program, "exec", "--interactive", "--workdir", cwd or self.folder),
                 *(word for each in named for word in ("--env", each)),
@@ -330,7 +330,7 @@ class ContainerBox:
             raise BoxLost("processes in a container could not be ended") from None
 
     async def _ask(self, *words: str, limit_s: float | None = _ASK_S) -> Done:
-        return await CommandLine.run([self._program, *words], limit_s=limit_s)
+        return await ContainerCommand.run([self._program, *words], limit_s=limit_s)
 
     def _check(self) -> None:
         if self._closing is not None:
@@ -340,7 +340,7 @@ class ContainerBox:
 class ContainerProcess:
     """A `Process`."""
 
-    def __init__(self, box: ContainerBox, command: CommandLine, number: str) -> None:
+    def __init__(self, box: ContainerBox, command: ContainerCommand, number: str) -> None:
         self._box, self.command, self._number = box, command, number
         self._done: Done | None = None
 

@@ -14,7 +14,7 @@ from mgrpo.environments.boxes.captured import Captured, in_memory
 _GRACE_S = 0.2
 
 
-class CommandLine:
+class ContainerCommand:
     """One run of the command line's program."""
 
     def __init__(self, process: asyncio.subprocess.Process, outputs: Sequence[Captured]) -> None:
@@ -29,7 +29,7 @@ class CommandLine:
         stdin: bytes | int = b"",
         is_one: bool = False,
         max_bytes: int,
-    ) -> CommandLine:
+    ) -> ContainerCommand:
         pipes = [os.pipe() for _ in range(1 if is_one else 2)]
         with contextlib.ExitStack() as given:
             for _, theirs in pipes:
