@@ -38,10 +38,11 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
 from mgrpo.planner.plan_command import shipped_configs
 from mgrpo.sync import shared
-from mgrpo.sync.channel import DIGEST, Receiver, Sender, digest_key
+from mgrpo.sync.channel import DIGEST, Sender, digest_key
 from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.plan import plan
 from mgrpo.sync.sending.layout_tables import training_holdings
+from mgrpo.sync.vllm_plugin.receiver import Receiver
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent

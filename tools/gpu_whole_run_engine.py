@@ -84,7 +84,7 @@ class Learner:
         failures, _ = await asyncio.gather(ours, actor.receive_weights(self.version, True, 0))
         if failures:
             raise RuntimeError(failures[0])
-        self.sender.compare(self.version, self.sender.digests(), [0])
+        self.sender.compare(self.version, self.sender.digests(), {0: 0})
 
     def change(self, factor: float) -> None:
         """Multiply every weight; by a power of two that is undone exactly."""

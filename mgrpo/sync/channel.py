@@ -1,4 +1,4 @@
-"""Both ends of the weight sync: what a training rank sends and what an engine's worker writes into its live weights.
+"""The training ranks' end of the weight sync, and what both ends share; the engines' is `mgrpo.sync.vllm_plugin.receiver`.
 
 Both go through the rounds of `mgrpo.sync.sending.rounds.rounds`: the sender prepares the next round while one is under way, and the
 receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
@@ -20,19 +20,19 @@ import torch.distributed as dist
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.adapters import LoraShape, are_apart, sent_tensors
-from mgrpo.models.placement.box_table import COLUMNS, HeldBoxes, Tensors, packed, unpacked
+from mgrpo.models.placement.box_table import HeldBoxes, packed
 from mgrpo.models.placement.boxes import Box, Shape
-from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
-from mgrpo.sync.group import another_connection, connect_store
+from mgrpo.sync.group import another_connection
 from mgrpo.sync.joining import SyncMembers, meet
-from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
+from mgrpo.sync.live import LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import ReshardPlan, plan
 from mgrpo.sync.sending.digest import digests
-from mgrpo.sync.sending.float32_units import shapes_in_units, views_in_units
+from mgrpo.sync.sending.float32_units import shapes_in_units
 from mgrpo.sync.sending.rounds import messages, rounds
+from mgrpo.sync.sending.seating import Link
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
 
@@ -111,13 +111,22 @@ class Sender:
         """By a sync with the engines that have joined, from all ranks."""
         return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
 
-    def invitation(self, engine: int, generation: int = 0) -> dict[str, Any]:
-        """The invitation with which engine number `engine` joins, as plain values."""
+    def invitation(
+        self, engine: int, generation: int = 0, *, upstream: Link | None = None, followers: Sequence[Link] = ()
+    ) -> dict[str, Any]:
+        """The invitation with which engine number `engine` joins, as plain values.
+
+        Args:
+            upstream: the engine that sends to this one in the learners' place, with its own generation.
+            followers: the engines that this one sends to.
+        """
         return {
             "host": self.host,
             "port": self.port,
             "engine": engine,
             "generation": generation,
+            "upstream": upstream and [*upstream],
+            "followers": [[*link] for link in followers],
             "model": asdict(self.model),
             "lora": self.lora and asdict(self.lora),
             **self._tables(engine),
@@ -264,8 +273,11 @@ class Sender:
         self.live.forget()
         return table
 
-    def compare(self, version: int, truth: torch.Tensor, engines: Iterable[int]) -> None:
+    def compare(self, version: int, truth: torch.Tensor, seats: Mapping[int, int]) -> None:
         """Rank 0: compare the summed `digests()` with what the workers of engines reported for `version`.
+
+        Args:
+            seats: the generation of each engine, as in its invitation.
 
         Raises:
             RuntimeError: naming engine, worker and tensors that differ.
@@ -274,9 +286,9 @@ class Sender:
             list(proven_tensors(self.model, self.lora, self.dtype.itemsize)),
             sent_tensors(self.model, self.lora),
         )
-        for engine in engines:
+        for engine, generation in seats.items():
             for worker, wanted in enumerate(truth.numpy()):
-                key = digest_key(engine, self.generations[engine], worker, version)
+                key = digest_key(engine, generation, worker, version)
                 reported = np.frombuffer(self.store.get(key), dtype=DIGEST)
                 self.store.delete_key(key)
                 wrong = [names[number] for number in (wanted != reported).nonzero()[0]]
@@ -285,112 +297,6 @@ class Sender:
                         f"weight sync {version}: worker {worker} of engine {engine} does not hold the trainer's weights; "
                         f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}{_whose(wrong, sent)}"
                     )
-
-
-class Receiver:
-    """An engine worker's end: every slice is written in place into the live weights.
-
-    Args:
-        targets: every box the worker holds with the live view to write to.
-        loaded: those of what it has loaded by itself, which only digests read.
-        worker: number of the worker in its engine.
-    """
-
-    def __init__(self, targets: Held, *, loaded: Held = (), worker: int, invitation: dict[str, Any]) -> None:
-        targets, loaded = list(targets), list(loaded)
-        dtype = next(view.dtype for box, view in (*targets, *loaded) if not is_frozen(box.name))
-        self.live, self.loaded = LiveBoxes(targets, dtype), list(views_in_units(loaded, dtype))
-        self.model, self.lora = ModelShape.from_dict(invitation["model"]), invited_lora(invitation)
-        self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
-        self.place = (invitation["host"], invitation["port"])
-        """Host and port of the store, which is there as long as the run is."""
-        self.timeout_s = invitation["timeout_s"]
-        self.learners: list[int] = invitation["learners"]
-        stages = self._incoming(invitation)
-        self._check_targets(stages)
-        cut = partial(messages, itemsize=self.live.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"])
-        self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
-        self.channel = Channel(
-            self.live,
-            [{source: partial(cut, boxes, len(stage)) for source, boxes in stage.items()} for stage in stages],
-            store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
-            names=member_names(self.learners, len(invitation["slices"]), self.engine),
-            rank=len(self.learners) + worker,
-            is_worker=True,
-            dtype=self.live.dtype,
-            host=invitation["host"],
-            timeout_s=self.timeout_s,
-            share_gpus=invitation["share_gpus"],
-        )
-
-    def _incoming(self, invitation: Mapping[str, Any]) -> list[dict[int, list[Box]]]:
-        """The slices for this worker in each stage, by their source's place among `learners`."""
-        tensors = Tensors(shapes_in_units(sent_tensors(self.model, self.lora), self.live.dtype.itemsize))
-        slices = unpacked(invitation["slices"][self.worker], COLUMNS)
-        sources = unpacked(invitation["sources"][self.worker], 1)[:, 0]
-        counts = invitation["stages"][self.worker] if "stages" in invitation else [len(slices)]
-        ends = np.cumsum([0, *counts]).tolist()
-        return [
-            {
-                source: tensors.boxes(slices[first:last][sources[first:last] == source])
-                for source in np.unique(sources[first:last]).tolist()
-            }
-            for first, last in itertools.pairwise(ends)
-        ]
-
-    def _check_targets(self, stages: Iterable[Mapping[int, list[Box]]]) -> None:
-        """The engine's live weights must be exactly the boxes that the plan sends to it."""
-        live = {name: sum(box.size for box, _ in held) for name, held in self.live.by_name.items()}
-        planned: dict[str, int] = {}
-        for box in (box for incoming in stages for boxes in incoming.values() for box in boxes):
-            planned[box.name] = planned.get(box.name, 0) + box.size
-            if self.live.find(box) is None:
-                raise ValueError(f"the engine does not hold {box} in one piece, which the plan sends to it")
-        differing = sorted(name for name in live.keys() | planned.keys() if live.get(name) != planned.get(name))
-        if differing:
-            raise ValueError(f"engine and plan differ in {len(differing)} tensors, the first are {differing[:3]}")
-
-    def receive(self, version: int) -> None:
-        """Receive all slices of one sync.
-
-        Raises:
-            RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`. The
-                transfer is over then.
-        """
-        begun: list[Round] = []
-        try:
-            for number, round_ in enumerate(self.channel.rounds):
-                begun.append(self.channel.transport.recv(round_, lost=partial(self._lost, version, number)))
-                if number > 0:
-                    begun[number - 1].settle()
-            for each in begun[-1:]:
-                each.settle()
-        except RuntimeError:
-            self.close()
-            raise
-
-    def _lost(self, version: int, number: int, peers: Sequence[int], err: Exception) -> RuntimeError:
-        ranks = ", ".join(self.channel.names[peer] for peer in peers)
-        return RuntimeError(
-            f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of {ranks} "
-            f"for weight_sync_timeout={self.timeout_s:g} s: {err}"
-        )
-
-    def close(self) -> None:
-        """Leave the transfer."""
-        self.channel.close()
-
-    def report_digests(self, version: int) -> None:
-        """Tell rank 0 the digest of every tensor's part that this worker holds now.
-
-        What vLLM keeps in a wider type counts as it was sent.
-        """
-        received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
-        held = ((box, values.to(self.live.dtype)) for box, values in itertools.chain(received, self.loaded))
-        shapes = proven_tensors(self.model, self.lora, self.live.dtype.itemsize)
-        sums = digests(held, shapes).numpy().astype(DIGEST)
-        store: Any = self.store  # torch's stubs know text only
-        store.set(digest_key(self.engine, self.generation, self.worker, version), sums.tobytes())
 
 
 class Channel:
@@ -476,6 +382,16 @@ def member_names(learners: Sequence[int], workers: int, engine: int) -> list[str
 def group_name(engine: int, generation: int) -> str:
     """The transfer group of an engine; one that was started again has another."""
     return f"transfer/{engine}/{generation}"
+
+
+def relay_name(above: Link, below: Link, worker: int) -> str:
+    """The transfer from a worker of one engine to the same of another one."""
+    return "relay/" + "/".join(map(str, (*above, *below, worker)))
+
+
+def unserved_key(engine: int, generation: int, version: int) -> str:
+    """The store's key that says that an engine has not got its weights, through another one's fault."""
+    return f"unserved/{engine}/{generation}/{version}"
 
 
 def digest_key(engine: int, generation: int, worker: int, version: int) -> str:

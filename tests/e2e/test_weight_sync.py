@@ -112,8 +112,7 @@ def test_engine_after_sync_equals_a_freshly_loaded_one(fleet, models, family, ru
             assert (got["policy_versions"] == version).all()
             # Every byte moved once, and the engine's digests are the ranks' digests.
             assert sum(report["sent"] for report in reports) == reports[0]["lower_bound"] == reports[0]["bytes_moved"]
-            sender.generations = {0: 0}
-            sender.compare(version, torch.tensor(reports[0]["digests"]), [0])
+            sender.compare(version, torch.tensor(reports[0]["digests"]), {0: 0})
         np.testing.assert_array_equal(got["tokens"], truth["tokens"])
         np.testing.assert_array_equal(got["logprobs"], truth["logprobs"])
 

@@ -27,18 +27,23 @@ class ReceivingEngine(ScriptedEngine):
         self.thread = Background("engine")
         (boxes,) = engine_boxes(shape, InferLayout())
         self.live = [(box, torch.zeros(box.shape)) for box in boxes]
+        self.receiver: Any = None
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
-        from mgrpo.sync.channel import Receiver
+        from mgrpo.sync.vllm_plugin.receiver import Receiver
 
         def join() -> None:
-            self.receiver = Receiver(self.live, worker=0, invitation=invitation)
+            if self.receiver is not None and self.receiver.is_seat(invitation):
+                self.receiver.follow(invitation["followers"])
+            else:
+                self.receiver = Receiver(self.live, worker=0, invitation=invitation)
 
         return Future() if self.hangs == "join" else self.thread.submit(join)
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         def receive() -> None:
-            self.receiver.receive(version)
+            if not self.receiver.receive(version):
+                return
             self.version = version
             if check:
                 self.receiver.report_digests(version)
@@ -72,19 +77,72 @@ def sync_with_engines_that_fail(
         return _sync(model_dir, how, layout)
 
 
-def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
+def sync_through_engines(model_dir: str, how: str, transport: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Four syncs with five engines, of which the learners serve one; in the second the first engine fails, in the fourth the second.
+
+    Args:
+        how: "fails" or "hangs".
+    Returns:
+        After each sync the engines that this rank sends to; on rank 0 also the version that each engine has, and its generation.
+    """
+    from unittest import mock
+
+    from mgrpo.sync import shared
+    from mgrpo.sync.sending import senders
+
+    connect = shared.connect if transport == "shared memory" else lambda *args, **kwargs: None
+    found: list[Any] = []
+    with (
+        mock.patch.multiple(shared, connect=connect, BUCKET_BYTES=1 << 12),
+        mock.patch.multiple(senders, MOST_GROUPS=1),
+    ):
+        lead, fleet, weights = _run(model_dir, layout, engines=5)
+
+        def sync(version: int, failing: int | None = None) -> None:
+            if fleet and failing is not None:
+                setattr(fleet.engines[failing], how, "receive_weights")
+            before = lead.call(lambda: [*fleet.engines])
+            weights.send(version, step=version, check=True)
+            versions = lead.call(lambda: [engine.version for engine in before])
+            generations = lead.call(lambda: [member.generation for member in fleet.members.all])
+            found.append((sorted(weights.heads), versions, generations))
+            lead.run(lambda: _wait_for(fleet, 5, "syncing"))
+
+        weights.connect()
+        for version, failing in enumerate((None, 0, None, 1, None), start=1):
+            sync(version, failing)
+        lead.close()
+    return {
+        "found": found,
+        "weights": digests(fleet) if fleet else None,
+        "bytes": weights.bytes_moved,
+        "plan": weights.plan.lower_bound,
+    }
+
+
+def _wait_for(fleet: Any, count: int, kind: str) -> None:
+    deadline = time.monotonic() + 20
+    while len(getattr(fleet.members, kind)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _run(model_dir: str, layout: dict[str, Any], *, engines: int) -> tuple[Any, Any, Any]:
+    """Lead, on rank 0 the fleet, and weights."""
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.engines.fleet import Fleet
     from mgrpo.rollout.engines.roster import Roster
     from mgrpo.run.ranks.lead import Lead
     from mgrpo.run.train.engine_weights import EngineWeights
 
-    settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=3, vllm_num_engines=2, weight_sync_bucket_mb=1)
+    settings = dataclasses.replace(
+        EngineSettings(), weight_sync_timeout=3, vllm_num_engines=engines, weight_sync_bucket_mb=1
+    )
     policy = make_sharded_policy(model_dir, layout)
     lead, fleet = Lead(), None
     if dist.get_rank() == 0:
         roster = Roster(
-            [ReceivingEngine(policy.shape) for _ in range(2)],
+            [ReceivingEngine(policy.shape) for _ in range(engines)],
             settings,
             start=lambda number: ReceivingEngine(policy.shape),
             max_restarts=5,
@@ -99,6 +157,11 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
         fleet=fleet,
         host_group=host_group(),
     )
+    return lead, fleet, weights
+
+
+def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
+    lead, fleet, weights = _run(model_dir, layout, engines=2)
     found: list[Any] = []
 
     def note() -> None:
@@ -106,10 +169,7 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
         found.append((dict(sorted(weights.sender.generations.items())), versions))
 
     def wait_for(count: int, kind: str) -> None:
-        deadline = time.monotonic() + 20
-        while len(getattr(fleet.members, kind)) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _wait_for(fleet, count, kind)
 
     def fail(number: int) -> None:
         for name, call in how.items():
@@ -121,7 +181,7 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
     if how.get("hangs") == "join" and fleet:
         # The next one that starts hangs.
         fleet.roster._start = lambda number: starts.pop()
-        starts = [ReceivingEngine(policy.shape), hanging := ReceivingEngine(policy.shape)]
+        starts = [ReceivingEngine(weights.shape), hanging := ReceivingEngine(weights.shape)]
         hanging.hangs = "join"
         fleet.roster.lost(0, fleet.engines[0], "killed")
         wait_for(2, "syncing")
@@ -133,7 +193,7 @@ def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[s
     weights.send(3, step=3, check=True)
     note()
     if fleet:
-        fleet.roster._start = lambda number: ReceivingEngine(policy.shape)
+        fleet.roster._start = lambda number: ReceivingEngine(weights.shape)
         fleet.roster.lost(0, fleet.engines[0], "killed")
     lead.run(lambda: wait_for(2, "syncing"))
     # Learners are ahead of the engines, and of the one that is back in between.

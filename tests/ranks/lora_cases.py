@@ -154,8 +154,9 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
     from mgrpo.models.adapters import are_apart, engine_adapter_boxes
     from mgrpo.models.table import engine_boxes
     from mgrpo.policy.weights import hf_reader
-    from mgrpo.sync.channel import Receiver, Sender
+    from mgrpo.sync.channel import Sender
     from mgrpo.sync.group import connect_store, open_store
+    from mgrpo.sync.vllm_plugin.receiver import Receiver
 
     policy = cases.make_policy(model_dir, layout, dtype=torch.bfloat16, lora=lora)
     policy.prepare_training(Optimizer(learning_rate=3e-2, adam_epsilon=1e-2), num_optimizer_steps=2)
@@ -208,9 +209,9 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
     torch.distributed.all_reduce(digests, group=group)
     refusal = ""
     if policy.rank == 0:
-        sender.compare(2, digests, [0])
+        sender.compare(2, digests, {0: 0})
         try:
-            sender.compare(3, digests, [0] if loaded else [])
+            sender.compare(3, digests, {0: 0} if loaded else {})
         except RuntimeError as err:
             refusal = str(err)
     return {

@@ -44,3 +44,36 @@ def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
     # And so they do while the learners wait.
     assert 4 in versions[4] and set(versions[4]) <= {0, 4}
     assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "layout"),
+    [("fails", "shared memory", TENSOR), ("hangs", "gloo", TENSOR), ("fails", "gloo", {})],
+    ids=str,
+)
+def test_engines_below_one_that_fails_get_their_weights_in_the_same_sync(
+    model, run_ranks, how, transport, layout
+) -> None:
+    """They are well: to start them again costs minutes, and to leave them out a step's samples of old weights."""
+    rank_0, other = run_ranks(
+        2, fleet_cases.sync_through_engines, model_dir=str(model), how=how, transport=transport, layout=layout
+    )
+    direct = 1 if layout else 2
+    everyone = [1, 1, 1, 1, 1]
+    assert [versions for _, versions, _ in rank_0["found"]] == [
+        everyone,
+        [1, 2, 2, 2, 2],
+        [3, 3, 3, 3, 3],
+        [4, 3, 4, 4, 4],
+        [5, 5, 5, 5, 5],
+    ]
+    # No other engine is taken for one that has failed.
+    assert [generations for *_, generations in rank_0["found"]][2:] == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+    ]
+    assert [rank_0["found"][sync][0] for sync in (0, 2, 4)] == [[*range(direct)]] * 3
+    assert [heads for heads, *_ in rank_0["found"]] == [heads for heads, *_ in other["found"]]
+    assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
+    assert rank_0["bytes"] == rank_0["plan"]

@@ -133,7 +133,7 @@ INNER = {
     "run.nodes": {"ranks"},
     "sync.sending": set(),
     "sync.nodes": {"channel", "delivery", "group", "live", "plan", "sending"},
-    "sync.vllm_plugin": {"channel", "live"},
+    "sync.vllm_plugin": {"channel", "delivery", "group", "live", "sending", "shared", "transport"},
     "telemetry.report": {
         "alerts",
         "completions",

@@ -1,7 +1,8 @@
-"""The weight sync as one object: one transfer group per engine, then a version of the weights after every `weight_sync_steps` steps.
+"""The weight sync as one object: transfer groups, then a version of the weights after every `weight_sync_steps` steps.
 
 Rank 0 decides which engines take part, and tells all learners before each sync: no learner waits for an engine that another one has
-dropped. An engine that was started again joins with a group of its own, and gets its weights like all others.
+dropped. An engine that was started again joins with a group of its own, and gets its weights like all others. Where there are
+many engines, some send on what they receive (`mgrpo.sync.sending.seating`); those below an engine that fails are served without it.
 
 weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
 weights.connect()
@@ -10,6 +11,7 @@ weights.send(version, step=1, check=True)   # the engines sample training step 1
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,13 +27,14 @@ from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.policy import Policy
 from mgrpo.processes.address import LOOPBACK
 from mgrpo.rollout.engine import Engine
-from mgrpo.rollout.engines.fleet import Calls, Fleet
+from mgrpo.rollout.engines.fleet import Calls, Fleet, PendingCall
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.run.ranks.process import local_rank, rank
-from mgrpo.sync.channel import Sender
+from mgrpo.sync.channel import Sender, unserved_key
 from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.nodes.nodes_sender import NodesSender
 from mgrpo.sync.plan import ReshardPlan
+from mgrpo.sync.sending.seating import Seating
 
 
 class EngineWeights:
@@ -64,11 +67,13 @@ class EngineWeights:
         """The version that engines have, except for those that have been started since it was sent: these have a newer one."""
         self.has_moved = False
         """Whether weights have moved in the last `send` or `keep`."""
+        self._num_engines = 0
+        """That took part then; on rank 0 those that have got them."""
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that the last `send` or `keep` has moved."""
-        return self.sender.bytes_moved if self.has_moved else 0
+        return self.plan.bytes_moved // self.plan.engines * self._num_engines if self.has_moved else 0
 
     @property
     def plan(self) -> ReshardPlan:
@@ -114,6 +119,10 @@ class EngineWeights:
             timeout_s=settings.weight_sync_timeout,
             share_gpus=settings.shares_gpus,
         )
+        # Engines that share the learners' GPUs are beside them.
+        direct = sys.maxsize if settings.shares_gpus else self.plan.sources.engines
+        self.tree = Seating(direct)
+        """On rank 0 the engines' places."""
         self.lead.call(lambda: self.fleet.require_weights())
         self._join(self._begin())
 
@@ -143,7 +152,7 @@ class EngineWeights:
     def rejoin(self) -> None:
         """Give the policy's weights to engines that have been started since the last sync."""
         if self.present is not None:
-            self._sync(self._begin(only_stale=True))
+            self._sync(self._begin(only_stale=True), anew=True)
 
     def keep(self, version: int, *, step: int, reseed: bool) -> None:
         """Leave the engines the weights that they have, and give those that have been started since the present ones.
@@ -157,48 +166,83 @@ class EngineWeights:
         if reseed:
             self.lead.run(lambda: self.fleet.reseed(step))
         if stale := self._begin(only_stale=True):
-            self._sync(stale)
+            self._sync(stale, anew=True)
 
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
         """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
-        taking_part = dict(self.lead.share(lambda: [*self.fleet.begin_sync(only_stale=only_stale).items()]))
-        if not only_stale:
-            for engine in self.sender.generations.keys() - taking_part:
+        return dict(self.lead.share(lambda: [*self.fleet.begin_sync(only_stale=only_stale).items()]))
+
+    def _join(self, members: Mapping[int, int], *, anew: bool = False) -> bool:
+        """Form the transfer groups that are missing; whether there are any.
+
+        Args:
+            anew: only these engines take part, which stand apart from the others.
+        """
+
+        def arranged() -> tuple[list[int], list[tuple[int, int]]]:
+            return self.tree.arrange(members, anew=anew), [*self.tree.heads(members).items()]
+
+        joining, heads = self.lead.share(arranged)
+        self.heads = dict(heads)
+        """The engines that learners send to, each with its seat."""
+        if not anew:
+            for engine in self.sender.generations.keys() - self.heads:
                 self.sender.leave(engine)
-        return taking_part
-
-    def _join(self, seats: Mapping[int, int]) -> bool:
-        """Form the transfer groups of engines that have none; whether there are any."""
-        new = {engine: seat for engine, seat in seats.items() if self.sender.generations.get(engine) != seat}
-        if new:
+        if joining:
             what = "join the weight-transfer group"
-
-            def join(number: int, engine: Engine) -> Future[None]:
-                return engine.join(self.sender.invitation(number, new[number]))
-
+            seats = {engine: members[engine] for engine in joining}
+            new = {engine: seat for engine, seat in self.heads.items() if self.sender.generations.get(engine) != seat}
             self._together(
-                lambda: self.fleet.calls(self.fleet.seated(new), join, what), partial(self.sender.join, new), what=what
+                lambda: self.fleet.calls(self.fleet.seated(seats), self._invite, what),
+                partial(self.sender.join, new),
+                what=what,
             )
-        return bool(new)
+        return bool(joining)
 
-    def _sync(self, seats: Mapping[int, int], *, check: bool = False) -> None:
+    def _invite(self, number: int, engine: Engine) -> Future[None]:
+        seat, followers = self.tree.seats[number], self.tree.followers(number)
+        invitation = self.sender.invitation(number, seat.number, upstream=seat.upstream, followers=followers)
+        return engine.join(invitation)
+
+    def _sync(self, members: Mapping[int, int], *, check: bool = False, anew: bool = False) -> None:
         assert self.present is not None, "`send` comes first"
         version, step = self.present
-        self.has_moved = True
-        # The first weights of an engine are always checked.
-        check |= self._join(seats)
-        joined = {engine: seat for engine, seat in seats.items() if engine in self.sender.generations}
-        engines = sorted(joined)
-        calls, done = self._together(
-            lambda: self.fleet.receive_weights(self.fleet.seated(joined), version, check=check, step=step),
-            partial(self._send, version, engines),
-            what=f"receive weights, version {version}",
-        )
+        self.has_moved, self._num_engines = True, len(members)
+        calls: dict[int, PendingCall] = {}
+        done: list[int] = []
+        left = members
+        while left:
+            # The first weights of an engine are always checked.
+            check |= self._join(left, anew=anew)
+            called, served = self._together(
+                partial(self._receive, left, version, check=check, step=step),
+                partial(self._send, version, sorted(self.heads.keys() & self.sender.generations)),
+                what=f"receive weights, version {version}",
+            )
+            unserved: list[int] = []
+            if len(left) > len(self.heads):
+                unserved = self.lead.share(partial(self._unserved, served or (), version))
+            calls |= called or {}
+            done += [engine for engine in served or () if engine not in unserved]
+            left, anew = {engine: left[engine] for engine in unserved}, True
         if check:
             truth = self.sender.digests()
             dist.all_reduce(truth, group=self.host_group)
-            self.lead.run(lambda: self.sender.compare(version, truth, [n for n in engines if n in (done or ())]))
-        self.lead.call(lambda: self.fleet.end_sync(version, calls or {}, done or ()))
+            self.lead.run(lambda: self.sender.compare(version, truth, {n: self.tree.seats[n].number for n in done}))
+        self._num_engines = len(done) or self._num_engines
+        self.lead.call(lambda: self.fleet.end_sync(version, calls, done))
+
+    def _receive(self, members: Mapping[int, int], version: int, *, check: bool, step: int) -> dict[int, PendingCall]:
+        return self.fleet.receive_weights(self.fleet.seated(members), version, check=check, step=step)
+
+    def _unserved(self, served: Sequence[int], version: int) -> list[int]:
+        """Rank 0: the engines that are well, and have not got their weights because of one above them."""
+        seats = self.tree.seats
+        return [
+            engine
+            for engine in served
+            if seats[engine].upstream and self.sender.store.check([unserved_key(engine, seats[engine].number, version)])
+        ]
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:
         """Rank 0: the key-value server in which learners and engines meet, and where it is."""

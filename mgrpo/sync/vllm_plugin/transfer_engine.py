@@ -18,7 +18,7 @@ import torch
 from mgrpo.models.adapters import are_apart
 from mgrpo.models.shape import ModelShape
 from mgrpo.processes.lifetime import die_with_parent
-from mgrpo.sync.channel import Receiver, invited_lora
+from mgrpo.sync.channel import invited_lora
 from mgrpo.sync.live import Held
 from mgrpo.sync.vllm_plugin.live_weights import (
     adapter_boxes,
@@ -28,6 +28,7 @@ from mgrpo.sync.vllm_plugin.live_weights import (
     live_boxes,
 )
 from mgrpo.sync.vllm_plugin.rebound import rebind
+from mgrpo.sync.vllm_plugin.receiver import Receiver
 
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
@@ -95,6 +96,9 @@ def _engine_class() -> type:
             if init_info.is_trial:
                 check_model(self.model_config, invitation["model"])
                 return
+            if self.receiver is not None and self.receiver.is_seat(invitation):
+                self.receiver.follow(invitation["followers"])
+                return
             self.shutdown()
             boxes, self.padding = live_boxes(self.model, invitation["model"])
             if self.vllm_config.load_config.load_format == "dummy":
@@ -122,7 +126,8 @@ def _engine_class() -> type:
                 return
             if self.receiver is None:
                 raise RuntimeError("the engine has not joined a transfer group")
-            self.receiver.receive(update_info.version)
+            if not self.receiver.receive(update_info.version):
+                return
             # An engine that has slept wakes up with other memory, of which the sync writes the boxes only.
             for view in self.padding:
                 view.zero_()
@@ -141,7 +146,7 @@ def _engine_class() -> type:
 
 def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
     """RuntimeError if the engine takes part in another run; one that has ended without a word does not count."""
-    if receiver is None or not receiver.channel.is_open:
+    if receiver is None or not receiver.is_open:
         return
     host, port = receiver.place
     if (host, port) == (invitation.get("host"), invitation.get("port")):

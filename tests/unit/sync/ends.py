@@ -20,8 +20,9 @@ from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters, train
 from mgrpo.moving import load_file
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.sync import shared
-from mgrpo.sync.channel import Receiver, Sender
+from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import connect_store
+from mgrpo.sync.vllm_plugin.receiver import Receiver
 from tests.unit.models.test_table import MODELS
 
 HOST = "127.0.0.1"

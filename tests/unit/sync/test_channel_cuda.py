@@ -78,9 +78,9 @@ def test_a_worker_that_shares_memory_holds_the_learners_weights_bit_for_bit(conn
             # Long work on this stream before the message: the copy must wait for it.
             tensor.normal_(std=version + 1)
         assert sender.send(version, [0]) == {}
-        sender.compare(version, sender.digests(), [0])
+        sender.compare(version, sender.digests(), {0: 0})
     with pytest.raises(RuntimeError, match="does not hold the trainer's weights"):
-        sender.compare(VERSIONS, sender.digests() + 1, [0])
+        sender.compare(VERSIONS, sender.digests() + 1, {0: 0})
     connected.store.set("done", "1")
     connected.worker.join(30)
     assert connected.worker.exitcode == 0

@@ -28,7 +28,7 @@ def store() -> Iterator[socket.socket]:
 
 def receiver(store: socket.socket, *, is_open: bool = True) -> SimpleNamespace:
     """Of that run."""
-    return SimpleNamespace(place=store.getsockname(), channel=SimpleNamespace(is_open=is_open))
+    return SimpleNamespace(place=store.getsockname(), is_open=is_open)
 
 
 def test_an_engine_serves_one_run_at_a_time(store):

@@ -1,0 +1,96 @@
+"""Which engine gets its weights from which, where there are more than learners can serve. Pure; rank 0 decides.
+
+Learners send to the first engines. The others form a binary tree below each: worker w of an engine sends what it has received
+to worker w of the next ones, whose boxes are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Link = tuple[int, int]
+"""An engine and its seat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place of an engine in the tree. It is left when the engine starts again, or gets its weights from elsewhere."""
+
+    number: int
+    """No other seat of the engine has it: both ends name their meeting by it."""
+    generation: int
+    """Of the engine."""
+    upstream: Link | None
+    """From where its weights come; None: from the learners."""
+
+
+@dataclass(slots=True)
+class Seating:
+    """The seats of all engines.
+
+    Args:
+        direct: number of the engines that learners can send to.
+    """
+
+    direct: int
+    seats: dict[int, Seat] = field(default_factory=dict)
+    _last: dict[int, int] = field(default_factory=dict)
+    _told: dict[Link, list[Link]] = field(default_factory=dict)
+
+    def arrange(self, members: Mapping[int, int], *, anew: bool = False) -> list[int]:
+        """Seat the engines that take part in a sync.
+
+        Args:
+            members: the generation of each.
+            anew: they get weights that others have: they stand alone, without what is above and below them otherwise.
+        Returns:
+            Those that must join: in a new seat, or with other engines below them.
+        """
+        if not anew:
+            self.seats = {engine: seat for engine, seat in self.seats.items() if engine in members}
+        moved = []
+        for engine, above in upstreams(members, self.direct).items():
+            seat = self.seats.get(engine)
+            upstream = None if above is None else (above, self.seats[above].number)
+            if anew or seat is None or (seat.generation, seat.upstream) != (members[engine], upstream):
+                self._last[engine] = max(members[engine], self._last.get(engine, -1) + 1)
+                self.seats[engine] = Seat(self._last[engine], members[engine], upstream)
+                moved.append(engine)
+        below = {self.link(engine): self.followers(engine) for engine in members}
+        joining = [e for e in members if e in moved or below[self.link(e)] != self._told.get(self.link(e), [])]
+        self._told = {link: told for link, told in (self._told | below).items() if told and self.link(link[0]) == link}
+        return joining
+
+    def link(self, engine: int) -> Link:
+        """The engine with its seat."""
+        return engine, self.seats[engine].number if engine in self.seats else -1
+
+    def followers(self, engine: int) -> list[Link]:
+        """The engines that get their weights from this one."""
+        own = self.link(engine)
+        return [self.link(other) for other, seat in self.seats.items() if seat.upstream == own]
+
+    def heads(self, members: Mapping[int, int]) -> dict[int, int]:
+        """Those of the engines that learners send to, with their seats."""
+        return {engine: self.seats[engine].number for engine in members if self.seats[engine].upstream is None}
+
+
+def upstreams(engines: Mapping[int, int], direct: int) -> dict[int, int | None]:
+    """For each engine the one that it gets its weights from, which stands before it; None: the learners.
+
+    Engine e has place e // direct in tree e % direct. Where the engine above it is missing, that is the one above that, or the
+    first that is there: places do not depend on who is missing, so that few engines change theirs when one goes or comes.
+    """
+    found: dict[int, int | None] = {}
+    first: dict[int, int] = {}
+    for engine in sorted(engines):
+        root, place = first.setdefault(engine % direct, engine), engine // direct
+        above: int | None = None if engine == root else root
+        while place > 0:
+            place = (place - 1) // 2
+            if place * direct + engine % direct in engines:
+                above = place * direct + engine % direct
+                break
+        found[engine] = above
+    return found
