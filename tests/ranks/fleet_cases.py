@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class ReceivingEngine(ScriptedEngine):
         (boxes,) = engine_boxes(shape, InferLayout())
         self.live = [(box, torch.zeros(box.shape)) for box in boxes]
         self.receiver: Any = None
+        self.lasts: int | None = None
+        """Messages that arrive before it fails."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         from mgrpo.sync.vllm_plugin.receiver import Receiver
@@ -42,6 +46,8 @@ class ReceivingEngine(ScriptedEngine):
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         def receive() -> None:
+            if self.lasts is not None:
+                self.receiver._receive = partial(_failing, self.receiver._receive, self.lasts)
             if not self.receiver.receive(version):
                 return
             self.version = version
@@ -54,6 +60,19 @@ class ReceivingEngine(ScriptedEngine):
             self.receiver.close()
             return self._future("receive_weights")
         return self.thread.submit(receive)
+
+
+def _failing(receive: Any, lasts: int, version: int, arrived: Any) -> None:
+    """What a receiver does that breaks off its transfers."""
+
+    def tell(count: int) -> None:
+        if count > lasts:
+            raise ValueError("it breaks off")
+        type(arrived).tell(arrived, count)
+
+    arrived.tell = tell
+    receive(version, arrived)
+    raise AssertionError(f"no more than {lasts} messages have arrived")
 
 
 def sync_with_engines_that_fail(
@@ -78,34 +97,47 @@ def sync_with_engines_that_fail(
 
 
 def sync_through_engines(model_dir: str, how: str, transport: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Four syncs with five engines, of which the learners serve one; in the second the first engine fails, in the fourth the second.
+    """Five syncs with five engines below the first ones; in the second the first engine fails, in the fourth the second.
 
     Args:
-        how: "fails" or "hangs".
+        how: the engine "fails" or "hangs", before it receives anything; "parts": no engine reaches another one; a number: it
+            fails when so many of the messages have arrived that it sends on.
     Returns:
         After each sync the engines that this rank sends to; on rank 0 also the version that each engine has, and its generation.
     """
     from unittest import mock
 
-    from mgrpo.sync import shared
+    from mgrpo.sync import channel, shared
     from mgrpo.sync.sending import senders
+    from mgrpo.sync.vllm_plugin import receiver
 
     connect = shared.connect if transport == "shared memory" else lambda *args, **kwargs: None
     found: list[Any] = []
-    with (
-        mock.patch.multiple(shared, connect=connect, BUCKET_BYTES=1 << 12),
-        mock.patch.multiple(senders, MOST_GROUPS=1),
-    ):
-        lead, fleet, weights = _run(model_dir, layout, engines=5)
+    patches = [
+        mock.patch.object(shared, "connect", connect),
+        mock.patch.multiple(senders, MOST_GROUPS=2, ALL_DIRECT=0),
+        *(mock.patch.object(module, "BUCKET_BYTES", 1 << 12) for module in (channel, receiver, shared)),
+    ]
+    if how == "parts":
+        patches.append(mock.patch.object(receiver.Receiver, "_between", side_effect=RuntimeError("no way")))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        # What fails is seen at once; an engine that hangs costs all of this.
+        timeout_s = 12 if how == "hangs" else 60
+        lead, fleet, weights = _run(model_dir, layout, engines=5, timeout_s=timeout_s)
 
-        def sync(version: int, failing: int | None = None) -> None:
+        def sync(version: int, failing: int | None) -> None:
             if fleet and failing is not None:
-                setattr(fleet.engines[failing], how, "receive_weights")
+                if how in ("fails", "hangs"):
+                    setattr(fleet.engines[failing], how, "receive_weights")
+                elif how != "parts":
+                    fleet.engines[failing].lasts = int(how)
             before = lead.call(lambda: [*fleet.engines])
-            weights.send(version, step=version, check=True)
+            weights.send(version, step=version, check=version != 2)
             versions = lead.call(lambda: [engine.version for engine in before])
             generations = lead.call(lambda: [member.generation for member in fleet.members.all])
-            found.append((sorted(weights.heads), versions, generations))
+            found.append((sorted(weights.heads), versions, generations, len(weights.sender.generations)))
             lead.run(lambda: _wait_for(fleet, 5, "syncing"))
 
         weights.connect()
@@ -127,7 +159,9 @@ def _wait_for(fleet: Any, count: int, kind: str) -> None:
         time.sleep(0.01)
 
 
-def _run(model_dir: str, layout: dict[str, Any], *, engines: int) -> tuple[Any, Any, Any]:
+def _run(
+    model_dir: str, layout: dict[str, Any], *, engines: int, timeout_s: int = 3
+) -> tuple[Any, Any, Any]:
     """Lead, on rank 0 the fleet, and weights."""
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.engines.fleet import Fleet
@@ -136,7 +170,7 @@ def _run(model_dir: str, layout: dict[str, Any], *, engines: int) -> tuple[Any, 
     from mgrpo.run.train.engine_weights import EngineWeights
 
     settings = dataclasses.replace(
-        EngineSettings(), weight_sync_timeout=3, vllm_num_engines=engines, weight_sync_bucket_mb=1
+        EngineSettings(), weight_sync_timeout=timeout_s, vllm_num_engines=engines, weight_sync_bucket_mb=1
     )
     policy = make_sharded_policy(model_dir, layout)
     lead, fleet = Lead(), None

@@ -46,34 +46,48 @@ def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
     assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
 
 
+def synced_through_engines(run_ranks, model, how: str, transport: str, layout: dict[str, int]):
+    """What rank 0 has found, of which the other one agrees."""
+    rank_0, other = run_ranks(
+        2, fleet_cases.sync_through_engines, model_dir=str(model), how=how, transport=transport, layout=layout
+    )
+    assert [heads for heads, *_ in rank_0["found"]] == [heads for heads, *_ in other["found"]]
+    assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
+    assert rank_0["bytes"] == rank_0["plan"]
+    # One for engines that are served apart from the others.
+    assert how == "parts" or max(held for each in (rank_0, other) for *_, held in each["found"]) <= (2 if layout else 3)
+    return rank_0["found"]
+
+
 @pytest.mark.parametrize(
     ("how", "transport", "layout"),
-    [("fails", "shared memory", TENSOR), ("hangs", "gloo", TENSOR), ("fails", "gloo", {})],
+    [
+        ("fails", "shared memory", TENSOR),
+        ("0", "gloo", TENSOR),
+        ("3", "gloo", {}),
+        ("5", "shared memory", {}),
+        ("hangs", "gloo", TENSOR),
+    ],
     ids=str,
 )
 def test_engines_below_one_that_fails_get_their_weights_in_the_same_sync(
     model, run_ranks, how, transport, layout
 ) -> None:
     """They are well: to start them again costs minutes, and to leave them out a step's samples of old weights."""
-    rank_0, other = run_ranks(
-        2, fleet_cases.sync_through_engines, model_dir=str(model), how=how, transport=transport, layout=layout
-    )
-    direct = 1 if layout else 2
-    everyone = [1, 1, 1, 1, 1]
-    assert [versions for _, versions, _ in rank_0["found"]] == [
-        everyone,
+    found = synced_through_engines(run_ranks, model, how, transport, layout)
+    assert [versions for _, versions, *_ in found] == [
+        [1, 1, 1, 1, 1],
         [1, 2, 2, 2, 2],
         [3, 3, 3, 3, 3],
         [4, 3, 4, 4, 4],
         [5, 5, 5, 5, 5],
     ]
     # No other engine is taken for one that has failed.
-    assert [generations for *_, generations in rank_0["found"]][2:] == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-    ]
-    assert [rank_0["found"][sync][0] for sync in (0, 2, 4)] == [[*range(direct)]] * 3
-    assert [heads for heads, *_ in rank_0["found"]] == [heads for heads, *_ in other["found"]]
-    assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
-    assert rank_0["bytes"] == rank_0["plan"]
+    assert [generations for _, _, generations, _ in found][2:] == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
+
+
+def test_engines_that_do_not_reach_each_other_get_their_weights_from_the_learners(model, run_ranks) -> None:
+    """A network that connects engines with learners alone was enough before there were many engines."""
+    found = synced_through_engines(run_ranks, model, "parts", "gloo", TENSOR)
+    assert [versions for _, versions, *_ in found] == [[version] * 5 for version in range(1, 6)]
+    assert found[-1][2] == [0] * 5

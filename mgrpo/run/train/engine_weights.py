@@ -11,7 +11,6 @@ weights.send(version, step=1, check=True)   # the engines sample training step 1
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -28,13 +27,17 @@ from mgrpo.policy.policy import Policy
 from mgrpo.processes.address import LOOPBACK
 from mgrpo.rollout.engine import Engine
 from mgrpo.rollout.engines.fleet import Calls, Fleet, PendingCall
+from mgrpo.rollout.engines.roster import listed, say
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.run.ranks.process import local_rank, rank
 from mgrpo.sync.channel import Sender, unserved_key
 from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.nodes.nodes_sender import NodesSender
 from mgrpo.sync.plan import ReshardPlan
-from mgrpo.sync.sending.seating import Seating
+from mgrpo.sync.sending.seating import Apart, Seating
+
+APART: tuple[Apart, ...] = ("tree", "direct")
+"""How those are served that the engines above them have not served, and then those that these have not."""
 
 
 class EngineWeights:
@@ -120,8 +123,8 @@ class EngineWeights:
             share_gpus=settings.shares_gpus,
         )
         # Engines that share the learners' GPUs are beside them.
-        direct = sys.maxsize if settings.shares_gpus else self.plan.sources.engines
-        self.tree = Seating(direct)
+        trees = None if settings.shares_gpus else self.plan.sources.trees(self.plan.engines)
+        self.seating = Seating(trees)
         """On rank 0 the engines' places."""
         self.lead.call(lambda: self.fleet.require_weights())
         self._join(self._begin())
@@ -152,7 +155,7 @@ class EngineWeights:
     def rejoin(self) -> None:
         """Give the policy's weights to engines that have been started since the last sync."""
         if self.present is not None:
-            self._sync(self._begin(only_stale=True), anew=True)
+            self._sync(self._begin(only_stale=True), apart="tree")
 
     def keep(self, version: int, *, step: int, reseed: bool) -> None:
         """Leave the engines the weights that they have, and give those that have been started since the present ones.
@@ -166,54 +169,52 @@ class EngineWeights:
         if reseed:
             self.lead.run(lambda: self.fleet.reseed(step))
         if stale := self._begin(only_stale=True):
-            self._sync(stale, anew=True)
+            self._sync(stale, apart="tree")
 
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
         """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
         return dict(self.lead.share(lambda: [*self.fleet.begin_sync(only_stale=only_stale).items()]))
 
-    def _join(self, members: Mapping[int, int], *, anew: bool = False) -> bool:
-        """Form the transfer groups that are missing; whether there are any.
-
-        Args:
-            anew: only these engines take part, which stand apart from the others.
-        """
+    def _join(self, members: Mapping[int, int], apart: Apart | None = None) -> bool:
+        """Form the transfer groups that are missing, see `Seating.arrange`; whether there are any."""
 
         def arranged() -> tuple[list[int], list[tuple[int, int]]]:
-            return self.tree.arrange(members, anew=anew), [*self.tree.heads(members).items()]
+            return self.seating.arrange(members, apart=apart), [*self.seating.heads().items()]
 
         joining, heads = self.lead.share(arranged)
-        self.heads = dict(heads)
-        """The engines that learners send to, each with its seat."""
-        if not anew:
-            for engine in self.sender.generations.keys() - self.heads:
-                self.sender.leave(engine)
+        seats = dict(heads)
+        self.heads = {engine: seat for engine, seat in seats.items() if engine in members}
+        """The engines that learners send to in this sync, each with its seat."""
+        for engine in self.sender.generations.keys() - seats:
+            self.sender.leave(engine)
         if joining:
             what = "join the weight-transfer group"
-            seats = {engine: members[engine] for engine in joining}
+            invited = {engine: members[engine] for engine in joining}
             new = {engine: seat for engine, seat in self.heads.items() if self.sender.generations.get(engine) != seat}
             self._together(
-                lambda: self.fleet.calls(self.fleet.seated(seats), self._invite, what),
+                lambda: self.fleet.calls(self.fleet.seated(invited), self._invite, what),
                 partial(self.sender.join, new),
                 what=what,
             )
         return bool(joining)
 
     def _invite(self, number: int, engine: Engine) -> Future[None]:
-        seat, followers = self.tree.seats[number], self.tree.followers(number)
+        seat, followers = self.seating.seats[number], self.seating.followers(number)
         invitation = self.sender.invitation(number, seat.number, upstream=seat.upstream, followers=followers)
         return engine.join(invitation)
 
-    def _sync(self, members: Mapping[int, int], *, check: bool = False, anew: bool = False) -> None:
+    def _sync(self, members: Mapping[int, int], *, check: bool = False, apart: Apart | None = None) -> None:
         assert self.present is not None, "`send` comes first"
         version, step = self.present
         self.has_moved, self._num_engines = True, len(members)
         calls: dict[int, PendingCall] = {}
         done: list[int] = []
+        proving: dict[int, int] = {}
+        turns = [apart, *(APART[APART.index(apart) + 1 :] if apart else APART)]
         left = members
-        while left:
+        for turn in turns:
             # The first weights of an engine are always checked.
-            check |= self._join(left, anew=anew)
+            check |= self._join(left, turn)
             called, served = self._together(
                 partial(self._receive, left, version, check=check, step=step),
                 partial(self._send, version, sorted(self.heads.keys() & self.sender.generations)),
@@ -223,12 +224,17 @@ class EngineWeights:
             if len(left) > len(self.heads):
                 unserved = self.lead.share(partial(self._unserved, served or (), version))
             calls |= called or {}
-            done += [engine for engine in served or () if engine not in unserved]
-            left, anew = {engine: left[engine] for engine in unserved}, True
+            new = [engine for engine in served or () if engine not in unserved]
+            done += new
+            if check:
+                proving |= {engine: self.seating.seats[engine].number for engine in new}
+            left = {engine: left[engine] for engine in unserved}
+            if not left:
+                break
         if check:
             truth = self.sender.digests()
             dist.all_reduce(truth, group=self.host_group)
-            self.lead.run(lambda: self.sender.compare(version, truth, {n: self.tree.seats[n].number for n in done}))
+            self.lead.run(lambda: self.sender.compare(version, truth, proving))
         self._num_engines = len(done) or self._num_engines
         self.lead.call(lambda: self.fleet.end_sync(version, calls, done))
 
@@ -237,12 +243,13 @@ class EngineWeights:
 
     def _unserved(self, served: Sequence[int], version: int) -> list[int]:
         """Rank 0: the engines that are well, and have not got their weights because of one above them."""
-        seats = self.tree.seats
-        return [
-            engine
-            for engine in served
-            if seats[engine].upstream and self.sender.store.check([unserved_key(engine, seats[engine].number, version)])
-        ]
+        seats, store = self.seating.seats, self.sender.store
+        keys = {n: unserved_key(n, seats[n].number, version) for n in served if seats[n].upstream}
+        found = [engine for engine, key in keys.items() if store.check([key])]
+        if found:
+            why = store.get(keys[found[0]]).decode()
+            say(f"engines {listed(found)} get the weights of version {version} apart from the others: {why}")
+        return found
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:
         """Rank 0: the key-value server in which learners and engines meet, and where it is."""

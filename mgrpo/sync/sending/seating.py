@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 Link = tuple[int, int]
 """An engine and its seat."""
+Apart = Literal["tree", "direct"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +32,37 @@ class Seating:
     """The seats of all engines.
 
     Args:
-        direct: number of the engines that learners can send to.
+        direct: number of the trees; None: learners send to every engine.
     """
 
-    direct: int
+    direct: int | None
     seats: dict[int, Seat] = field(default_factory=dict)
+    _apart: set[int] = field(default_factory=set)
     _last: dict[int, int] = field(default_factory=dict)
     _told: dict[Link, list[Link]] = field(default_factory=dict)
 
-    def arrange(self, members: Mapping[int, int], *, anew: bool = False) -> list[int]:
+    def arrange(self, members: Mapping[int, int], *, apart: Apart | None = None) -> list[int]:
         """Seat the engines that take part in a sync.
 
         Args:
             members: the generation of each.
-            anew: they get weights that others have: they stand alone, without what is above and below them otherwise.
+            apart: they get weights that others have: they stand in one tree without the others, or each by itself.
         Returns:
             Those that must join: in a new seat, or with other engines below them.
         """
-        if not anew:
+        if apart is None:
             self.seats = {engine: seat for engine, seat in self.seats.items() if engine in members}
+        elif self.direct is not None:
+            # Learners hold no more than the trees and those that stand apart now.
+            for engine in self._apart - members.keys():
+                self.seats.pop(engine, None)
+        self._apart = set(members) if apart else set()
+        direct = self.direct if apart is None or self.direct is None else 1 if apart == "tree" else None
         moved = []
-        for engine, above in upstreams(members, self.direct).items():
+        for engine, above in upstreams(members, direct).items():
             seat = self.seats.get(engine)
             upstream = None if above is None else (above, self.seats[above].number)
-            if anew or seat is None or (seat.generation, seat.upstream) != (members[engine], upstream):
+            if apart or seat is None or (seat.generation, seat.upstream) != (members[engine], upstream):
                 self._last[engine] = max(members[engine], self._last.get(engine, -1) + 1)
                 self.seats[engine] = Seat(self._last[engine], members[engine], upstream)
                 moved.append(engine)
@@ -71,17 +80,19 @@ class Seating:
         own = self.link(engine)
         return [self.link(other) for other, seat in self.seats.items() if seat.upstream == own]
 
-    def heads(self, members: Mapping[int, int]) -> dict[int, int]:
-        """Those of the engines that learners send to, with their seats."""
-        return {engine: self.seats[engine].number for engine in members if self.seats[engine].upstream is None}
+    def heads(self) -> dict[int, int]:
+        """The engines that learners send to, with their seats."""
+        return {engine: seat.number for engine, seat in self.seats.items() if seat.upstream is None}
 
 
-def upstreams(engines: Mapping[int, int], direct: int) -> dict[int, int | None]:
+def upstreams(engines: Mapping[int, int], direct: int | None) -> dict[int, int | None]:
     """For each engine the one that it gets its weights from, which stands before it; None: the learners.
 
     Engine e has place e // direct in tree e % direct. Where the engine above it is missing, that is the one above that, or the
     first that is there: places do not depend on who is missing, so that few engines change theirs when one goes or comes.
     """
+    if direct is None:
+        return dict.fromkeys(engines)
     found: dict[int, int | None] = {}
     first: dict[int, int] = {}
     for engine in sorted(engines):

@@ -16,7 +16,8 @@ import numpy as np
 
 MOST_GROUPS = 8
 """Engines that a training rank sends to. Each is a communicator with buffers of its own, and takes its turn."""
-
+ALL_DIRECT = 32
+"""Engines up to which training ranks send to each of them; of more, some send on what they receive."""
 
 SMALL = 0.001
 """Norms and the like: a kind that is a smaller part of what a worker receives costs no pair of its own, whoever owes it."""
@@ -59,6 +60,10 @@ class Sources:
         """Their number."""
         return self.blocks * len(self.shares)
 
+    def trees(self, engines: int) -> int | None:
+        """Below how many engines the others stand; None: training ranks send to all of them."""
+        return None if engines <= ALL_DIRECT else self.engines
+
     def rank(self, share: Portion, engine: int) -> int:
         """The rank that sends this share to an engine."""
         ranks = self.ranks[share.table]
@@ -88,13 +93,16 @@ class Sources:
 def choose(kinds: Sequence[Kind], ranks: Sequence[Sequence[int]], engines: int) -> Sources:
     """The sources of as many of the engines as no rank sends to more than `MOST_GROUPS` of.
 
+    One of these is for engines that are served apart from the others, where there are more than `ALL_DIRECT`.
+
     Args:
         ranks: of every table that holds something of a kind, otherwise none.
     """
     replicas = math.gcd(*(len(each) for each in ranks if each))
-    direct = min(engines, MOST_GROUPS * replicas)
+    most = MOST_GROUPS if engines <= ALL_DIRECT else MOST_GROUPS - 1
+    direct = min(engines, most * replicas)
     found = _blocks(kinds, ranks, replicas, direct)
-    if found.most_groups > MOST_GROUPS and direct % replicas and direct > replicas:
+    if found.most_groups > most and direct % replicas and direct > replicas:
         found = _blocks(kinds, ranks, replicas, direct - direct % replicas)
     return found
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from mgrpo.models.placement.box_table import COLUMNS, Tensors, unpacked
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
+from mgrpo.processes.background import Background
 from mgrpo.sync.channel import (
     DIGEST,
     Channel,
@@ -43,10 +44,9 @@ from mgrpo.sync.sending.seating import Link
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round
 
-PATIENCE = 0.5
-"""The part of `timeout_s` that an engine waits for one that it sends to: it answers itself before it is given up."""
-UPSTREAM_PATIENCE = 0.75
-"""The same for one that it receives from: rank 0 waits `timeout_s` for it to say that it has got nothing."""
+PATIENCE = 0.25
+"""The part of `timeout_s` that engines wait for each other: rank 0 waits `timeout_s` for one to say that it has got nothing. (A
+group receives for twice as long on CUDA.)"""
 
 
 class Arrived:
@@ -81,23 +81,42 @@ class Arrived:
                 raise RuntimeError("the weights have not arrived")
 
 
-class OnwardLink:
-    """A worker's end of the transfer to the same worker of another engine."""
+class Relay:
+    """A worker's transfer to the same worker of another engine, in a thread: what this one receives does not wait for it.
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self.channel, self.device = channel, device
+    Args:
+        meet: returns the channel, once the other end is there.
+    """
 
-    def forward(self, arrived: Arrived) -> None:
-        """Send on what arrives; an engine that fails is given up."""
-        if self.device.type == "cuda":
-            torch.accelerator.set_device_index(self.device)
-        transport, queue = self.channel.transport, self.channel.rounds
+    def __init__(self, meet: Callable[[], Channel]) -> None:
+        self._thread = Background("weights sent on")
+        self._channel = self._thread.submit(meet)
+
+    def forward(self, arrived: Arrived, stream: torch.Stream | None) -> None:
+        """Begin to send on what arrives; an engine that fails is given up.
+
+        Args:
+            stream: in whose order the weights are written, on CUDA.
+        """
+        self._thread.submit(partial(self._forward, arrived, stream))
+
+    def _forward(self, arrived: Arrived, stream: torch.Stream | None) -> None:
+        channel = self._channel.result()
+        if not channel.is_open:
+            return
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
 
         def begin(number: int) -> Round:
             arrived.wait(number + 1)
-            return transport.send(queue[number], lost=lambda _, err: RuntimeError(str(err)))
+            return channel.transport.send(channel.rounds[number], lost=lambda _, err: RuntimeError(str(err)))
 
-        deliver({0: Delivery(begin, len(queue))}, lambda *_: self.channel.close())
+        deliver({0: Delivery(begin, len(channel.rounds))}, lambda *_: channel.close())
+
+    def close(self) -> None:
+        """Leave the transfer, after what is under way."""
+        self._thread.submit(lambda: self._channel.result().close())
+        self._thread.close()
 
 
 class Receiver:
@@ -137,12 +156,17 @@ class Receiver:
             host=invitation["host"],
             share_gpus=invitation["share_gpus"],
         )
-        self.channel: Channel | None = None
-        """To where weights come from; None: the engine above was not there."""
-        self.relays: dict[Link, OnwardLink] = {}
+        self._source: Future[Channel] = Future()
+        """To where weights come from."""
+        self.relays: dict[Link, Relay] = {}
         """By the engines that get their weights from this one."""
-        if self.upstream is None:
-            self.channel = self._open(
+        if self.upstream is not None:
+            # The engine above may come late, or never: that is seen when weights are received.
+            meeting = Background("weights from above")
+            self._source = meeting.submit(partial(self._between, self.upstream, self._link, is_worker=True))
+            meeting.close()
+        else:
+            channel = self._open(
                 cuts,
                 store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
                 names=member_names(self.learners, len(invitation["slices"]), self.engine),
@@ -150,24 +174,19 @@ class Receiver:
                 is_worker=True,
                 timeout_s=self.timeout_s,
             )
-        else:
-            try:
-                self.channel = self._between(
-                    self.upstream,
-                    (self.engine, self.generation),
-                    is_worker=True,
-                    # NCCL's groups receive for twice as long.
-                    patience=UPSTREAM_PATIENCE / (2 if self.live.device.type == "cuda" else 1),
-                )
-            except RuntimeError:
-                # The engine itself is well: it says so when it is to receive.
-                self.channel = None
+            self._source.set_result(channel)
+        self.is_open = True
+        """Whether the transfer goes on."""
         self.follow(invitation["followers"])
 
     @property
-    def is_open(self) -> bool:
-        """Whether the transfer goes on."""
-        return self.channel is not None and self.channel.is_open
+    def channel(self) -> Channel:
+        """To where weights come from; RuntimeError if the engine above has not come."""
+        return self._source.result()
+
+    @property
+    def _link(self) -> Link:
+        return self.engine, self.generation
 
     def is_seat(self, invitation: Mapping[str, Any]) -> bool:
         """Whether this is what the invitation is to; only other engines may be below it."""
@@ -182,24 +201,22 @@ class Receiver:
         """
         links = [(engine, generation) for engine, generation in followers]
         for link in self.relays.keys() - links:
-            self.relays.pop(link).channel.close()
-        new = [link for link in links if link not in self.relays]
-        for link in new:
-            try:
-                channel = self._between((self.engine, self.generation), link, patience=PATIENCE / len(new))
-            except RuntimeError:
-                continue
-            self.relays[link] = OnwardLink(channel, self.live.device)
+            self.relays.pop(link).close()
+        for link in links:
+            if link not in self.relays:
+                self.relays[link] = Relay(partial(self._between, self._link, link))
 
-    def _between(self, above: Link, below: Link, *, is_worker: bool = False, patience: float = 1.0) -> Channel:
-        """The transfer from an engine to another one; `is_worker`: of that one's end."""
+    def _between(self, above: Link, below: Link, *, is_worker: bool = False) -> Channel:
+        """Form the transfer from an engine to another one, in a thread of its own; `is_worker`: of that one's end."""
+        if self.live.device.type == "cuda":
+            torch.accelerator.set_device_index(self.live.device)
         return self._open(
             [{int(not is_worker): lambda limit: [boxes for _, boxes in self._sent_on]}],
             store=dist.PrefixStore(relay_name(above, below, self.worker), another_connection(self.store)),
             names=[f"worker {self.worker} of engine {engine}" for engine, _ in (above, below)],
             rank=int(is_worker),
             is_worker=is_worker,
-            timeout_s=self.timeout_s * patience,
+            timeout_s=self.timeout_s * PATIENCE,
         )
 
     def _incoming(self, invitation: Mapping[str, Any]) -> list[dict[int, list[Box]]]:
@@ -238,31 +255,27 @@ class Receiver:
             RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`. The
                 transfer is over then.
         """
-        arrived, failure = Arrived(), None
-        with ThreadPoolExecutor(max(len(self.relays), 1)) as threads:
-            for relay in self.relays.values():
-                if relay.channel.is_open:
-                    threads.submit(relay.forward, arrived)
-            try:
-                self._receive(version, arrived)
-            except RuntimeError as err:
-                failure = err
-                arrived.fail()
-        if failure is None:
-            return True
-        self.close()
-        if self.upstream is None:
-            raise failure
-        self.store.set(unserved_key(self.engine, self.generation, version), str(failure))
-        return False
+        arrived = Arrived()
+        stream = torch.accelerator.current_stream(self.live.device) if self.live.device.type == "cuda" else None
+        for relay in self.relays.values():
+            relay.forward(arrived, stream)
+        try:
+            self._receive(version, arrived)
+        except Exception as err:
+            arrived.fail()
+            self.close()
+            if self.upstream is None or not isinstance(err, RuntimeError):
+                raise
+            self.store.set(unserved_key(self.engine, self.generation, version), str(err))
+            return False
+        return True
 
     def _receive(self, version: int, arrived: Arrived) -> None:
-        if self.channel is None:
-            raise RuntimeError("the engine above was not there")
-        ready = self._ready(self.channel)
+        channel = self.channel
+        ready = self._ready(channel)
         begun: list[Round] = []
-        for number, round_ in enumerate(self.channel.rounds):
-            begun.append(self.channel.transport.recv(round_, lost=partial(self._lost, version, number)))
+        for number, round_ in enumerate(channel.rounds):
+            begun.append(channel.transport.recv(round_, lost=partial(self._lost, version, number)))
             if number > 0:
                 begun[number - 1].settle()
                 arrived.tell(ready[number - 1])
@@ -289,7 +302,6 @@ class Receiver:
         return found
 
     def _lost(self, version: int, number: int, peers: Sequence[int], err: Exception) -> RuntimeError:
-        assert self.channel is not None
         ranks = ", ".join(self.channel.names[peer] for peer in peers)
         return RuntimeError(
             f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of {ranks} "
@@ -298,9 +310,11 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the transfer."""
-        for channel in (self.channel, *(relay.channel for relay in self.relays.values())):
-            if channel is not None:
-                channel.close()
+        self.is_open = False
+        self._source.add_done_callback(lambda source: source.exception() or source.result().close())
+        for relay in self.relays.values():
+            relay.close()
+        self.relays = {}
 
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now.
