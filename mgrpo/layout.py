@@ -7,11 +7,17 @@ apart.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded up to a multiple of this in every layout, so that a checkpoint fits all of them."""
+
+MOST_GROUPS = 8
+"""Engines that a learner sends weights to. Each is a communicator with buffers of its own, and takes its turn."""
+ALL_DIRECT = 32
+"""Engines up to which learners send to each of them; of more, some send on what they receive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,16 @@ class Layout:
     def expert_data(self) -> int:
         """Ranks that hold the same experts."""
         return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, other than the norms and the like that more of them hold."""
+        shards = self.num_shards if self.sharding >= 2 else 1
+        held = Counter(
+            (place.pipeline, place.tensor, place.expert, (place.data * self.context + place.context) % shards)
+            for place in map(self.coordinate, range(self.world_size))
+        )
+        return math.gcd(*held.values())
 
     @property
     def num_shards(self) -> int:

@@ -8,7 +8,8 @@ median seconds from the first end that begins to the last that is done, and writ
 tensors are compared for each transport.
 
 With `--plans`: what every process computes before the first sync of a large run, compared with the plan that goes box by box and
-engine by engine (`tests/unit/sync/plan_oracle.py`), and what rank 0 sends to each engine; writes benchmarks/sync-plan.json.
+engine by engine (`tests/unit/sync/plan_oracle.py`), what rank 0 sends to each engine, and the communicators that a learner holds;
+writes benchmarks/sync-plan.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,18 +38,22 @@ from mgrpo.models.placement.box_table import HeldBoxes
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
+from mgrpo.planner.engines.transfers import sync_seconds
+from mgrpo.planner.hardware import GPUS, Hardware
 from mgrpo.planner.plan_command import shipped_configs
 from mgrpo.sync import shared
 from mgrpo.sync.channel import DIGEST, Sender, digest_key
 from mgrpo.sync.group import connect_store, open_store
-from mgrpo.sync.plan import plan
+from mgrpo.sync.plan import ReshardPlan, plan
 from mgrpo.sync.sending.layout_tables import training_holdings
+from mgrpo.sync.sending.seating import Seating
 from mgrpo.sync.vllm_plugin.receiver import Receiver
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
+BUCKET_BYTES = 256 << 20
 PROTOCOL = (
     "Two training ranks and one worker, each a process with one thread and random weights; the transports take turns, "
     "{rounds} syncs of each. Medians: seconds from the first end that begins to the last that is done, CPU seconds of all "
@@ -252,6 +258,11 @@ PLANS = {
         Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
         InferLayout(engines=16, tensor=8),
     ),
+    "235B-A22B, 256 x 1,024, whole experts": (
+        "qwen3-235b-a22b",
+        Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
+        InferLayout(engines=1024, tensor=8, expert_parallel=True),
+    ),
     "235B-A22B, 256 x 16, whole experts": (
         "qwen3-235b-a22b",
         Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
@@ -267,6 +278,37 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     begin = time.process_time()
     found = call()
     return round(time.process_time() - begin, 3), found
+
+
+def communicators(made: ReshardPlan, engines: Iterable[int]) -> int:
+    """Of the learner that holds most, if learners send to each of these engines."""
+    found = Counter(rank for engine in engines for rank in made.learners(engine))
+    return max(found.values())
+
+
+def compare_ways(model: ModelShape, train: Layout, infer: InferLayout, made: ReshardPlan) -> dict[str, Any]:
+    """Learners send to every engine, or to those at the heads of trees: what they hold, and the planned seconds of a sync."""
+    hardware = Hardware(gpu=GPUS["H100"], nodes=-(-(train.world_size + infer.engines * infer.workers) // 8))
+    seating = Seating(made.sources.trees(infer.engines))
+    arrange_s, _ = timed(lambda: seating.arrange(dict.fromkeys(range(infer.engines), 0)))
+    seconds = partial(
+        sync_seconds,
+        made.bytes_moved / infer.engines,
+        model,
+        infer,
+        learners=train.world_size,
+        cuts=train.tensor,
+        hardware=hardware,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    return {
+        "arrange_s": arrange_s,
+        "communicators_of_a_learner": {
+            "to every engine": communicators(made, range(infer.engines)),
+            "trees": communicators(made, seating.heads()),
+        },
+        "planned_sync_s": {"to every engine": seconds(), "trees": seconds(direct=len(seating.heads()))},
+    }
 
 
 def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[str, Any]:
@@ -289,7 +331,7 @@ def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[
         store=None,  # type: ignore[arg-type]
         host=HOST,
         port=0,
-        bucket_bytes=256 << 20,
+        bucket_bytes=BUCKET_BYTES,
         timeout_s=TIMEOUT_S,
     )
     invitation_s, invitation = timed(lambda: json.dumps(sender.invitation(0)))
@@ -310,6 +352,7 @@ def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[
     }
     for _, _, rank, boxes in made.transfers if made.num_slices < PLAIN_SLICES else ():
         loads[rank] += sum(box.size for box in boxes)
+    record["ways"] = compare_ways(model, train, infer, made)
     if made.num_slices >= PLAIN_SLICES:
         return record
     record["tables"]["busiest_over_mean"] = max(loads) * len(loads) / sum(loads)
@@ -342,10 +385,14 @@ def bench_plans(out: Path) -> None:
         for kind in ("plain", "tables"):
             if kind in record:
                 print("  " + kind + ": " + ", ".join(f"{key} {value:,.6g}" for key, value in record[kind].items()))
+        for key in ("communicators_of_a_learner", "planned_sync_s"):
+            found = record["ways"][key]
+            print(f"  {key}: " + ", ".join(f"{way} {value:,.4g}" for way, value in found.items()))
         if "times faster" in record:
             print(f"  the plan is made {record['times faster']:.0f} times faster")
     text = {
-        "protocol": "CPU seconds of one process. `plain` is the plan of every engine box by box, as all processes would make it.",
+        "protocol": "CPU seconds of one process. `plain` is the plan of every engine box by box, as all processes would make it. "
+        "`ways`: communicators counted; seconds as `mgrpo plan` says on H100 with a 400 Gb/s card each, not measured.",
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "plans": records,
     }

@@ -25,6 +25,7 @@ from mgrpo.models.memory import (
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engines.engine_memory import EngineMemory, worker_weights
+from mgrpo.planner.engines.transfers import direct_engines
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.learners.timing import num_micro_batches
 from mgrpo.planner.work import Workload, has_reference
@@ -195,12 +196,14 @@ def bytes_of_moments(settings: Parallel) -> int:
 
 
 def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """An even share of two buckets for each worker, but never more than one of everything sent."""
+    """An even share of two buckets for each worker that learners send to, but never more than one of everything sent."""
     engines = config.engine
     if engines.shares_gpus:
         return layout.world_size * _SLOT_BYTES
-    sent = synced_bytes(config, shape, dtype_bytes) * engines.vllm_num_engines
-    num_workers = engines.vllm_num_engines * infer_layout_of(engines).workers
+    infer = infer_layout_of(engines)
+    direct = direct_engines(layout, infer)
+    sent = synced_bytes(config, shape, dtype_bytes) * direct
+    num_workers = direct * infer.workers
     return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size
 
 

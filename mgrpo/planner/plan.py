@@ -20,7 +20,7 @@ from mgrpo.planner.engines.engine_memory import EngineMemory, engine_memory
 from mgrpo.planner.engines.public_steps import PublicStep, public_step
 from mgrpo.planner.engines.step_pace import Pace, pace
 from mgrpo.planner.engines.teaching import num_teacher_gpus, num_teacher_workers, teaching_seconds
-from mgrpo.planner.engines.transfers import shared_sync_seconds, sync_seconds
+from mgrpo.planner.engines.transfers import direct_engines, shared_sync_seconds, sync_seconds
 from mgrpo.planner.gpu_memory import (
     PhaseMemory,
     StageMemory,
@@ -335,7 +335,16 @@ def plan_run(
     if engines.shares_gpus and num_learners > hardware.gpus_per_node:
         synced = shared_sync_seconds(to_engine, shape, layout, infer, hardware=hardware)
     else:
-        synced = sync_seconds(to_engine, shape, infer, learners=num_learners, cuts=layout.tensor, hardware=hardware)
+        synced = sync_seconds(
+            to_engine,
+            shape,
+            infer,
+            learners=num_learners,
+            cuts=layout.tensor,
+            hardware=hardware,
+            direct=None if engines.shares_gpus else direct_engines(layout, infer),
+            bucket_bytes=engines.weight_sync_bucket_mb << 20,
+        )
     sync_s = synced / engines.weight_sync_steps
     own = decoder(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes)
     ahead, generation = None, own.batch if own else None

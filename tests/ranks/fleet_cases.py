@@ -159,9 +159,7 @@ def _wait_for(fleet: Any, count: int, kind: str) -> None:
         time.sleep(0.01)
 
 
-def _run(
-    model_dir: str, layout: dict[str, Any], *, engines: int, timeout_s: int = 3
-) -> tuple[Any, Any, Any]:
+def _run(model_dir: str, layout: dict[str, Any], *, engines: int, timeout_s: int = 3) -> tuple[Any, Any, Any]:
     """Lead, on rank 0 the fleet, and weights."""
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.engines.fleet import Fleet

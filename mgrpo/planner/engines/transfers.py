@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mgrpo.layout import InferLayout, Layout
+from mgrpo.layout import ALL_DIRECT, MOST_GROUPS, InferLayout, Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.engines.engine_memory import worker_pieces
 from mgrpo.planner.hardware import Hardware
@@ -100,19 +100,41 @@ def shared_sync_seconds(
     return max(missing, handed) + pieces * hardware.assumed.piece_us * 1e-6
 
 
+def direct_engines(layout: Layout, infer: InferLayout) -> int:
+    """The engines that learners send to, see `mgrpo.sync.sending.senders.choose`."""
+    if infer.engines <= ALL_DIRECT:
+        return infer.engines
+    return min(infer.engines, (MOST_GROUPS - 1) * layout.replicas)
+
+
 def sync_seconds(
-    sent_bytes: float, shape: ModelShape, infer: InferLayout, *, learners: int, cuts: int, hardware: Hardware
+    sent_bytes: float,
+    shape: ModelShape,
+    infer: InferLayout,
+    *,
+    learners: int,
+    cuts: int,
+    hardware: Hardware,
+    direct: int | None = None,
+    bucket_bytes: int = 0,
 ) -> float:
     """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
 
-    A worker puts each piece into place, and a learner cuts it out: work of their hosts, which does not overlap with itself.
+    A worker puts each piece into place, and whoever sends it cuts it out: work of their hosts, which does not overlap with itself.
+    Where engines send on, to two others at most, they do so while they receive: each floor of the trees adds one bucket.
 
     Args:
         sent_bytes: to the workers of one engine together.
         cuts: pieces of a tensor on learners, of which a worker's part consists where it is not cut as finely itself.
+        direct: `direct_engines`; None: all.
+        bucket_bytes: most of what is sent to a worker at the same time.
     """
+    direct = infer.engines if direct is None else direct
+    below = min(-(-(infer.engines - direct) // direct), 2)
+    floors = math.floor(math.log2(-(-infer.engines // direct)))
     rate = hardware.link_bytes_s(hardware.num_gpus)
-    received, sent = sent_bytes / infer.workers, sent_bytes * infer.engines / learners
+    received, sent = sent_bytes / infer.workers, sent_bytes * direct / learners
     pieces = worker_pieces(shape, infer) * max(cuts // infer.tensor, 1)
-    host = max(pieces, pieces * infer.workers * infer.engines / learners) * hardware.assumed.piece_us * 1e-6
-    return max(received, sent) / rate + host
+    host = max(pieces * (1 + below), pieces * infer.workers * direct / learners) * hardware.assumed.piece_us * 1e-6
+    first = floors * below * min(bucket_bytes, received) / rate
+    return max(received * max(below, 1), sent) / rate + first + host

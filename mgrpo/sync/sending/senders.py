@@ -14,10 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_GROUPS = 8
-"""Engines that a training rank sends to. Each is a communicator with buffers of its own, and takes its turn."""
-ALL_DIRECT = 32
-"""Engines up to which training ranks send to each of them; of more, some send on what they receive."""
+from mgrpo.layout import ALL_DIRECT, MOST_GROUPS
 
 SMALL = 0.001
 """Norms and the like: a kind that is a smaller part of what a worker receives costs no pair of its own, whoever owes it."""

@@ -81,7 +81,9 @@ def test_engines_that_go_and_come_always_know_who_is_above_and_below_them():
                 # Those below an engine that has failed get their weights after the others.
                 engines.arrange(left, apart=apart)
                 engines.check_agreed(left)
-                assert engines.seating.heads().keys() & left == (left.keys() if apart == "direct" else heads_of(left, direct))
+                assert engines.seating.heads().keys() & left == (
+                    left.keys() if apart == "direct" else heads_of(left, direct)
+                )
                 assert apart == "direct" or direct is None or len(engines.seating.heads()) <= direct + 1
             for engine in generations:
                 generations[engine] += chance.random() < 0.1
