@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -152,14 +153,66 @@ def sync_through_engines(model_dir: str, how: str, transport: str, layout: dict[
     }
 
 
+def sync_with_engines_that_are_killed(
+    model_dir: str, seed: int, transport: str, layout: dict[str, Any]
+) -> dict[str, Any]:
+    """Four syncs with six engines in processes of their own below the first ones: in each but the first one or two are killed.
+
+    Returns:
+        On rank 0, for each sync the engines that were to be killed, the version that each engine has after it, and what was held by
+        those that have it.
+    """
+    from unittest import mock
+
+    from mgrpo.sync import channel, shared
+    from mgrpo.sync.sending import senders
+    from tests.ranks.engine_process import BUCKET_BYTES, Forks, ProcessEngine
+
+    chance = random.Random(seed)
+    found: list[Any] = []
+    with (
+        contextlib.ExitStack() as stack,
+        mock.patch.object(channel, "BUCKET_BYTES", BUCKET_BYTES),
+        mock.patch.object(shared, "BUCKET_BYTES", BUCKET_BYTES),
+        mock.patch.multiple(senders, MOST_GROUPS=2, ALL_DIRECT=0),
+    ):
+        forks = Forks(shares_memory=transport == "shared memory") if dist.get_rank() == 0 else None
+        if forks:
+            stack.callback(forks.close)
+        lead, fleet, weights = _run(model_dir, layout, engines=6, timeout_s=60, make=partial(ProcessEngine, forks))
+        lead.run(lambda: fleet.wait_ready())
+        weights.connect()
+        for version in range(1, 5):
+            doomed = chance.sample(range(6), chance.choice((1, 2)) if version > 1 else 0)
+            moments = [chance.choice((0, 1, 3, 10, 20)) for _ in doomed]
+            if fleet:
+                before = [*fleet.engines]
+                for engine, moment in zip(doomed, moments, strict=True):
+                    before[engine].lasts = moment
+            weights.send(version, step=version, check=True)
+            if fleet:
+                well = [engine for number, engine in enumerate(before) if number not in doomed]
+                found.append((doomed, [engine.version for engine in before], {engine.total() for engine in well}))
+            lead.run(lambda: _wait_for(fleet, 6, "syncing"))
+        lead.close()
+    return {"found": found}
+
+
 def _wait_for(fleet: Any, count: int, kind: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(getattr(fleet.members, kind)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def _run(model_dir: str, layout: dict[str, Any], *, engines: int, timeout_s: int = 3) -> tuple[Any, Any, Any]:
+def _run(
+    model_dir: str,
+    layout: dict[str, Any],
+    *,
+    engines: int,
+    timeout_s: int = 3,
+    make: Callable[[Any], ScriptedEngine] = ReceivingEngine,
+) -> tuple[Any, Any, Any]:
     """Lead, on rank 0 the fleet, and weights."""
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.engines.fleet import Fleet
@@ -174,9 +227,9 @@ def _run(model_dir: str, layout: dict[str, Any], *, engines: int, timeout_s: int
     lead, fleet = Lead(), None
     if dist.get_rank() == 0:
         roster = Roster(
-            [ReceivingEngine(policy.shape) for _ in range(engines)],
+            [make(policy.shape) for _ in range(engines)],
             settings,
-            start=lambda number: ReceivingEngine(policy.shape),
+            start=lambda number: make(policy.shape),
             max_restarts=5,
         )
         fleet = Fleet(roster, seed=1)

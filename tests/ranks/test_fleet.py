@@ -91,3 +91,26 @@ def test_engines_that_do_not_reach_each_other_get_their_weights_from_the_learner
     found = synced_through_engines(run_ranks, model, "parts", "gloo", TENSOR)
     assert [versions for _, versions, *_ in found] == [[version] * 5 for version in range(1, 6)]
     assert found[-1][2] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("seed", "transport", "layout"),
+    [(1, "gloo", TENSOR), (2, "shared memory", {}), (3, "shared memory", TENSOR), (4, "gloo", {})],
+    ids=str,
+)
+def test_engines_that_are_killed_while_they_send_on_keep_no_other_from_its_weights(
+    model, run_ranks, seed, transport, layout
+) -> None:
+    """The kernel closes what they had open, in the middle of a message as well."""
+    rank_0, _ = run_ranks(
+        2,
+        fleet_cases.sync_with_engines_that_are_killed,
+        model_dir=str(model),
+        seed=seed,
+        transport=transport,
+        layout=layout,
+    )
+    assert len(rank_0["found"]) == 4
+    for version, (doomed, versions, held) in enumerate(rank_0["found"], start=1):
+        assert [engine for engine in range(6) if versions[engine] != version] == sorted(doomed)
+        assert len(held) == 1 and held != {0.0}

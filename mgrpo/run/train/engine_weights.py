@@ -248,7 +248,8 @@ class EngineWeights:
         found = [engine for engine, key in keys.items() if store.check([key])]
         if found:
             why = store.get(keys[found[0]]).decode()
-            say(f"engines {listed(found)} get the weights of version {version} apart from the others: {why}")
+            who = f"engine {found[0]} gets" if len(found) == 1 else f"engines {listed(found)} get"
+            say(f"{who} the weights of version {version} apart from the others: {why}")
         return found
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:

@@ -119,6 +119,11 @@ class Relay:
         self._thread.close()
 
 
+def _close(source: Future[Channel]) -> None:
+    if source.exception() is None:
+        source.result().close()
+
+
 class Receiver:
     """An engine worker's end: every slice is written in place into the live weights.
 
@@ -311,7 +316,7 @@ class Receiver:
     def close(self) -> None:
         """Leave the transfer."""
         self.is_open = False
-        self._source.add_done_callback(lambda source: source.exception() or source.result().close())
+        self._source.add_done_callback(_close)
         for relay in self.relays.values():
             relay.close()
         self.relays = {}
