@@ -81,7 +81,7 @@ class Arrived:
                 raise RuntimeError("the weights have not arrived")
 
 
-class Relay:
+class OnwardLink:
     """A worker's transfer to the same worker of another engine, in a thread: what this one receives does not wait for it.
 
     Args:
@@ -163,7 +163,7 @@ class Receiver:
         )
         self._source: Future[Channel] = Future()
         """To where weights come from."""
-        self.relays: dict[Link, Relay] = {}
+        self.relays: dict[Link, OnwardLink] = {}
         """By the engines that get their weights from this one."""
         if self.upstream is not None:
             # The engine above may come late, or never: that is seen when weights are received.
@@ -209,7 +209,7 @@ class Receiver:
             self.relays.pop(link).close()
         for link in links:
             if link not in self.relays:
-                self.relays[link] = Relay(partial(self._between, self._link, link))
+                self.relays[link] = OnwardLink(partial(self._between, self._link, link))
 
     def _between(self, above: Link, below: Link, *, is_worker: bool = False) -> Channel:
         """Form the transfer from an engine to another one, in a thread of its own; `is_worker`: of that one's end."""
@@ -276,7 +276,11 @@ class Receiver:
         return True
 
     def _receive(self, version: int, arrived: Arrived) -> None:
-        channel = self.channel
+        try:
+            channel = self._source.result(self.timeout_s * PATIENCE)
+        except TimeoutError:
+            # Gloo tries several times to connect, each as long as it may take.
+            raise RuntimeError(f"the engine above has not met worker {self.worker} of engine {self.engine}") from None
         ready = self._ready(channel)
         begun: list[Round] = []
         for number, round_ in enumerate(channel.rounds):
