@@ -354,7 +354,7 @@ def _traffic(plan: RunPlan) -> Table:
     table.add_row(
         "weight sync",
         f"{plan.sync_bytes * engines / 1e9:.1f}",
-        "all learners together",
+        "all senders together",
         link,
         f"{hardware.link_bytes_s(hardware.num_gpus) / 1e9:.0f}",
     )

@@ -25,6 +25,7 @@ from mgrpo.policy.policy import Policy
 from mgrpo.rehearsal.recorder import Recorder, site
 from mgrpo.run.train.learner import Learner
 from mgrpo.sync.channel import Sender
+from mgrpo.sync.sending.seating import Seating
 
 
 class _Store(dist.Store):
@@ -128,7 +129,9 @@ def send_weights(
             bucket_bytes=engines.weight_sync_bucket_mb << 20,
             timeout_s=engines.weight_sync_timeout,
         )
-        seats = dict.fromkeys(range(engines.vllm_num_engines), 0)
+        seating = Seating(sender.plan.sources.trees(engines.vllm_num_engines))
+        seating.arrange(dict.fromkeys(range(engines.vllm_num_engines), 0))
+        seats = seating.heads()
         failures = sender.join(seats) or sender.send(1, seats)
         if failures:
             raise RuntimeError("; ".join(failures.values()))

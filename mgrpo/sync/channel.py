@@ -106,11 +106,6 @@ class Sender:
         """What this rank sends to each worker of an engine."""
         return self.outgoing.get(engine % self.plan.sources.engines, {})
 
-    @property
-    def bytes_moved(self) -> int:
-        """By a sync with the engines that have joined, from all ranks."""
-        return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
-
     def invitation(
         self, engine: int, generation: int = 0, *, upstream: Link | None = None, followers: Sequence[Link] = ()
     ) -> dict[str, Any]:

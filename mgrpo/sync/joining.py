@@ -131,7 +131,7 @@ def _exchange(store: dist.Store, topic: str, value: str, members: SyncMembers, t
         missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
         raise RuntimeError(
             f"{members.names[members.rank]} waited for {', '.join(missing)} to join the weight-transfer group for "
-            f"weight_sync_timeout={timeout_s:g} s; raise weight_sync_timeout if they are slow"
+            f"{timeout_s:g} s; raise weight_sync_timeout if they are slow"
         ) from err
     return [store.get(key).decode() for key in keys]
 

@@ -20,7 +20,7 @@ REASONS = {
     **{f"freeze {phase}": r"no answer within engine_heartbeat_timeout=8 s" for phase in PHASES},
     # Its core may have done its part when its actor is frozen.
     "freeze transfer": r"could not receive weights, version \d+.* within weight_sync_timeout=10 s",
-    "freeze join": r"could not join the weight-transfer group.* (for|within) weight_sync_timeout=10 s",
+    "freeze join": r"could not join the weight-transfer group.* (for |within weight_sync_timeout=)10 s",
 }
 
 

@@ -101,8 +101,8 @@ def sync_through_engines(model_dir: str, how: str, transport: str, layout: dict[
     """Five syncs with five engines below the first ones; in the second the first engine fails, in the fourth the second.
 
     Args:
-        how: the engine "fails" or "hangs", before it receives anything; "parts": no engine reaches another one; a number: it
-            fails when so many of the messages have arrived that it sends on.
+        how: the engine "fails", before it receives anything; "hangs": the second one does, in the middle of a tree; "parts": no engine
+            reaches another one; a number: it fails when so many of the messages have arrived that it sends on.
     Returns:
         After each sync the engines that this rank sends to; on rank 0 also the version that each engine has, and its generation.
     """
@@ -131,7 +131,7 @@ def sync_through_engines(model_dir: str, how: str, transport: str, layout: dict[
         def sync(version: int, failing: int | None) -> None:
             if fleet and failing is not None:
                 if how in ("fails", "hangs"):
-                    setattr(fleet.engines[failing], how, "receive_weights")
+                    setattr(fleet.engines[failing], how if failing else "fails", "receive_weights")
                 elif how != "parts":
                     fleet.engines[failing].lasts = int(how)
             before = lead.call(lambda: [*fleet.engines])
@@ -179,7 +179,7 @@ def sync_with_engines_that_are_killed(
         forks = Forks(shares_memory=transport == "shared memory") if dist.get_rank() == 0 else None
         if forks:
             stack.callback(forks.close)
-        lead, fleet, weights = _run(model_dir, layout, engines=6, timeout_s=60, make=partial(ProcessEngine, forks))
+        lead, fleet, weights = _run(model_dir, layout, engines=6, timeout_s=30, make=partial(ProcessEngine, forks))
         lead.run(lambda: fleet.wait_ready())
         weights.connect()
         for version in range(1, 5):

@@ -162,6 +162,7 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
         weights.sender = SimpleNamespace(
             generations={0: 0}, send=lambda version, engines: were_finite.append(finite(views)) or {}
         )
+        weights.seating.arrange({0: 0})
         readers: dict[str, Callable[[], bool]] = {
             "check": lambda: learner.not_finite() == [],
             "reference": followed,

@@ -218,6 +218,6 @@ def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: 
         "worker": held(live) if policy.rank == 0 else [],
         "policy": held(policy.boxes()),
         "adapters": held(policy.adapter_boxes()),
-        "bytes": (sender.bytes_moved, sender.plan.lower_bound),
+        "bytes": (sender.plan.bytes_moved, sender.plan.lower_bound),
         "refusal": refusal,
     }

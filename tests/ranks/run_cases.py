@@ -108,6 +108,7 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
             host_group=dist.group.WORLD,
         )
     weights.sender = SimpleNamespace(generations={0: 0}, send=send)
+    weights.seating.arrange({0: 0})
     weights.send(7, step=1)
     return sent
 

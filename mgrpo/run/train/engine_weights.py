@@ -36,8 +36,8 @@ from mgrpo.sync.nodes.nodes_sender import NodesSender
 from mgrpo.sync.plan import ReshardPlan
 from mgrpo.sync.sending.seating import Apart, Seating
 
-APART: tuple[Apart, ...] = ("tree", "direct")
-"""How those are served that the engines above them have not served, and then those that these have not."""
+TURNS: tuple[Apart | None, ...] = (None, "tree", "direct")
+"""Of a sync: in each, engines are served that those above them have not served in the one before."""
 
 
 class EngineWeights:
@@ -68,15 +68,17 @@ class EngineWeights:
         """The version of the policy's weights, and the training step that is sampled next."""
         self.version: int | None = None
         """The version that engines have, except for those that have been started since it was sent: these have a newer one."""
-        self.has_moved = False
-        """Whether weights have moved in the last `send` or `keep`."""
-        self._num_engines = 0
-        """That took part then; on rank 0 those that have got them."""
+        self.num_served = 0
+        """Engines that have got weights in the last `send` or `keep`."""
+        self.seating = Seating()
+        """On rank 0 the engines' places."""
+        self.heads: dict[int, int] = {}
+        """The engines that learners send to in this sync, each with its seat."""
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that the last `send` or `keep` has moved."""
-        return self.plan.bytes_moved // self.plan.engines * self._num_engines if self.has_moved else 0
+        return self.plan.bytes_moved // self.plan.engines * self.num_served if self.num_served else 0
 
     @property
     def plan(self) -> ReshardPlan:
@@ -123,9 +125,7 @@ class EngineWeights:
             share_gpus=settings.shares_gpus,
         )
         # Engines that share the learners' GPUs are beside them.
-        trees = None if settings.shares_gpus else self.plan.sources.trees(self.plan.engines)
-        self.seating = Seating(trees)
-        """On rank 0 the engines' places."""
+        self.seating.direct = None if settings.shares_gpus else self.plan.sources.trees(self.plan.engines)
         self.lead.call(lambda: self.fleet.require_weights())
         self._join(self._begin())
 
@@ -165,7 +165,7 @@ class EngineWeights:
             step: the training step that is sampled next.
             reseed: begin its random stream, which takes engines that are paused.
         """
-        self.present, self.has_moved = (version, step), False
+        self.present, self.num_served = (version, step), 0
         if reseed:
             self.lead.run(lambda: self.fleet.reseed(step))
         if stale := self._begin(only_stale=True):
@@ -184,7 +184,6 @@ class EngineWeights:
         joining, heads = self.lead.share(arranged)
         seats = dict(heads)
         self.heads = {engine: seat for engine, seat in seats.items() if engine in members}
-        """The engines that learners send to in this sync, each with its seat."""
         for engine in self.sender.generations.keys() - seats:
             self.sender.leave(engine)
         if joining:
@@ -206,51 +205,46 @@ class EngineWeights:
     def _sync(self, members: Mapping[int, int], *, check: bool = False, apart: Apart | None = None) -> None:
         assert self.present is not None, "`send` comes first"
         version, step = self.present
-        self.has_moved, self._num_engines = True, len(members)
         calls: dict[int, PendingCall] = {}
-        done: list[int] = []
-        proving: dict[int, int] = {}
-        turns = [apart, *(APART[APART.index(apart) + 1 :] if apart else APART)]
+        done: dict[int, int] = {}
+        proven: dict[int, int] = {}
         left = members
-        for turn in turns:
+        for turn in TURNS[TURNS.index(apart) :]:
             # The first weights of an engine are always checked.
             check |= self._join(left, turn)
-            called, served = self._together(
+            called, answered = self._together(
                 partial(self._receive, left, version, check=check, step=step),
                 partial(self._send, version, sorted(self.heads.keys() & self.sender.generations)),
                 what=f"receive weights, version {version}",
             )
-            unserved: list[int] = []
-            if len(left) > len(self.heads):
-                unserved = self.lead.share(partial(self._unserved, served or (), version))
             calls |= called or {}
-            new = [engine for engine in served or () if engine not in unserved]
-            done += new
-            if check:
-                proving |= {engine: self.seating.seats[engine].number for engine in new}
+            served, unserved = self.lead.share(partial(self._outcome, answered or (), version))
+            done |= dict(served)
+            proven |= dict(served) if check else {}
             left = {engine: left[engine] for engine in unserved}
             if not left:
                 break
         if check:
             truth = self.sender.digests()
             dist.all_reduce(truth, group=self.host_group)
-            self.lead.run(lambda: self.sender.compare(version, truth, proving))
-        self._num_engines = len(done) or self._num_engines
+            self.lead.run(lambda: self.sender.compare(version, truth, proven))
+        self.num_served = len(done)
         self.lead.call(lambda: self.fleet.end_sync(version, calls, done))
 
     def _receive(self, members: Mapping[int, int], version: int, *, check: bool, step: int) -> dict[int, PendingCall]:
         return self.fleet.receive_weights(self.fleet.seated(members), version, check=check, step=step)
 
-    def _unserved(self, served: Sequence[int], version: int) -> list[int]:
-        """Rank 0: the engines that are well, and have not got their weights because of one above them."""
-        seats, store = self.seating.seats, self.sender.store
-        keys = {n: unserved_key(n, seats[n].number, version) for n in served if seats[n].upstream}
-        found = [engine for engine, key in keys.items() if store.check([key])]
-        if found:
-            why = store.get(keys[found[0]]).decode()
-            who = f"engine {found[0]} gets" if len(found) == 1 else f"engines {listed(found)} get"
+    def _outcome(self, answered: Sequence[int], version: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Rank 0: of the engines that are well, those that have got their weights, each with its seat, and those that have not
+        because of one above them."""
+        seats = {engine: self.seating.seats[engine] for engine in answered}
+        keys = {n: unserved_key(n, seat.number, version) for n, seat in seats.items() if seat.upstream}
+        unserved = [engine for engine, key in keys.items() if self.sender.store.check([key])]
+        if unserved:
+            why = self.sender.store.get(keys[unserved[0]]).decode()
+            who = f"engine {unserved[0]} gets" if len(unserved) == 1 else f"engines {listed(unserved)} get"
             say(f"{who} the weights of version {version} apart from the others: {why}")
-        return found
+        return [(engine, seat.number) for engine, seat in seats.items() if engine not in unserved], unserved
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:
         """Rank 0: the key-value server in which learners and engines meet, and where it is."""

@@ -35,7 +35,7 @@ class Seating:
         direct: number of the trees; None: learners send to every engine.
     """
 
-    direct: int | None
+    direct: int | None = None
     seats: dict[int, Seat] = field(default_factory=dict)
     _apart: set[int] = field(default_factory=set)
     _last: dict[int, int] = field(default_factory=dict)

@@ -312,9 +312,10 @@ class Receiver:
 
     def _lost(self, version: int, number: int, peers: Sequence[int], err: Exception) -> RuntimeError:
         ranks = ", ".join(self.channel.names[peer] for peer in peers)
+        part = "" if self.upstream is None else f"{PATIENCE:g} x "
         return RuntimeError(
             f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of {ranks} "
-            f"for weight_sync_timeout={self.timeout_s:g} s: {err}"
+            f"for {part}weight_sync_timeout={self.timeout_s:g} s: {err}"
         )
 
     def close(self) -> None:

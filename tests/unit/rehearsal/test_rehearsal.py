@@ -54,7 +54,8 @@ UNREACHED = {
     "backend.py release_memory": "the same",
     "channel.py _apart": "engines on the learners' GPUs",
     "shared.py _tell": "weights for an engine on the learner's GPU; a test with the mark `gpu`",
-    "transfer_engine.py update_weights": "runs in an engine, not in a learner",
+    "receiver.py": "runs in an engine, not in a learner",
+    "transfer_engine.py update_weights": "the same",
     "train_state.py restore_optimizer": "refuses to continue with offloaded states",
 }
 """What only CUDA reaches and no rehearsal does, by `file function` or file, and why."""

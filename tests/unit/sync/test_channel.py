@@ -270,7 +270,7 @@ def test_an_engine_that_leaves_does_not_end_the_others():
         sender.join({0: 0, 1: 0})
         failures = sender.send(1, [0, 1])
         assert failures.keys() == {0} and "to worker 0 of engine 0 " in failures[0]
-        assert sender.send(2, [0, 1]) == {} and sender.bytes_moved == sender.plan.lower_bound // 2
+        assert sender.send(2, [0, 1]) == {}
         for box, values in workers[1].result(60):
             assert torch.equal(values, view(tensors, box)), box
 
