@@ -134,7 +134,9 @@ def test_weights_that_are_cut_for_other_workers_are_refused(engine, models):
     layout = Layout(world_size=2)
     holdings = training_holdings(shape_of(read_hf_config(models["sent"])), layout)
     sender = make_sender(models["sent"], {}, InferLayout(tensor=2), open_store(HOST, 60), holdings)
-    with pytest.raises(EngineError, match=r"engine does not hold .*experts.*, which the plan sends to it"):
+    # Of an engine with more workers than the plan, another one may be the first that refuses.
+    reasons = r"engine does not hold .*experts.*, which the plan sends to it|the plan sends to 2 workers .* number [23]"
+    with pytest.raises(EngineError, match=reasons):
         engine.join(sender.invitation(0) | {"timeout_s": 5}).result(60)
 
 

@@ -226,6 +226,10 @@ class Receiver:
 
     def _incoming(self, invitation: Mapping[str, Any]) -> list[dict[int, list[Box]]]:
         """The slices for this worker in each stage, by their source's place among `learners`."""
+        if self.worker >= (workers := len(invitation["slices"])):
+            raise ValueError(
+                f"the plan sends to {workers} workers of the engine, which has a worker number {self.worker}"
+            )
         tensors = Tensors(shapes_in_units(sent_tensors(self.model, self.lora), self.live.dtype.itemsize))
         slices = unpacked(invitation["slices"][self.worker], COLUMNS)
         sources = unpacked(invitation["sources"][self.worker], 1)[:, 0]

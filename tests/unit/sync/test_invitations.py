@@ -12,6 +12,7 @@ import pytest
 
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
+from mgrpo.sync.vllm_plugin.receiver import Receiver
 from mgrpo.sync.vllm_plugin.transfer_engine import check_free, check_model
 from tests.e2e.launching import ROOT
 
@@ -73,3 +74,11 @@ def test_a_model_of_the_hub_is_judged_by_what_transformers_read():
 
     config = SimpleNamespace(model="someone/model", hf_config=AutoConfig.from_pretrained(MODEL))
     check_model(config, asdict(shape_of(read_hf_config(MODEL))))
+
+
+def test_a_plan_for_fewer_workers_than_the_engine_has_is_refused():
+    """A server may have been started with others than the run was told."""
+    last = object.__new__(Receiver)
+    last.worker = 2
+    with pytest.raises(ValueError, match=r"sends to 2 workers of the engine, which has a worker number 2"):
+        last._incoming({"slices": ["", ""]})
