@@ -70,7 +70,7 @@ _LEFT_OUT = {
 _FIRST = """
 { [ -z "$IP" ] || "$IP" link set lo up; }
 dockerd --data-root "$0/data" --exec-root "$0/exec" --pidfile "$0/pid" --host "unix://$0/socket" \\
-    --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false --userland-proxy=false "$@" >"$0/log" 2>&1 &
+    --exec-opt native.cgroupdriver=cgroupfs --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false --userland-proxy=false "$@" >"$0/log" 2>&1 &
 daemon=$!
 read -r line
 kill $daemon
@@ -97,6 +97,7 @@ def daemon(folder: Path, *options: str) -> Iterator[str]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
+            shutil.rmtree(folder / "data")
 
 
 def docker(*words: str, stdin: bytes | None = None) -> str:
