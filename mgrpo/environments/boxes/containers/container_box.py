@@ -46,21 +46,6 @@ _SIZE_EVERY_S = 5.0
 _ASK_S = 30.0
 _FILE_LIMIT_S = 60.0
 _ABSENT, _NOT_REGULAR = 44, 45
-# The program of the command line is told of these itself.
-_OF_THE_PROGRAM = (
-    "PATH",
-    "HOME",
-    "DOCKER_",
-    "CONTAINER",
-    "XDG_",
-    "TMPDIR",
-    "LD_",
-    "SSL_",
-    "HTTP",
-    "http",
-    "NO_PROXY",
-    "no_proxy",
-)
 _PYTHON = """
 for python in python3 python; do command -v $python >/dev/null && exec $python -S -c "$0" "$@"; done
 echo "it has no python3, which a box needs" >&2; exit 127
@@ -288,14 +273,20 @@ class ContainerBox:
         self._check()
         self._number += 1
         number = f"/tmp/.mgrpo-{self._number}"
-        given = {name: value for name, value in (env or {}).items() if not name.startswith(_OF_THE_PROGRAM)}
-        # By name only: the arguments of a process are seen by every user of this machine.
-        named = [name if name in given else f"{name}={value}" for name, value in (env or {}).items()]
+        given, aliases, script = {}, [], ""
+        for place, (name, value) in enumerate((env or {}).items()):
+            # Not as an argument, which every user of this machine sees, nor by a name that docker's program takes as its own.
+            alias = name
+            if name.isascii() and name.isidentifier():
+                alias = f"MGRPO_GIVEN_{place}"
+                script += f'export {name}="${alias}"; unset {alias}; '
+            given[alias] = value
+            aliases += ["--env", alias]
         command = await ContainerCommand.start(
             [
                 *(self._program, "exec", "--interactive", "--workdir", cwd or self.folder),
-                *(word for each in named for word in ("--env", each)),
-                *(self._name, "sh", "-c", _NUMBERED + _AS_ONE * is_one, number, *argv),
+                *aliases,
+                *(self._name, "sh", "-c", script + _NUMBERED + _AS_ONE * is_one, number, *argv),
             ],
             env=given,
             stdin=stdin,

@@ -268,7 +268,8 @@ def test_values_are_seen_by_no_other_user_of_the_machine(real):
     key = "key-4711-of-the-agent"
 
     async def use(box):
-        process = await box.start(["sleep", "3459"], env={"OPENAI_API_KEY": key})
+        given = {"OPENAI_API_KEY": key, "HTTPS_PROXY": f"http://me:{key}@proxy", "DOCKER_HOST": f"tcp://{key}"}
+        process = await box.start(["sleep", "3459"], env=given)
         await until(lambda: running("3459"))
         told = docker("inspect", box._name) + docker("top", box._name, "-eo", "pid,args") + docker("logs", box._name)
         lists = []
@@ -278,7 +279,10 @@ def test_values_are_seen_by_no_other_user_of_the_machine(real):
         await process.kill()
         assert key not in told
         assert not any(key.encode() in words for words in lists)
-        assert (await sh(box, "echo $OPENAI_API_KEY", env={"OPENAI_API_KEY": key})).stdout.decode() == f"{key}\n"
+        told = await python(
+            box, f"import os; print({{name: os.environ[name] for name in {sorted(given)}}} == {given})", env=given
+        )
+        assert told == "True"
 
     _with_box(use)
 
