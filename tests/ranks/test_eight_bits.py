@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -85,6 +86,12 @@ def test_its_layers_are_the_models(run_te, models, truth, name, layout):
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 
+@pytest.fixture(scope="module")
+def alone_in_8_bits(run_te, models):
+    """What one rank finds, by model, recipe and format: computed once."""
+    return functools.cache(lambda name, recipe, fp8="hybrid": in_8_bits(run_te, models, name, "alone", recipe, fp8))
+
+
 def in_8_bits(run_te, models, name, layout, recipe, fp8="hybrid", **settings):
     """As `run`, for packs of whole blocks."""
     world_size = 1 if layout == "alone" else 2
@@ -111,9 +118,9 @@ def apart(found, exact):
 @pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_gradients_in_8_bits_point_where_exact_ones_do(run_te, models, truth, name, recipe, fp8):
+def test_gradients_in_8_bits_point_where_exact_ones_do(alone_in_8_bits, truth, name, recipe, fp8):
     """On random weights, which add up errors more than trained ones (docs/precision.md); experts are chosen anew by each."""
-    found, exact = whole_gradients(in_8_bits(run_te, models, name, "alone", recipe, fp8), truth[name])
+    found, exact = whole_gradients(alone_in_8_bits(name, recipe, fp8), truth[name])
     cosine = found @ exact / np.linalg.norm(found) / np.linalg.norm(exact)
     assert 0.1 < apart(found, exact) < 0.45 and cosine > 0.92
 
@@ -136,9 +143,11 @@ REPEATED = {
         ("qwen3_moe", "tp2+sp, of each expert a half", {}),
     ],
 )
-def test_gradients_in_8_bits_do_not_depend_on_the_layout(run_te, models, truth, name, layout, settings):
+def test_gradients_in_8_bits_do_not_depend_on_the_layout(
+    run_te, models, alone_in_8_bits, truth, name, layout, settings
+):
     """With blocks that no layout cuts every rank rounds the same numbers: all but the order of sums is as on one."""
-    alone, exact = whole_gradients(in_8_bits(run_te, models, name, "alone", "mxfp8"), truth[name])
+    alone, exact = whole_gradients(alone_in_8_bits(name, "mxfp8"), truth[name])
     found, _ = whole_gradients(in_8_bits(run_te, models, name, layout, "mxfp8", **settings), truth[name])
     # A sum in another order may round a number the other way.
     assert apart(found, alone) < 0.1 * apart(alone, exact)
