@@ -79,8 +79,7 @@ def hf_to_megatron(
         if changed := list(sum_problems(hf)):
             raise ValueError("; ".join(changed))
         sizes = stored_bytes(shape, layout, source.dtypes) if layout else checkpoint_bytes(shape, source.dtypes)
-        if source.left_out:
-            print(f"left out: {some(source.left_out)} of {hf}, which only guess further tokens and are not trained")
+        _tell_left_out(source.left_out, hf)
         with _Report(out, sizes) as report:
             carry(hf, folder)
             write = partial(write_megatron, layout=layout) if layout else write_checkpoint
@@ -128,6 +127,11 @@ def megatron_to_hf(
                 report.compare_logits(folder, folder, tolerance)
 
 
+def _tell_left_out(names: Sequence[str], folder: str | Path) -> None:
+    if names:
+        print(f"left out: {some(names)} of {folder}, which only guess further tokens and are not trained")
+
+
 def _folder(hf: str | Path, part: Part) -> Path:
     """The folder, or where a name on the Hub leads to."""
     return fetch(str(hf), part=part).folder if is_on_hub(str(hf)) else Path(hf)
@@ -167,6 +171,7 @@ def _torch_dist_source(path: str | Path, hf: Path | None) -> _Source:
     if beside is None:
         raise ValueError(f"{path} has no config.json; give the folder with its config.json and tokenizer: --hf DIR")
     stored = MegatronCheckpoint(path, shape_of(read_hf_config(beside)))
+    _tell_left_out(stored.left_out, path)
     stored.check_sums()
     return _Source(beside=beside, shape=stored.shape, dtypes=stored.dtypes, read=stored.read, boxes=stored.boxes)
 

@@ -23,6 +23,7 @@ from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import Header, Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.model_io.megatron_folder import parameter_dtypes
+from mgrpo.model_io.megatron_view import MegatronView
 from mgrpo.model_io.torch_dist import CHUNK_BYTES, DTYPES, TorchDistFolder, write_torch_dist
 from mgrpo.models.hf_files.weight_files import TRACKER, some, torch_dist_folder
 from mgrpo.models.megatron_names import (
@@ -32,13 +33,12 @@ from mgrpo.models.megatron_names import (
     Slab,
     is_homogeneous,
     possible_names,
-    problem,
     router_settings,
     stored_names,
 )
-from mgrpo.models.placement.boxes import Box, LocalParameter, Shape
+from mgrpo.models.placement.boxes import Box, LocalParameter, Piece, Shape
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors, local_parameters
+from mgrpo.models.table import hf_tensors, is_left_out, local_parameters
 from mgrpo.policy.weights import Read, parameter_rows
 
 RELEASE = "release"
@@ -60,27 +60,38 @@ class MegatronCheckpoint:
             raise ValueError(f"{path} is not a checkpoint in Megatron-core's format torch_dist")
         self.path, self.shape, self._stored = folder, shape, TorchDistFolder(folder)
         self._prefix = self._find_prefix()
-        self._parameters = _whole_parameters(shape)
+        self._view = MegatronView(shape)
+        self._kept = self._view.kept
+        self._parameters = _whole_parameters(self._kept)
         self._slabs = {name: self._find(name, parameter.shape) for name, parameter in self._parameters.items()}
-        self._check_all_known()
-        self._places: dict[str, list[tuple[Box, str, Shape]]] = {name: [] for name in hf_tensors(shape)}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.left_out = self._find_left_out()
+        """Tensors of layers that are not built, which only guess further tokens."""
+        self._places: dict[str, list[tuple[Piece, str]]] = {name: [] for name in hf_tensors(self._kept)}
+        self._dtypes: dict[str, torch.dtype] = {}
         for name, parameter in self._parameters.items():
             dtype = self._stored.tensor(self._slabs[name][0].tensor).dtype
             for piece in parameter.pieces:
-                self._places[piece.box.name].append((piece.box, name, piece.local))
-                self.dtypes[piece.box.name] = dtype
+                self._places[piece.box.name].append((piece, name))
+                self._dtypes[piece.box.name] = dtype
+        self.dtypes = self._view.dtypes(self._dtypes, self._read_kept)
+        self._read = self._view.reader(self._read_kept, self.dtypes)
 
     @torch.no_grad()
     def read(self, box: Box) -> torch.Tensor:
-        """The values of a box, put together from the parameters that hold it."""
-        out = torch.empty(box.shape, dtype=self.dtypes[box.name])
-        for held, name, local in self._places[box.name]:
-            common = box.intersect(held)
+        """The values of a box of a Hugging Face tensor."""
+        return self._read(box)
+
+    def _read_kept(self, box: Box) -> torch.Tensor:
+        """The same of a tensor as Megatron-core keeps it, put together from the parameters that hold it."""
+        out = torch.empty(box.shape, dtype=self._dtypes[box.name])
+        for piece, name in self._places[box.name]:
+            common = box.intersect(piece.box)
             if common is not None:
-                start = tuple(c - b + a for c, b, a in zip(common.start, held.start, local, strict=True))
-                for rows, values in self._rows(name, Box("", start, common.shape)):
-                    out[common.within(box)][rows].copy_(values)
+                region = piece.within(common)
+                place = Box("", tuple(own.start for own in region), tuple(own.stop - own.start for own in region))
+                for rows, values in self._rows(name, place):
+                    target = out[common.within(box)][rows]
+                    target.copy_(values.view(target.shape))
         return out
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -100,9 +111,7 @@ class MegatronCheckpoint:
             start, stop = max(first, slab.first_row), min(last, slab.first_row + slab.shape[0])
             if start < stop:
                 size = (stop - start, *rows.shape[1:])
-                box = Box(
-                    slab.tensor, (*slab.at, start - slab.first_row, *rows.start[1:]), ((1,) * len(slab.at)) + size
-                )
+                box = slab.box((start - slab.first_row, *rows.start[1:]), size)
                 yield slice(start - first, stop - first), self._stored.read(box).view(size)
 
     def _find_prefix(self) -> str:
@@ -114,7 +123,7 @@ class MegatronCheckpoint:
 
     def _find(self, name: str, shape: Shape) -> list[Slab]:
         """The slabs in which a parameter is stored."""
-        forms = {tuple(map(self._prefixed, form)): None for form in possible_names(self.shape, name, shape)}
+        forms = {tuple(map(self._prefixed, form)): None for form in possible_names(self._kept, name, shape)}
         found = [form for form in forms if all(slab.tensor in self._stored.names for slab in form)]
         if not found:
             names = " or ".join(dict.fromkeys(form[0].tensor for form in forms))
@@ -147,18 +156,22 @@ class MegatronCheckpoint:
             )
         return slab
 
-    def _check_all_known(self) -> None:
+    def _find_left_out(self) -> list[str]:
+        """Tensors of layers that are not built; ValueError if there are others that the model does not have."""
         known = {
             slab.tensor
             for name, parameter in self._parameters.items()
-            for form in possible_names(self.shape, name, parameter.shape)
+            for form in possible_names(self._kept, name, parameter.shape)
             for slab in map(self._prefixed, form)
         }
-        if more := sorted(name for name in self._stored.names if name not in known and not OTHER_STATE.match(name)):
+        more = sorted(name for name in self._stored.names if name not in known and not OTHER_STATE.match(name))
+        left_out = [name for name in more if is_left_out(name.removeprefix(self._prefix), self.shape)]
+        if surplus := [name for name in more if name not in left_out]:
             raise ValueError(
-                f"{self.path} holds {some(more)}, which a {self.shape.family} model with this config.json does not have "
+                f"{self.path} holds {some(surplus)}, which a {self.shape.family} model with this config.json does not have "
                 "and a conversion would lose; give the model's own folder: --hf DIR"
             )
+        return left_out
 
 
 def write_checkpoint(
@@ -178,17 +191,19 @@ def write_checkpoint(
     Raises:
         ValueError: tensors that make up one of Megatron's are of different types, or of a type that it does not have.
     """
-    kept = checkpoint_dtypes(shape, dtypes)
+    view = MegatronView(shape)
+    kept = _kept_dtypes(view, dtypes)
+    read = view.kept_reader(read)
     tensors: dict[str, Header] = {}
     copies: dict[str, list[str]] = {}
     objects: dict[str, None] = {}
     chunks = []
-    for name, parameter in _whole_parameters(shape).items():
-        own, *others = stored_names(shape, name, parameter.shape)
+    for name, parameter in _whole_parameters(view.kept).items():
+        own, *others = stored_names(view.kept, name, parameter.shape)
         for slab in own:
             tensors[slab.tensor] = kept[name], slab.whole
             for rows in row_blocks("", (kept[name], slab.shape), CHUNK_BYTES):
-                box = Box(slab.tensor, (*slab.at, *rows.start), (*(1 for _ in slab.at), *rows.shape))
+                box = slab.box(rows.start, rows.shape)
                 start = (slab.first_row + rows.start[0], *rows.start[1:])
                 chunks.append(
                     (box, partial(_values, parameter, Box("", start, rows.shape), kept[name], read, box, tell))
@@ -219,14 +234,15 @@ def write_checkpoint(
 
 def checkpoint_bytes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:
     """Size of all weights that `write_checkpoint` writes."""
-    kept = checkpoint_dtypes(shape, dtypes)
-    return sum(header_bytes((kept[name], own.shape)) for name, own in _whole_parameters(shape).items())
+    view = MegatronView(shape)
+    kept = _kept_dtypes(view, dtypes)
+    return sum(header_bytes((kept[name], own.shape)) for name, own in _whole_parameters(view.kept).items())
 
 
-def checkpoint_dtypes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def _kept_dtypes(view: MegatronView, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """The type of each Megatron parameter, from those of HF tensors."""
-    parameters = _whole_parameters(shape)
-    kept = parameter_dtypes({"": parameters}, dtypes)
+    parameters = _whole_parameters(view.kept)
+    kept = parameter_dtypes({"": parameters}, view.kept_dtypes(dtypes))
     of_tensor: dict[str, str] = {}
     for name, dtype in kept.items():
         if dtype not in DTYPES:
@@ -234,7 +250,7 @@ def checkpoint_dtypes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> d
                 f"Megatron's {name} would have type {dtype_name(dtype)}; in format torch_dist expected one of "
                 f"{', '.join(map(dtype_name, DTYPES))}"
             )
-        tensor = stored_names(shape, name, parameters[name].shape)[0][0].tensor
+        tensor = stored_names(view.kept, name, parameters[name].shape)[0][0].tensor
         other = of_tensor.setdefault(tensor, name)
         if kept[other] != dtype:
             raise ValueError(
@@ -245,9 +261,7 @@ def checkpoint_dtypes(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> d
 
 
 def _whole_parameters(shape: ModelShape) -> dict[str, LocalParameter]:
-    """Every Megatron parameter, not cut; ValueError if Megatron-core's checkpoints have no place for some."""
-    if said := problem(shape):
-        raise ValueError(said)
+    """Every Megatron parameter, not cut."""
     return local_parameters(shape, Layout(world_size=1), 0)
 
 
@@ -261,6 +275,7 @@ def _values(
 
 def _arguments(shape: ModelShape) -> dict[str, Any]:
     """Arguments of Megatron-LM that it compares with its own, or that `--use-checkpoint-args` takes over."""
+    clamp = shape.experts.clamp if shape.experts else None
     arguments: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden,
@@ -272,12 +287,12 @@ def _arguments(shape: ModelShape) -> dict[str, Any]:
         "max_position_embeddings": shape.max_positions,
         "position_embedding_type": "rope",
         "add_position_embedding": False,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.out_bias,
         "add_qkv_bias": shape.qkv_bias,
         "normalization": "RMSNorm",
         "apply_layernorm_1p": shape.zero_centred_norms,
         "untie_embeddings_and_output_weights": not shape.tied,
-        "swiglu": shape.activation == "silu",
+        "swiglu": shape.activation == "silu" and clamp is None,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "no_save_optim": True,
@@ -299,5 +314,20 @@ def _arguments(shape: ModelShape) -> dict[str, Any]:
             **router_settings(shape.experts),
             "moe_router_enable_expert_bias": shape.experts.choice_bias,
             "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        }
+    if clamp is not None:
+        arguments |= {"quick_geglu": True, "activation_func_clamp_value": clamp, "glu_linear_offset": 1.0}
+    if shape.sinks:
+        arguments["softmax_type"] = "learnable"
+    if delta := shape.delta:
+        arguments |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(not shape.has_attention(layer)) for layer in range(shape.num_layers)],
+            "linear_conv_kernel_dim": delta.conv,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads,
+            "attention_output_gate": shape.gated_attention,
         }
     return arguments

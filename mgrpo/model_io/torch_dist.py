@@ -240,11 +240,10 @@ class TorchDistFolder:
 
     def _rows(self, chunk: Chunk, dtype: torch.dtype, common: Box) -> torch.Tensor:
         """The part `common` of a chunk; whole rows are read."""
-        shape, region = chunk.box.shape, common.within(chunk.box)
-        if len(shape) == 1:
-            shape, region = (1, *shape), (slice(0, 1), *region)
-        *leading, rows, width = shape
-        *places, own_rows, columns = region
+        dims = [dim for dim in zip(chunk.box.shape, common.within(chunk.box), strict=True) if dim[0] > 1]
+        dims = [(1, slice(0, 1))] * (2 - len(dims)) + dims
+        *leading, rows, width = (length for length, _ in dims)
+        *places, own_rows, columns = (region for _, region in dims)
         assert all(place.stop == place.start + 1 for place in places), common
         matrix = 0
         for place, length in zip(places, leading, strict=True):

@@ -6,18 +6,19 @@ ways to name those of a layer:
     by layer    `decoder.layers.3.mlp.linear_fc2.weight [hidden, ffn]`
     by matrix   the same with the gate and up projections in `linear_fc1.weight_w` and `weight_v`, and with a tensor for
                 each expert, `decoder.layers.3.mlp.experts.experts.5.linear_fc2.weight` (its singleton_local_shards)
-In the first two, a layer's experts are in one tensor `[..., experts, rows, columns]`. Pure: no torch.
+In the first two, a layer's experts are in one tensor `[..., experts, rows, columns]`. In all of them each part of a delta
+net's projection and convolution is in a tensor of its own, `in_proj.weight.query`. Pure: no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mgrpo.models.placement.boxes import Shape
-from mgrpo.models.shape import Experts, ModelShape
+from mgrpo.models.placement.boxes import Box, Shape
+from mgrpo.models.shape import DeltaNet, Experts, ModelShape
 from mgrpo.models.table import FUSED_NORMS
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -38,15 +39,21 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "self_attn_bda.norm.weight": ("self_attn_bda.norm.weight", "self_attention.linear_proj.post_layernorm.weight"),
     "mlp_bda.norm.weight": ("mlp_bda.norm.weight", "mlp.linear_fc2.post_layernorm.weight"),
-    "mlp.experts.linear_fc1.weight": ("mlp.experts.experts.linear_fc1.weight",),
-    "mlp.experts.linear_fc2.weight": ("mlp.experts.experts.linear_fc2.weight",),
+    "self_attention.core_attention.sinks": ("self_attention.core_attention.softmax_offset",),
+    **{
+        f"mlp.experts.{name}": (f"mlp.experts.experts.{name}",)
+        for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+    },
 }
 """Names of a layer's parameters in checkpoints, where they are not those of the table.
 
 A norm is named by the layer it is computed with, which Megatron-core's own layers and Transformer Engine's decide
 differently in a mixture of experts. Norms of outputs are Megatron-Bridge's.
 """
+_CONVOLUTION = "self_attention.conv1d.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MODULE = re.compile(r"\.weight\.\w+$|\.\w+$")
+"""The end of a tensor's name, behind that of its module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +68,25 @@ class Slab:
     first_row: int
     """In the parameter."""
     shape: Shape
+    is_convolution: bool = False
+    """The tensor has a dimension of length 1 behind that of the rows."""
 
     @property
     def whole(self) -> Shape:
         """Shape of the tensor."""
-        return (*self.of, *self.shape)
+        return (*self.of, *self._full(self.shape, 1))
+
+    def box(self, start: Shape, shape: Shape) -> Box:
+        """Of the tensor, where `start` counts from the slab's first row."""
+        return Box(self.tensor, (*self.at, *self._full(start, 0)), (*(1 for _ in self.at), *self._full(shape, 1)))
+
+    def _full(self, numbers: Shape, inserted: int) -> Shape:
+        return (numbers[0], inserted, *numbers[1:]) if self.is_convolution else numbers
 
     @property
     def extra_state(self) -> Iterator[str]:
         """Names of the objects that modules keep beside these rows; Megatron-core asks for them when it loads."""
-        module = self.tensor.rpartition(".")[0]
+        module = _MODULE.sub("", self.tensor)
         own = f"/shard_{_joined(self.at or (0,))}_{_joined(self.of or (1,))}"
         yield f"{module}._extra_state{own}"
         attention, _, layer = module.rpartition(".")
@@ -96,42 +112,55 @@ def router_settings(experts: Experts) -> dict[str, Any]:
 
 def stored_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab]]:
     """The slabs of a parameter as we write it, under every name that a Megatron has for it: all hold the same."""
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return [[Slab(name, (), (), 0, shape)]]
-    place = _by_model if is_homogeneous(model) else _by_layer
-    return [place(model, int(found[1]), known, shape) for known in _NAMES.get(found[2], (found[2],))]
+    return _slabs(model, name, shape, [_by_model if is_homogeneous(model) else _by_layer])
 
 
 def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab]]:
     """The slabs of a parameter in every form that a Megatron writes it."""
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return [[Slab(name, (), (), 0, shape)]]
-    names = _NAMES.get(found[2], (found[2],))
-    return [
-        place(model, int(found[1]), known, shape) for known in names for place in (_by_model, _by_layer, _by_matrix)
-    ]
-
-
-def problem(model: ModelShape) -> str | None:
-    """Why Megatron-core's checkpoints have no place for the model's parameters."""
-    if model.experts and model.experts.names == "gpt_oss":
-        return (
-            "Megatron's checkpoints keep the experts of gpt-oss transposed and with gate above up, which is not written or "
-            "read here; use our own format (--format safetensors) or the Hugging Face folder"
-        )
-    if model.delta:
-        return (
-            "Megatron's checkpoints keep the parts of a gated delta net's projection and convolution in tensors of their own, which "
-            "are not written or read here; use our own format (--format safetensors) or the Hugging Face folder"
-        )
-    return None
+    return _slabs(model, name, shape, [_by_model, _by_layer, _by_matrix])
 
 
 def is_homogeneous(model: ModelShape) -> bool:
-    """Whether checkpoints are written by model; Megatron-core names a mixture of experts by layer unless told otherwise."""
-    return model.experts is None
+    """Whether checkpoints are written by model; Megatron-core names mixtures of experts and hybrids by layer unless told otherwise."""
+    return model.experts is None and model.delta is None
+
+
+_Place = Callable[[ModelShape, int, str, Shape], list[Slab]]
+"""From a layer, a name in it and the parameter's shape."""
+
+
+def _slabs(model: ModelShape, name: str, shape: Shape, places: Sequence[_Place]) -> list[list[Slab]]:
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return [[Slab(name, (), (), 0, shape)]]
+    layer, own = int(found[1]), found[2]
+    if model.delta and (parts := _delta_parts(model.delta).get(own)):
+        return [_one_below_the_other(model, layer, own, parts, shape, place) for place in places]
+    names = _NAMES.get(own, (own,))
+    if own == "input_layernorm.weight" and not model.has_attention(layer):
+        names = ("self_attention.in_proj.layer_norm_weight", own)
+    return [place(model, layer, known, shape) for known in names for place in places]
+
+
+def _delta_parts(delta: DeltaNet) -> dict[str, dict[str, int]]:
+    """The parameters of a delta net of which each part is a tensor of its own: the parts' names and numbers of rows."""
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    mixed = {"query": keys, "key": keys, "value": values}
+    return {
+        "self_attention.in_proj.weight": mixed | {"z": values, "beta": delta.value_heads, "alpha": delta.value_heads},
+        _CONVOLUTION: mixed,
+    }
+
+
+def _one_below_the_other(
+    model: ModelShape, layer: int, name: str, parts: dict[str, int], shape: Shape, place: _Place
+) -> list[Slab]:
+    slabs, first_row = [], 0
+    for part, rows in parts.items():
+        for slab in place(model, layer, f"{name}.{part}", (rows, *shape[1:])):
+            slabs.append(replace(slab, first_row=first_row, is_convolution=name == _CONVOLUTION))
+        first_row += rows
+    return slabs
 
 
 def _by_model(model: ModelShape, layer: int, name: str, shape: Shape) -> list[Slab]:
@@ -156,7 +185,7 @@ def _by_matrix(model: ModelShape, layer: int, name: str, shape: Shape) -> list[S
     if experts:
         before, _, matrix = tensor.rpartition(".experts.")
         tensors = [f"{before}.experts.{number}.{matrix}" for number in range(experts)]
-    if name.endswith("linear_fc1.weight"):
+    if name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
         tensors = [half for whole in tensors for half in (f"{whole}_w", f"{whole}_v")]
     own = (shape[0] // len(tensors), *shape[1:])
     return [Slab(tensor, (), (), number * own[0], own) for number, tensor in enumerate(tensors)]

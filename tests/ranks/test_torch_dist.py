@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.hf_files.weight_files import torch_dist_folder
 from tests.ranks import cases, torch_dist_cases
 from tests.ranks.test_logits import compare
-from tests.tiny_models import VOCAB, save_tiny
+from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -24,7 +28,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "latent, dense": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 4}),
+    "gpt_oss": ("gpt_oss", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5_text": ("qwen3_5_text", {"tied": True}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
 }
+OWN = ("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one rank": (1, {}),
     "tp2": (2, {"tensor": 2, "sequence_parallel": True}),
@@ -87,3 +96,40 @@ def test_every_bit_of_what_megatron_saves_comes_back(run_ranks, model, tmp_path,
         found = load_file(tmp_path / str(number) / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(same_bits(found[key], tensor) for key, tensor in expected.items())
+
+
+def token_ids() -> torch.Tensor:
+    """Longer than a window, and than a chunk of a delta net's rule."""
+    return torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, (2, 70)))
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return load_hf(folder)(token_ids()).logits
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(found[..., :VOCAB], expected[..., :VOCAB], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_with_megatrons_own_modules_loads_what_we_write(run_ranks, model, tmp_path, name):
+    """Where our modules have other parameters than Megatron's, only its own can tell what its checkpoints mean."""
+    hf_to_megatron(model[name], tmp_path / "out", None)
+    hf = read_hf_config(model[name])
+    folder = str(torch_dist_folder(tmp_path / "out"))
+    (found,) = run_ranks(1, torch_dist_cases.load_own, hf=hf, folder=folder, ids=token_ids())
+    assert_near(found, logits_of(model[name]))
+
+
+@pytest.mark.parametrize("metadata", [None, {"singleton_local_shards": True}], ids=["", "a tensor for each matrix"])
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_model_with_megatrons_own_modules_saves_comes_out_as_transformers(
+    run_ranks, model, tmp_path, name, metadata
+):
+    """The way out of a Megatron run: nothing of ours has been near these weights before."""
+    folder = tmp_path / "iter_0000010"
+    arguments = {"folder": str(folder), "ids": token_ids(), "metadata": metadata}
+    (expected,) = run_ranks(1, torch_dist_cases.save_own, hf=read_hf_config(model[name]), **arguments)
+    megatron_to_hf(folder, tmp_path / "hf", hf=model[name])
+    assert_near(logits_of(tmp_path / "hf"), expected)

@@ -38,13 +38,14 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Stacked:
     names: tuple[str, ...]
-    dim: int = 0
-    """Along which each tensor is cut before they are stacked."""
+    dim: int | None = 0
+    """Along which each tensor is cut before they are stacked; None: it is whole on every rank."""
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
         pieces, rows = [], 0
         for name in self.names:
-            local = Split(name, self.dim).place(tensors, rank, size)
+            own = Replicated(name) if self.dim is None else Split(name, self.dim)
+            local = own.place(tensors, rank, size)
             pieces += [Piece(piece.box, (rows, *piece.local[1:])) for piece in local.pieces]
             rows += local.shape[0]
         return LocalParameter((rows, *local.shape[1:]), tuple(pieces))

@@ -25,11 +25,13 @@ def mlp_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:
         return _gpt_oss_tensors(experts, model.hidden, at + "mlp.")
     moe = f"{at}{experts.names}."
     tensors: dict[str, Shape] = {moe + "gate.weight": (experts.count, model.hidden)}
+    if experts.biases:
+        tensors[moe + "gate.bias"] = (experts.count,)
     if experts.choice_bias:
         tensors[f"{moe}gate.{CHOICE_BIAS}"] = (experts.count,)
     for expert in range(experts.count):
         matrices = EXPERT_MATRICES[experts.names]
-        tensors |= _gated_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, experts.ffn)
+        tensors |= _gated_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, experts.ffn, biases=experts.biases)
     if experts.shared_ffn:
         tensors |= _gated_tensors(moe + _shared(experts), GATE_UP_DOWN, model.hidden, experts.shared_ffn)
     if experts.shared_gate:
@@ -46,6 +48,8 @@ def mlp_rules(model: ModelShape, layer: int, at: str) -> dict[str, Rule]:
         return {f"mlp.router.{kind}": Replicated(f"{at}mlp.router.{kind}") for kind in ("weight", "bias")}
     moe = f"{at}{experts.names}."
     rules: dict[str, Rule] = {"mlp.router.weight": Replicated(moe + "gate.weight")}
+    if experts.biases:
+        rules["mlp.router.bias"] = Replicated(moe + "gate.bias")
     if experts.choice_bias:
         rules["mlp.router.expert_bias"] = Replicated(f"{moe}gate.{CHOICE_BIAS}")
     if experts.shared_ffn:
@@ -60,7 +64,7 @@ def expert_rules(experts: Experts, own: range, at: str) -> dict[str, Rule]:
     if experts.names == "gpt_oss":
         return _gpt_oss_expert_rules(own, at + "mlp.experts.")
     hf_at = [f"{at}{experts.names}.experts.{expert}." for expert in own]
-    return _gated_rules("mlp.experts.", hf_at, EXPERT_MATRICES[experts.names])
+    return _gated_rules("mlp.experts.", hf_at, EXPERT_MATRICES[experts.names], biases=experts.biases)
 
 
 def is_frozen(name: str) -> bool:
@@ -93,15 +97,29 @@ def _gpt_oss_expert_rules(own: range, hf_at: str) -> dict[str, Rule]:
     }
 
 
-def _gated_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
+def _gated_tensors(
+    at: str, matrices: tuple[str, str, str], hidden: int, ffn: int, *, biases: bool = False
+) -> dict[str, Shape]:
     shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-    return {f"{at}{name}.weight": shape for name, shape in zip(matrices, shapes, strict=True)}
+    tensors: dict[str, Shape] = {}
+    for name, shape in zip(matrices, shapes, strict=True):
+        tensors[f"{at}{name}.weight"] = shape
+        if biases:
+            tensors[f"{at}{name}.bias"] = shape[:1]
+    return tensors
 
 
-def _gated_rules(at: str, hf_at: Sequence[str], matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
+def _gated_rules(
+    at: str, hf_at: Sequence[str], matrices: tuple[str, str, str] = GATE_UP_DOWN, *, biases: bool = False
+) -> dict[str, Rule]:
     """The rules of one gated layer, or of several one above the other."""
     gate, up, down = matrices
-    return {
-        at + "linear_fc1.weight": Stacked(tuple(f"{one}{name}.weight" for one in hf_at for name in (gate, up))),
-        at + "linear_fc2.weight": Stacked(tuple(f"{one}{down}.weight" for one in hf_at), dim=1),
-    }
+    rules: dict[str, Rule] = {}
+    for kind in ("weight", "bias") if biases else ("weight",):
+        rules |= {
+            f"{at}linear_fc1.{kind}": Stacked(tuple(f"{one}{name}.{kind}" for one in hf_at for name in (gate, up))),
+            f"{at}linear_fc2.{kind}": Stacked(
+                tuple(f"{one}{down}.{kind}" for one in hf_at), dim=1 if kind == "weight" else None
+            ),
+        }
+    return rules

@@ -22,6 +22,7 @@ from mgrpo.model_io import megatron_checkpoint
 from mgrpo.model_io.convert import hf_to_megatron, hf_to_megatron_command, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_checkpoint import write_checkpoint
+from mgrpo.model_io.megatron_view import MegatronView
 from mgrpo.model_io.model_reader import model_reader
 from mgrpo.model_io.unpickle import Forbidden, record, unpickle
 from mgrpo.models.family import shape_of
@@ -31,10 +32,6 @@ from mgrpo.models.table import hf_tensors
 from tests.tiny_models import FAMILIES
 
 LAYERS = "decoder.layers."
-KEPT_OTHERWISE = {
-    "gpt_oss": "experts of gpt-oss transposed",
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "parts of a gated delta net"),
-}
 FC2 = f"{LAYERS}mlp.linear_fc2.weight"
 
 
@@ -87,15 +84,7 @@ def export(checkpoint: Path, out: Path) -> Callable[[], None]:
     return lambda: megatron_to_hf(checkpoint, out)
 
 
-@pytest.mark.parametrize(("family", "what"), KEPT_OTHERWISE.items())
-def test_what_megatron_keeps_otherwise_is_refused(model, tmp_path, family, what):
-    """Megatron would load gate and up projections of gpt-oss, each half of the other, without a word, and not find delta nets."""
-    with pytest.raises(ValueError, match=rf"{what}.*--format safetensors"):
-        hf_to_megatron(model(family), tmp_path / "megatron", None)
-    assert not (tmp_path / "megatron").exists()
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in KEPT_OTHERWISE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_bit_comes_back(model, tmp_path, family):
     """A row lost or swapped in a conversion is another model, which nobody notices before it is trained."""
     hf_to_megatron(model(family), tmp_path / "megatron", None)
@@ -153,15 +142,16 @@ def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch, chunk_mb):
             assert after.get_tensor(name).shape == expected.shape
 
 
-def test_a_run_starts_from_a_checkpoint(model, tmp_path):
-    """`model_name_or_path` takes the folder: a rank reads the boxes it holds."""
-    hf_to_megatron(model("mixtral"), tmp_path / "megatron", None)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next"])
+def test_a_run_starts_from_a_checkpoint(model, tmp_path, family):
+    """`model_name_or_path` takes the folder: a rank reads the boxes it holds, which begin and end anywhere."""
+    hf_to_megatron(model(family), tmp_path / "megatron", None)
     shape = shape_of(read_hf_config(tmp_path / "megatron"))
     read = model_reader(tmp_path / "megatron", shape)
-    for name, tensor in tensors_of(model("mixtral")).items():
-        start, length = tensor.shape[0] // 3, tensor.shape[0] // 2
-        box = Box(name, (start, *[0] * (tensor.dim() - 1)), (length, *tensor.shape[1:]))
-        assert same_bits(read(box), tensor[start : start + length])
+    for name, tensor in tensors_of(model(family)).items():
+        start = tuple(length // 3 for length in tensor.shape)
+        box = Box(name, start, tuple(length - length // 2 for length in tensor.shape))
+        assert same_bits(read(box), tensor[box.within(Box(name, (0,) * tensor.dim(), tensor.shape))].contiguous()), name
 
 
 def test_nothing_is_written_when_a_tensor_does_not_come_back(model, tmp_path, monkeypatch):
@@ -188,7 +178,7 @@ def test_nothing_is_written_when_a_tensor_does_not_come_back(model, tmp_path, mo
 # Names that a Megatron gives
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gemma2"])
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "qwen3_next"])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_each_name_of_a_norm_alone_is_understood(model, written, tmp_path, family, kept):
     """Transformer Engine's layers and Megatron-core's own name norms differently; a checkpoint has the names of one."""
@@ -267,6 +257,70 @@ def test_tracker_that_names_nothing_is_refused(written, tmp_path, newest):
     run = shutil.move(written("llama"), tmp_path / "run" / "iter_0000010").parent
     (run / "latest_checkpointed_iteration.txt").write_text(newest)
     refused(tmp_path / "out", export(run, tmp_path / "out"), "latest_checkpointed_iteration.txt", repr(newest))
+
+
+# The norm of a delta net, which Megatron multiplies with 1 more than it keeps
+
+
+DELTA_NORM = "model.layers.0.linear_attn.norm.weight"
+OUT_NORM = "decoder.layers.0.self_attention.out_norm.weight"
+
+
+@pytest.mark.parametrize("norm", [torch.bfloat16, torch.float32], ids=str)
+def test_norm_of_a_delta_net_comes_back_in_its_type(own_model, tmp_path, norm):
+    """Checkpoints have it in bfloat16 or, beside weights in bfloat16, in float32; here with values far from 1."""
+    source = own_model("qwen3_5_text")
+    values = torch.tensor([1.0, 1.375, 0.1, 0.03, 17.0, 0.75]).repeat(4).to(norm)
+
+    def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: values.clone() if name.endswith("linear_attn.norm.weight") else tensor.bfloat16()
+            for name, tensor in tensors.items()
+        }
+
+    change(source, rounded)
+    hf_to_megatron(source, tmp_path / "megatron", None, verify=False)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
+    assert_same(tmp_path / "hf", source)
+
+
+def test_norm_of_a_delta_net_that_would_be_rounded_is_refused(own_model, tmp_path):
+    """1e-9 less 1 is -1 in float32."""
+    source = own_model("qwen3_5_text")
+
+    def with_a_small_value(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        tensors[DELTA_NORM][3] = 1e-9
+        return tensors
+
+    change(source, with_a_small_value)
+    refused(
+        tmp_path / "out", lambda: hf_to_megatron(source, tmp_path / "out", None), DELTA_NORM, "--format safetensors"
+    )
+
+
+def test_trained_norm_of_a_delta_net_is_not_rounded_to_the_other_weights_type(model):
+    """A run in bfloat16 keeps 0.001, with which Megatron multiplies by 1.001: bfloat16 has nothing between 1 and 1.0078."""
+    shape = shape_of(read_hf_config(model("qwen3_5_text")))
+    kept = torch.linspace(0.001, 0.9, 24).bfloat16()
+    view = MegatronView(shape)
+    dtypes = view.dtypes(dict.fromkeys(hf_tensors(view.kept), torch.bfloat16), lambda box: kept)
+    read = view.reader(lambda box: kept, dtypes)
+    assert dtypes[DELTA_NORM] is torch.float32 and dtypes["model.norm.weight"] is torch.bfloat16
+    assert same_bits(read(Box(DELTA_NORM, (0,), (24,))), kept.float() + 1)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(model, written, tmp_path, capsys):
+    """As of a Hugging Face folder: they are not trained."""
+    folder = written("qwen3_next")
+
+    def add(index: Metadata) -> None:
+        index.state_dict_metadata["mtp.layers.0.eh_proj.weight"] = index.state_dict_metadata[OUT_NORM]
+
+    edit(folder, add)
+    megatron_to_hf(folder, tmp_path / "hf")
+    assert_same(tmp_path / "hf", model("qwen3_next"))
+    assert "left out: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
 
 
 # What is refused
