@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mgrpo.parallel.norms import RMSNorm
-
 
 class _OnHost(TorchFunctionMode):
     """Makes on the host what Megatron asks for on a GPU."""
@@ -60,6 +58,8 @@ def own_model(hf: dict[str, Any]) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mgrpo.parallel.norms import RMSNorm
 
     rope = hf["rope_parameters"]
     settings = _of_gpt_oss(hf) if hf["model_type"] == "gpt_oss" else _of_hybrid(hf)
@@ -174,6 +174,8 @@ def _layer(config: Any, hf: dict[str, Any], layer: int) -> Any:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from mgrpo.parallel.norms import RMSNorm
 
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
