@@ -130,14 +130,21 @@ def layer_activations(
         scores = _scores(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded)
     if shape.latent:
         attention += _latent_vectors(shape.latent, split_tokens, dtype_bytes, fused)
+    if has_experts:
+        mlp = _experts(shape, layout, tokens, split_tokens, dtype_bytes, settings, fused=fused)
+    else:
+        mlp = _gated_mlp(tokens, shape.ffn // layout.tensor, dtype_bytes, fused)
+    in_8_bits = 0
+    if settings.fp8 != "none":
+        # Products keep their inputs so; the router keeps that of experts, and attention its output, as they are.
+        in_8_bits = (shape.latent is None and has_attention) + (not has_experts)
+        mlp -= 0 if has_experts else tokens * (shape.ffn // layout.tensor) * (dtype_bytes - 1)
     return LayerActivations(
         stream=num_norms * _norm(split_tokens, shape.hidden, dtype_bytes, fused),
-        norms=2 * stream,
+        norms=2 * stream - in_8_bits * split_tokens * shape.hidden * (dtype_bytes - 1),
         attention=attention,
         scores=scores,
-        mlp=_experts(shape, layout, tokens, split_tokens, dtype_bytes, fused)
-        if has_experts
-        else _gated_mlp(tokens, shape.ffn // layout.tensor, dtype_bytes, fused),
+        mlp=mlp,
         layer_input=stream,
     )
 
@@ -239,7 +246,16 @@ def _delta_net(delta: DeltaNet, layout: Layout, tokens: int, dtype_bytes: int) -
     return kept, tokens * (elements * dtype_bytes + 4 * heads * FP32_BYTES)
 
 
-def _experts(shape: ModelShape, layout: Layout, tokens: int, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+def _experts(
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    split_tokens: int,
+    dtype_bytes: int,
+    settings: Parallel,
+    *,
+    fused: bool,
+) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
@@ -250,6 +266,8 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, split_tokens: int, 
     # With biases the router's weights multiply the output, which is kept for that.
     own = shape.hidden * (2 if experts.biases else 1) + 3 * ffn
     kept = router + rows * (own * dtype_bytes + FP32_BYTES)
+    if settings.fp8 != "none" and experts.clamp is None:
+        kept -= rows * (shape.hidden + ffn) * (dtype_bytes - 1)
     if experts.shared_ffn:
         kept += _gated_mlp(tokens, experts.shared_ffn // layout.tensor, dtype_bytes, fused)
         kept += split_tokens * shape.hidden * dtype_bytes * experts.shared_gate  # its output, for the gate

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mgrpo.models.memory import stage_layers
 from mgrpo.planner.hardware import GIB
+from mgrpo.planner.learners.engine_layers import engine_flops
 from mgrpo.planner.plan import RunPlan
 from mgrpo.planner.roles import document_lengths
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
@@ -29,6 +30,8 @@ AXES = {
     "data": ("data", "shards", "replicas", "expert data"),
 }
 """The axes of the plan, and whose process groups belong to each."""
+KEPT = ("parameters", "gradients", "optimizer", "reference", "teachers", "transformer_engine")
+"""Kinds of memory that stay from step to step."""
 STEP = ("data", "score", "forward", "backward", "update")
 
 
@@ -63,6 +66,7 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         ("optimizer", states.optimizer),
         ("reference", states.reference),
         ("teachers", states.teachers),
+        ("transformer_engine", stage.transformer_engine),
     ):
         if planned or at_peak[kind]:
             yield Line(
@@ -80,8 +84,7 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     yield Line(
         section="memory",
         name="whole weights, passes",
-        rehearsed=found["peak"]
-        - sum(at_peak[kind] for kind in ("parameters", "gradients", "optimizer", "reference", "teachers")),
+        rehearsed=found["peak"] - sum(at_peak[kind] for kind in KEPT),
         planned=states.unsharded + stage.passes,
         why="the plan has a pack of responses only",
     )
@@ -173,10 +176,18 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     yield Line(
         section="operations",
         name="matrix products",
-        rehearsed=counted["products"],
+        rehearsed=counted["products"] + counted["products in 8 bits"],
         planned=products,
         why="context ranks have different numbers of responses",
     )
+    if plan.config.parallel.fp8 != "none":
+        yield Line(
+            section="operations",
+            name="of these in 8 bits",
+            rehearsed=counted["products in 8 bits"],
+            planned=_planned_in_8_bits(plan, found),
+            why="padding of the rows of each expert",
+        )
     yield Line(
         section="operations",
         name="attention",
@@ -199,6 +210,13 @@ def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
     attention = core * (passes.in_forward + passes.train * settings.recomputes("core_attn")) / ranks
     whole = (per_stage.forward.total * passes.in_forward + per_stage.repeated.total * passes.train) / ranks
     return whole - attention, attention
+
+
+def _planned_in_8_bits(plan: RunPlan, found: dict[str, Any]) -> float:
+    settings, passes = plan.config.parallel, passes_of(plan.config)
+    tokens = found["packs"] * plan.config.algorithm.num_mini_batches * plan.layout.round_up(settings.pack_length)
+    forward, repeated = engine_flops(plan.shape, plan.layout, settings, stage=found["stage"], tokens=tokens)
+    return forward * passes.in_forward + repeated * passes.train
 
 
 def show(plan: RunPlan, found: Sequence[dict[str, Any]]) -> None:

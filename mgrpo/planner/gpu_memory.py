@@ -27,6 +27,7 @@ from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engines.engine_memory import EngineMemory, worker_weights
 from mgrpo.planner.engines.transfers import direct_engines
 from mgrpo.planner.hardware import GIB, Hardware
+from mgrpo.planner.learners.engine_layers import engine_bytes
 from mgrpo.planner.learners.timing import num_micro_batches
 from mgrpo.planner.work import Workload, has_reference
 
@@ -50,6 +51,8 @@ class StageMemory:
     reserved: int
     waste: float
     """Share of what comes and goes with each micro-batch that the allocator wastes."""
+    transformer_engine: int = 0
+    """Of its layers, from the first micro-batch on: copies of weights in 8 bits, placeholders and buffers."""
     merged: int = 0
     """A layer's weight merged with its adapter, in a forward or backward pass."""
 
@@ -86,7 +89,7 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Peak of a training step, without the weight sync, the allocator's waste and reserved memory."""
-        return self.states.total + self.passes
+        return self.states.total + self.transformer_engine + self.passes
 
     @property
     def start(self) -> int:
@@ -101,7 +104,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Peak of the rank."""
-        return self.states.total + self.transient + self.reserved
+        return self.states.total + self.transformer_engine + self.transient + self.reserved
 
 
 def stage_memory(
@@ -159,6 +162,14 @@ def stage_memory(
         built=max(_start(config, shape, layout, states, stage=stage, dtype_bytes=dtype_bytes) - states.total, 0),
         activations=activations,
         gradients=whole_gradients(shape, layout, stage=stage),
+        transformer_engine=engine_bytes(
+            shape,
+            layout,
+            settings,
+            stage=stage,
+            dtype_bytes=dtype_bytes,
+            untrained=[*teachers, *[shape] * (has_reference(config) + config.distillation.averages)],
+        ),
         merged=merged,
         sync=_sync_bytes(config, shape, layout, dtype_bytes) + merged,
         reserved=int(assumed.reserved_gib * GIB),

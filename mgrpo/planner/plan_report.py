@@ -258,6 +258,7 @@ def _permanent(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
     yield "reference model", [stage.states.reference for stage in stages]
     yield "teachers", [stage.states.teachers for stage in stages]
     yield "whole weights (ZeRO 3)", [stage.states.unsharded for stage in stages]
+    yield "Transformer Engine (8-bit copies, buffers)", [stage.transformer_engine for stage in stages]
     yield "CUDA, NCCL, libraries (assumed)", [stage.reserved for stage in stages]
 
 

@@ -129,8 +129,9 @@ def _modules(
     layers = stage_layers(layout, shape.num_layers, stage)
     num_expert_layers = sum(shape.has_experts(layer) for layer in layers)
     own_tokens = passed.tokens / layout.context
-    mlp = _collectives(layout, shape.hidden, shape.hidden, is_backward=is_backward)
-    attention = mlp
+    shared_mlp = _collectives(layout, shape.hidden, shape.hidden, is_backward=is_backward)
+    gathered = _gathered_share(settings, passed.dtype_bytes)
+    mlp = attention = _collectives(layout, shape.hidden, shape.hidden, gathered=gathered, is_backward=is_backward)
     if latent := shape.latent:
         projected = latent.kv_rank + (latent.q_rank or shape.hidden)
         attention = _collectives(layout, projected, shape.hidden, once=latent.rope_dim, is_backward=is_backward)
@@ -140,7 +141,7 @@ def _modules(
         split_tokens = own_tokens / layout.tensor if layout.sequence_parallel else own_tokens
         copies = split_tokens * shape.experts.top_k * shape.hidden * passed.dtype_bytes
         expert = 2 * num_expert_layers * (_ring(layout.expert) + layout.expert_tensor - 1) * copies
-        shared = mlp if shape.experts.shared_ffn else 0.0
+        shared = shared_mlp if shape.experts.shared_ffn else 0.0
     context = sum(_context_elements(shape, layout, settings, layer) for layer in layers) * own_tokens
     return {
         "projections": Traffic(tensor=len(layers) * attention * of_tokens),
@@ -151,7 +152,28 @@ def _modules(
     }
 
 
-def _collectives(layout: Layout, inputs: int, outputs: int, *, once: int = 0, is_backward: bool) -> int:
+def _gathered_share(settings: Parallel, dtype_bytes: int) -> tuple[float, float]:
+    """Bytes of what products gather in those of the model's type: of inputs, and of outputs' gradients.
+
+    In 8 bits the latter are gathered for either direction of a product, unless a tensor has one scale.
+    """
+    if settings.fp8 == "none":
+        return 1.0, 1.0
+    a_number = (
+        1 + {"tensorwise": 0, "blockwise": FP32_BYTES / 128, "mxfp8": 1 / 32}[settings.fp8_recipe]
+    ) / dtype_bytes
+    return a_number, a_number * (1 if settings.fp8_recipe == "tensorwise" else 2)
+
+
+def _collectives(
+    layout: Layout,
+    inputs: int,
+    outputs: int,
+    *,
+    once: int = 0,
+    gathered: tuple[float, float] = (1.0, 1.0),
+    is_backward: bool,
+) -> float:
     """Elements per token of a pair of projections between which tensor ranks have parts of the width.
 
     With sequence parallelism their inputs are gathered, and again for the weights' gradients, and the inputs' gradients are
@@ -160,9 +182,13 @@ def _collectives(layout: Layout, inputs: int, outputs: int, *, once: int = 0, is
 
     Args:
         once: of inputs that no weight multiplies.
+        gathered: see `_gathered_share`.
     """
     if layout.sequence_parallel:
-        return outputs + (2 * inputs if is_backward else inputs) + once
+        of_inputs, of_outputs = gathered
+        if is_backward:
+            return outputs * of_outputs + inputs * (1 + of_inputs) + once
+        return outputs + inputs * of_inputs + once
     return 2 * (inputs + once) if is_backward else 2 * outputs
 
 

@@ -5,6 +5,7 @@ Request: `argv` of the run, the model's `hf_config`, the number of `learners`, `
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -12,23 +13,42 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
+from mgrpo.config.fused_kernels import uses_transformer_engine
 from mgrpo.models.family import shape_of
 from mgrpo.moving import parse
 from mgrpo.rehearsal import cuda, kernel_shapes
+from mgrpo.rehearsal.eight_bits import package
 from mgrpo.rehearsal.recorder import Recorder
 
+STAND_IN = (
+    f"layers are a stand-in for those of Transformer Engine {package.VERSION}: it holds, sends and multiplies what their source says "
+    "for Hopper, without having been compared with a GPU"
+)
 _recorders: list[Recorder] = []
 
 
-def prepare(memory_bytes: int) -> None:
-    """Make this process one that rehearses, with nothing else."""
+def prepare(memory_bytes: int, *, stands_in: bool = False) -> None:
+    """Make this process one that rehearses, with nothing else.
+
+    Args:
+        stands_in: for Transformer Engine, see `needs_stand_in`.
+    """
     warnings.filterwarnings("ignore")
     cuda.install(memory_bytes=memory_bytes, waits=lambda what: _recorders[-1].wait(what) if _recorders else None)
     kernel_shapes.install()
+    if stands_in:
+        package.install()
     from mgrpo.parallel import backend
 
     backend.install()
+
+
+def needs_stand_in(config: Config) -> bool:
+    """Whether the run's layers are Transformer Engine's, which is not here or needs a GPU."""
+    settings = config.parallel
+    return uses_transformer_engine(settings, has_cuda=True) or settings.fp8 != "none" or settings.tp_comm_overlap
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +56,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from mgrpo.rehearsal.rehearsed_step import RehearsalJob, rehearse
 
     config = parse(request["argv"])
+    stands_in = needs_stand_in(config)
+    if stands_in:
+        parallel = dataclasses.replace(config.parallel, transformer_impl="transformer_engine")
+        config = dataclasses.replace(config, parallel=parallel)
     job = RehearsalJob(
         config=config,
         shape=shape_of(request["hf_config"]),
@@ -47,7 +71,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
     _recorders.append(recorder)
     try:
-        return rehearse(job, recorder)
+        found = rehearse(job, recorder)
+        return found | {"remarks": [*found["remarks"], STAND_IN]} if stands_in else found
     except Exception as err:
         return {"rank": job.rank, "error": f"{type(err).__name__}: {err}", "phase": recorder.phase, "at": _where(err)}
     finally:
@@ -71,7 +96,7 @@ def serve(requests: Iterable[str], found: TextIO) -> None:
         request = json.loads(line)
         try:
             if not is_prepared:
-                prepare(request["memory"])
+                prepare(request["memory"], stands_in=needs_stand_in(parse(request["argv"])))
                 is_prepared = True
             reply = answer(request)
         except cuda.RehearsalError as err:

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.offloaded: Counter[str] = Counter()
         """Bytes by phase that are copied to page-locked host memory, and wait there."""
         self.flops: Counter[tuple[str, str]] = Counter()
-        """By (phase, "attention" or "products")."""
+        """By (phase, "attention", "products" or "products in 8 bits")."""
         self.axes: dict[str, str] = {}
         """The axis of each process group, by the group's name."""
         self.guess: Callable[[torch.Tensor], np.ndarray | None] = lambda tensor: None
@@ -231,6 +231,8 @@ class Recorder(TorchDispatchMode):
             raise
         if count := flop_registry.get(func._overloadpacket):
             kind = "attention" if "atten" in str(func) or "attn" in str(func) else "products"
+            if any(tensor.is_floating_point() and tensor.itemsize == 1 for tensor in tensors):
+                kind = "products in 8 bits"
             self.flops[self.now, kind] += count(*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             self._own(leaf)

@@ -28,6 +28,8 @@ from mgrpo.packing.document import assemble
 from mgrpo.packing.slices import to_slices
 from mgrpo.packing.step import plan_step
 from mgrpo.planner.roles import document_lengths
+from mgrpo.rehearsal.eight_bits import package
+from mgrpo.rehearsal.eight_bits.multiplied import placeholders
 from mgrpo.rehearsal.recorder import Recorder, site
 from mgrpo.rehearsal.restore import checkpoint_of
 from mgrpo.rehearsal.silent_output import save_state, send_weights
@@ -76,11 +78,13 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
                 _route_equally(recorder, job, own_tokens)
             _name_phases(recorder, learner)
             recorder.phase = "data"
-            if job.layout.sharding >= 2 or learner.models.following:
-                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards, and models that follow
-                # the policy have no float32 copies.
+            has_engine = job.config.parallel.transformer_impl == "transformer_engine"
+            if job.layout.sharding >= 2 or learner.models.following or has_engine:
+                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards, models that follow
+                # the policy have no float32 copies, and weights none in 8 bits.
                 learner.learn(index, own, step=1)
                 _name_untrained(recorder, learner)
+                _name_engine(recorder, learner)
             recorder.forget()
             learner.learn(index, own, step=1)
             remarks = learner.remarks()
@@ -120,6 +124,7 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
                     learner.learn(index, own, step=2)
             return found
     finally:
+        package.release()
         parallel_state.destroy_model_parallel()
 
 
@@ -238,6 +243,20 @@ def _name_untrained(recorder: Recorder, learner: Learner) -> None:
         kind = "reference" if model is learner.reference else "teachers"
         for tensor in (*(parameter.data for parameter in model.parameters.live.values()), *model.state_memory()):
             recorder.memory.rename(tensor, kind)
+
+
+def _name_engine(recorder: Recorder, learner: Learner) -> None:
+    """Name what Transformer Engine's layers hold from step to step: rounded weights, placeholders of gradients, buffers."""
+    for model in (learner.policy, *learner.models.untrained):
+        for chunk in model.chunks:
+            for module in chunk.modules():
+                for copy in (
+                    each for pair in getattr(module, "copies", None) or () for each in pair if each is not None
+                ):
+                    recorder.memory.rename(copy.data, "transformer_engine")
+                    recorder.memory.rename(copy.scale, "transformer_engine")
+    for tensor in (*placeholders.values(), *package.Userbuffers.memory):
+        recorder.memory.rename(tensor, "transformer_engine")
 
 
 def _buffers(chunk: Any, sharding: int) -> Iterator[tuple[str, torch.Tensor]]:

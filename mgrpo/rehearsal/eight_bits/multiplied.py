@@ -1,7 +1,9 @@
 """Products of Transformer Engine's layers: y = x w^T with its gradients, each of the three on operands in 8 bits.
 
-Tensor-parallel ranks gather and sum what the layers do. Where a sum runs over another dimension than in the forward pass,
-blocks of numbers that share a scale do as well, so an operand is rounded once for each direction.
+Tensor-parallel ranks gather and sum what the layers do; operands are rounded before they are sent. Where a sum runs over
+another dimension than in the forward pass, blocks of numbers that share a scale do as well, so an operand is rounded once for
+each direction. On a device it is held twice also where all of them share one: Hopper's kernels want the numbers that they sum
+side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mgrpo.rehearsal.eight_bits.rounding import Rounded, Rounding
+from mgrpo.rehearsal.eight_bits import kernels
+from mgrpo.rehearsal.eight_bits.rounding import MXFP8_LENGTH, Kind, Rounded, Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,11 @@ class Product:
     accumulates: bool | None = None
 
     @property
+    def is_turned(self) -> bool:
+        """An operand is the same in both directions."""
+        return self.rounding is None or self.rounding.name == "tensorwise"
+
+    @property
     def size(self) -> int:
         """Ranks that share the layer."""
         return 1 if self.group is None or self.mode is None else self.group.size()
@@ -53,16 +61,19 @@ class Product:
         return self.size > 1 and self.sequence and self.mode == "row"
 
 
-Copies = tuple[torch.Tensor | Rounded, torch.Tensor | Rounded]
-"""A weight as the operand of the forward product and of the gradient of the input."""
+Operand = torch.Tensor | Rounded
+"""`[own, summed]`: a product sums over the second dimension of both of its operands."""
+Copies = tuple[Operand, Operand | None]
+"""A weight as the operand of the forward product and of the gradient of the input; None: it will have none."""
+placeholders: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+"""Gradients of weights whose own are in Megatron's buffers. The buffers' hook waits for them, and nobody reads their values."""
 
 
-def copies(weight: torch.Tensor, rounding: Rounding | None) -> Copies:
-    """`weight [outputs, inputs]` as it is multiplied."""
+def copies(weight: torch.Tensor, rounding: Rounding | None, *, trains: bool = True) -> Copies:
+    """`weight [outputs, inputs]` as it is multiplied; `trains`: also in a backward pass."""
     if rounding is None:
-        return weight, weight
-    forward = rounding(weight, "weight", along=1)
-    return forward, forward if rounding.name != "mxfp8" else rounding(weight, "weight", along=0)
+        return weight, weight.T
+    return rounding(weight, "weight", along=1), rounding(weight, "weight", along=0) if trains else None
 
 
 def product(call: Product, weights: Sequence[torch.Tensor], kept: Sequence[Copies], rows: torch.Tensor) -> torch.Tensor:
@@ -86,12 +97,12 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, call: Product, kept: tuple[Copies, ...], *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call, ctx.kept, ctx.weights, ctx.dtype = call, kept, weights, rows.dtype
-        whole = _gather(rows, call) if call.gathers else rows
-        parts = [_operand(part, call, "activation", along=1) for part in whole.split(call.splits)]
-        result = torch.cat([_values(part) @ _values(own[0]).T for part, own in zip(parts, kept, strict=True)])
-        result = result.to(rows.dtype)
-        ctx.rows = _kept(rows, parts, call)
+        ctx.call, ctx.kept, ctx.weights = call, kept, weights
+        own = (rows,) if call.gathers else rows.split(call.splits)
+        parts = [_operand(part, call, "activation", along=1, is_shared=call.gathers) for part in own]
+        whole = [_gathered(part, call, dim=0) for part in parts] if call.gathers else parts
+        result = _multiplied(whole, [matrix for matrix, _ in kept], rows)
+        _save(ctx, own, parts)
         if call.scatters:
             return _scatter(result, call)
         if call.size > 1 and call.mode == "row":
@@ -100,74 +111,137 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        call = ctx.call
-        dy = _gather(gradients[0].contiguous(), call) if call.scatters else gradients[0]
-        parts = dy.split(call.splits)
+        call, own = ctx.call, gradients[0].contiguous()
+        dy = (own,) if call.scatters else own.split(call.splits)
+        parts = [_operand(part, call, "gradient", along=1, is_shared=call.scatters) for part in dy]
+        if call.scatters:
+            parts = [_gathered(part, call, dim=0) for part in parts]
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            upstream = [_values(_operand(part, call, "gradient", along=1)) for part in parts]
-            grad_rows = torch.cat([part @ _values(own[1]) for part, own in zip(upstream, ctx.kept, strict=True)])
-            grad_rows = grad_rows.to(ctx.dtype)
+            grad_rows = _multiplied(parts, [matrix for _, matrix in ctx.kept], own)
             if call.gathers:
                 grad_rows = _scatter(grad_rows, call)
             elif call.size > 1 and call.mode == "column":
                 dist.all_reduce(grad_rows, group=call.group)
         if not ctx.weights[0].requires_grad:
             return grad_rows, None, None, *[None] * len(ctx.weights)
-        inputs = [_values(part) for part in ctx.rows]
-        if call.gathers:
-            inputs = [_gather(inputs[0], call)]
-        if call.keeps_input and call.rounding is not None:
-            inputs = [_values(_operand(part, call, "activation", along=0)) for part in inputs]
-        upstream = [_values(_operand(part, call, "gradient", along=0)) for part in parts]
-        found = [part.T @ own for part, own in zip(upstream, inputs, strict=True)]
-        return (
-            grad_rows,
-            None,
-            None,
-            *[_given(weight, gradient, call) for weight, gradient in zip(ctx.weights, found, strict=True)],
-        )
+        if call.is_turned:
+            upstream = [_turned(part) for part in parts]
+        else:
+            upstream = [_operand(part, call, "gradient", along=0) for part in dy]
+            if call.scatters:
+                upstream = [_gathered(part, call, dim=1) for part in upstream]
+        inputs = [_input(part, call) for part in _saved(ctx)]
+        found = [_gradient(*each, call) for each in zip(ctx.weights, upstream, inputs, strict=True)]
+        return grad_rows, None, None, *found
 
 
-def _kept(rows: torch.Tensor, parts: list[Any], call: Product) -> list[torch.Tensor | Rounded]:
-    """What the gradients of the weights are made from: this rank's rows, rounded with what they share scales with."""
-    if call.rounding is None or call.keeps_input:
-        return [rows] if call.gathers else list(rows.split(call.splits))
-    if call.rounding.name == "tensorwise":
-        return [replace(parts[0], data=_own(parts[0].data, call))] if call.gathers else parts
-    own = (rows,) if call.gathers else rows.split(call.splits)
-    return [_operand(part, call, "activation", along=0) for part in own]
+def _save(ctx: Any, own: Sequence[torch.Tensor], parts: Sequence[Operand]) -> None:
+    """Keep what the gradients of the weights are made from: this rank's rows as they came, or rounded.
+
+    Args:
+        parts: the rows as operands of the forward product.
+    """
+    call = ctx.call
+    kept: Sequence[Operand] = own
+    if call.rounding is not None and not call.keeps_input:
+        # What is gathered can be turned afterwards only.
+        is_turned_later = call.gathers and call.is_turned
+        kept = parts if is_turned_later else [_operand(part, call, "activation", along=0) for part in own]
+    ctx.forms = [(part.block, part.dtype) if isinstance(part, Rounded) else None for part in kept]
+    ctx.save_for_backward(
+        *[each for part in kept for each in ((part.data, part.scale) if isinstance(part, Rounded) else (part,))]
+    )
 
 
-def _own(whole: torch.Tensor, call: Product) -> torch.Tensor:
-    assert call.group is not None
-    return whole.chunk(call.size)[call.group.rank()].clone()
+def _saved(ctx: Any) -> list[Operand]:
+    tensors = iter(ctx.saved_tensors)
+    return [
+        next(tensors)
+        if form is None
+        else Rounded(data=next(tensors), scale=next(tensors), block=form[0], dtype=form[1])
+        for form in ctx.forms
+    ]
 
 
-def _given(weight: Any, gradient: torch.Tensor, call: Product) -> torch.Tensor:
+def _input(part: Operand, call: Product) -> Operand:
+    """What was kept, of all ranks that hold rows of it, as the operand of a sum over rows."""
+    if isinstance(part, torch.Tensor):
+        part = _operand(part, call, "activation", along=0, is_shared=call.gathers)
+    elif call.gathers and call.is_turned:
+        return _turned(_gathered(part, call, dim=0))
+    return _gathered(part, call, dim=1) if call.gathers else part
+
+
+def _operand(rows: torch.Tensor, call: Product, kind: Kind, *, along: int, is_shared: bool = False) -> Operand:
+    """`rows [rows, columns]` for a product that sums over dimension `along`.
+
+    Args:
+        is_shared: the other ranks have rows of the same tensor.
+    """
+    if call.rounding is None:
+        return rows if along == 1 else rows.T
+    return call.rounding(rows, kind, along=along, group=call.group if is_shared else None)
+
+
+def _turned(operand: Operand) -> Operand:
+    return operand.turned() if isinstance(operand, Rounded) else operand.T
+
+
+def _multiplied(parts: Sequence[Operand], matrices: Sequence[Operand], like: torch.Tensor) -> torch.Tensor:
+    """Each part times its matrix, one below the other, in the type of `like`."""
+    sizes = [_numbers(part).shape[0] for part in parts]
+    result = like.new_empty(sum(sizes), _numbers(matrices[0]).shape[0])
+    for out, part, matrix in zip(result.split(sizes), parts, matrices, strict=True):
+        _multiply(out, part, matrix)
+    return result
+
+
+def _multiply(out: torch.Tensor, left: Operand, right: Operand, *, adds: bool = False) -> None:
+    if out.is_cuda:
+        kernels.multiply(out, _numbers(left), _numbers(right))
+        return
+    found = _values(left) @ _values(right).T
+    out.add_(found) if adds else out.copy_(found)
+
+
+def _gradient(weight: Any, upstream: Operand, rows: Operand, call: Product) -> torch.Tensor:
     if call.accumulates is None:
-        return gradient.to(weight.dtype)
-    if call.accumulates:
-        weight.main_grad.add_(gradient)
-    else:
-        weight.main_grad.copy_(gradient)
+        gradient = torch.empty_like(weight)
+        _multiply(gradient, upstream, rows)
+        return gradient
+    _multiply(weight.main_grad, upstream, rows, adds=call.accumulates)
     weight.grad_added_to_main_grad = True
-    # Nobody reads its values: the hook of Megatron's buffers only waits for it.
-    return torch.zeros_like(weight)
+    key = weight.shape, weight.dtype
+    if key not in placeholders:
+        placeholders[key] = torch.zeros_like(weight)
+    return placeholders[key].detach()
 
 
-def _operand(part: torch.Tensor, call: Product, operand: Any, *, along: int) -> torch.Tensor | Rounded:
-    return part if call.rounding is None else call.rounding(part, operand, along=along)
-
-
-def _values(operand: torch.Tensor | Rounded) -> torch.Tensor:
+def _values(operand: Operand) -> torch.Tensor:
     return operand.values() if isinstance(operand, Rounded) else operand
 
 
-def _gather(rows: torch.Tensor, call: Product) -> torch.Tensor:
-    whole = rows.new_empty(len(rows) * call.size, *rows.shape[1:])
-    dist.all_gather_into_tensor(whole, rows.contiguous(), group=call.group)
-    return whole
+def _numbers(operand: Operand) -> torch.Tensor:
+    """What a kernel reads."""
+    return operand.data if isinstance(operand, Rounded) else operand
+
+
+def _gathered(operand: Operand, call: Product, *, dim: int) -> Operand:
+    """The parts of all ranks; `dim` is that of the rows. On a device bytes are sent and not what they stand for."""
+    if not isinstance(operand, Rounded):
+        rows = operand if dim == 0 else operand.T
+        whole = rows.new_empty(len(rows) * call.size, *rows.shape[1:])
+        dist.all_gather_into_tensor(whole, rows.contiguous(), group=call.group)
+        return whole if dim == 0 else whole.T
+    if not operand.data.is_cuda:
+        return _gathered(operand.values(), call, dim=dim)
+    data = _gathered(operand.data.view(torch.uint8), call, dim=dim)
+    scale = operand.scale if operand.scale.numel() == 1 else _gathered(operand.scale, call, dim=0)
+    assert isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor)
+    if dim == 1 and operand.block[1] != MXFP8_LENGTH:
+        data = data.contiguous()  # Its kernels alone read what lies the other way.
+    return replace(operand, data=data.view(operand.data.dtype), scale=scale)
 
 
 def _scatter(rows: torch.Tensor, call: Product) -> torch.Tensor:

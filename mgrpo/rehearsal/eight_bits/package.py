@@ -1,4 +1,4 @@
-"""The package `transformer_engine` as Megatron and mgrpo import it: layers, recipes, padding, and the order of tokens by expert.
+"""The package `transformer_engine` as Megatron and mgrpo import it: layers, recipes, padding.
 
 Signatures are those of release 2.11, as far as they are used. What is not here is found missing by those who import it.
 """
@@ -19,7 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mgrpo.rehearsal.eight_bits.multiplied import Copies, Product, copies, product
+from mgrpo.rehearsal.eight_bits.multiplied import Copies, Product, copies, placeholders, product
+from mgrpo.rehearsal.eight_bits.permutation import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from mgrpo.rehearsal.eight_bits.rounding import Name, Rounding
 
 VERSION = "2.11.0"
@@ -104,6 +111,18 @@ class Userbuffers:
 
     rows: int | None = None
     arguments: ClassVar[dict[str, Any]] = {}
+    memory: ClassVar[list[torch.Tensor]] = []
+    """On a device: `GATHERING` for what is gathered, and `SCATTERING`."""
+
+
+GATHERING = ("qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad")
+SCATTERING = ("proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad")
+
+
+def release() -> None:
+    """Forget what belongs to no layer."""
+    placeholders.clear()
+    Userbuffers.memory.clear()
 
 
 def initialize_ub(
@@ -116,6 +135,10 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
 ) -> None:
     Userbuffers.rows = shape[0]
+    if torch.cuda.is_available():
+        gathered = torch.uint8 if UserBufferQuantizationMode.FP8 in (quantization_modes or ()) else dtype
+        types = [gathered] * len(GATHERING) + [dtype] * len(SCATTERING)
+        Userbuffers.memory[:] = [torch.empty(shape, dtype=each, device="cuda") for each in types]
     Userbuffers.arguments = {
         "shape": shape,
         "tp_size": tp_size,
@@ -162,7 +185,7 @@ class _Layer(torch.nn.Module):
         self.save_original_input = save_original_input
         self._overlaps = self.sequence_parallel and (ub_overlap_ag or ub_overlap_rs)
         assert not self._overlaps or ub_name in ("qkv", "proj", "fc1", "fc2"), f"there are no buffers for {ub_name}"
-        self._copies: list[Copies] | None = None
+        self.copies: list[Copies] | None = None
         self._options: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
 
     def _parameter(self, *size: int) -> torch.nn.Parameter:
@@ -173,11 +196,12 @@ class _Layer(torch.nn.Module):
     ) -> torch.Tensor:
         recipe = FP8GlobalStateManager.recipe
         rounding = None if recipe is None else recipe.rounding
-        if is_first is not False or self._copies is None or rounding is None:
-            kept = [copies(weight.detach(), rounding) for weight in weights]
-            self._copies = None if is_first is None else kept
-        else:
-            kept = self._copies
+        kept, trains = self.copies, torch.is_grad_enabled() and weights[0].requires_grad
+        # On a device they are written into the same memory.
+        is_new = is_first is not False and not rows.is_cuda
+        if is_new or kept is None or rounding is None or (trains and kept[0][1] is None):
+            kept = [copies(weight.detach(), rounding, trains=trains) for weight in weights]
+            self.copies = None if is_first is None or rounding is None else kept
         call = Product(
             rounding=rounding,
             splits=tuple(splits),
@@ -230,7 +254,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight = self._parameter(in_features)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        wide = inp.to(torch.promote_types(torch.float32, inp.dtype))
+        wide = inp if inp.is_cuda else inp.to(torch.promote_types(torch.float32, inp.dtype))
         weight = self.layer_norm_weight.to(wide) + int(self.zero_centered_gamma)
         normed = F.rms_norm(wide, (wide.shape[-1],), weight, self.eps).to(inp.dtype)
         return super().forward(normed, is_first_microbatch)
@@ -262,8 +286,12 @@ class Fp8Padding(torch.nn.Module):
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
         splits = [-(-size // _unit(self)) * _unit(self) for size in m_splits]
+        if splits == m_splits:
+            return inp, splits
         parts = zip(inp.split(m_splits), splits, strict=True)
-        return torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in parts]), splits
+        return torch.cat(
+            [each for part, size in parts for each in (part, part.new_zeros(size - len(part), *part.shape[1:]))]
+        ), splits
 
 
 class Fp8Unpadding(torch.nn.Module):
@@ -275,6 +303,8 @@ class Fp8Unpadding(torch.nn.Module):
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         splits = [-(-size // _unit(self)) * _unit(self) for size in m_splits]
+        if splits == m_splits:
+            return inp
         return torch.cat([part[:size] for part, size in zip(inp.split(splits), m_splits, strict=True)])
 
 
@@ -300,61 +330,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return function(*own)
 
     return torch_checkpoint(run, *args, use_reentrant=True)
-
-
-# ---- the order of tokens by expert
-
-
-def moe_permute(
-    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, _, numbers = _sorted(inp, None, routing_map, num_out_tokens)
-    return rows, numbers
-
-
-def moe_permute_with_probs(
-    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    return _sorted(inp, probs, routing_map, num_out_tokens)
-
-
-def _sorted(
-    rows: torch.Tensor, probs: torch.Tensor | None, chosen: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    places = torch.nonzero_static(chosen.T.reshape(-1).bool(), size=int(count)).squeeze(1)
-    numbers = places % len(rows)
-    kept = None if probs is None else probs.T.reshape(-1).index_select(0, places)
-    return rows.index_select(0, numbers), kept, numbers
-
-
-def moe_unpermute(
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None = None,
-    restore_shape: torch.Size | None = None,
-) -> torch.Tensor:
-    assert merging_probs is None and restore_shape is not None
-    wide = inp.new_zeros(restore_shape, dtype=torch.promote_types(torch.float32, inp.dtype))
-    return wide.index_add(0, row_id_map, inp.to(wide.dtype)).to(inp.dtype)
-
-
-def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Chunks of rows in another order, which the host does not learn."""
-    ends = split_sizes.cumsum(0)
-    sizes = split_sizes[sorted_index]
-    numbers = torch.arange(len(inp), device=inp.device)
-    chunk = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
-    starts = (ends - split_sizes)[sorted_index] - (sizes.cumsum(0) - sizes)
-    return inp.index_select(0, numbers + starts[chunk])
-
-
-def moe_sort_chunks_by_index_with_probs(
-    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(moe_sort_chunks_by_index(each, split_sizes, sorted_index) for each in (inp, probs))  # type: ignore[return-value]
-
-
-# ---- the package
 
 
 class _Named:

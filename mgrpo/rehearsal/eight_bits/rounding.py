@@ -12,22 +12,25 @@ most half of the smallest number, 2^-10 or 2^-17, times the inverse of the scale
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+MXFP8_LENGTH = 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Name = Literal["tensorwise", "blockwise", "mxfp8"]
-Operand = Literal["activation", "weight", "gradient"]
+Kind = Literal["activation", "weight", "gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """A matrix as bytes and scales: `data [rows, columns]` in 8 bits times `scale`, one of each block, float32.
+    """An operand of a product, which sums over its second dimension: bytes `data [own, summed]` times `scale`.
 
     Args:
+        scale: float32, of each block; on a device, where nobody reads it, of the shape that kernels take.
         dtype: of the matrix before.
     """
 
@@ -37,9 +40,13 @@ class Rounded:
     dtype: torch.dtype
 
     def values(self) -> torch.Tensor:
-        """`[rows, columns]` in float32, or float64 if the matrix was."""
+        """`[own, summed]` in float32, or float64 if the matrix was."""
         wide = torch.promote_types(torch.float32, self.dtype)
         return self.data.to(wide) * _spread(self.scale, self.block, self.data).to(wide)
+
+    def turned(self) -> Rounded:
+        """`[summed, own]`, where all numbers share a scale: kernels want the dimension that they sum over side by side."""
+        return replace(self, data=self.data.T.contiguous(), scale=self.scale.T, block=self.block[::-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +65,27 @@ class Rounding:
     @property
     def rows_multiple_of(self) -> int:
         """Rows of a product, and the widths of its matrices, are a multiple of this."""
-        return 32 if self.name == "mxfp8" else 16
+        return MXFP8_LENGTH if self.name == "mxfp8" else 16
 
-    def __call__(self, matrix: torch.Tensor, operand: Operand, *, along: int) -> Rounded:
-        """The operand of a product that sums over dimension `along` of `matrix [rows, columns]`."""
-        block = self._block(matrix, operand, along)
-        dtype = self.backward if operand == "gradient" else self.forward
+    def __call__(
+        self, matrix: torch.Tensor, kind: Kind, *, along: int, group: dist.ProcessGroup | None = None
+    ) -> Rounded:
+        """The operand of a product that sums over dimension `along` of `matrix [rows, columns]`, which becomes the second.
+
+        Args:
+            group: ranks that hold other rows of one tensor; they must all call.
+        """
+        if along == 0:
+            matrix = matrix.T
+        block = self._block(matrix, kind)
+        dtype = self.backward if kind == "gradient" else self.forward
+        if matrix.is_cuda:
+            return self._on_device(matrix, block, dtype, group)
         largest = torch.finfo(dtype).max
         wide = matrix.to(torch.promote_types(torch.float32, matrix.dtype))
         peak = _peaks(wide, block).float()
+        if group is not None and self.name == "tensorwise":
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         scale = largest / peak.where(peak > 0, largest)
         if self.name != "tensorwise":
             # The exponent alone: a power of two that is not above the scale.
@@ -74,14 +93,32 @@ class Rounding:
         data = (wide * _spread(scale, block, matrix)).clamp(-largest, largest).to(dtype)
         return Rounded(data=data, scale=1 / scale, block=block, dtype=matrix.dtype)
 
-    def _block(self, matrix: torch.Tensor, operand: Operand, along: int) -> tuple[int, int]:
+    def _block(self, matrix: torch.Tensor, kind: Kind) -> tuple[int, int]:
         if self.name == "tensorwise":
-            rows, columns = matrix.shape
-            return max(rows, 1), max(columns, 1)
-        if self.name == "blockwise" and operand == "weight":
+            own, summed = matrix.shape
+            return max(own, 1), max(summed, 1)
+        if self.name == "blockwise" and kind == "weight":
             return 128, 128
-        length = 32 if self.name == "mxfp8" else 128
-        return (1, length) if along == 1 else (length, 1)
+        return 1, MXFP8_LENGTH if self.name == "mxfp8" else 128
+
+    def _on_device(
+        self, matrix: torch.Tensor, block: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup | None
+    ) -> Rounded:
+        """What Transformer Engine allocates: a byte a number, and scales that are padded for the kernels."""
+        own, summed = -(-matrix.shape[0] // block[0]), -(-matrix.shape[1] // block[1])
+        if self.name == "mxfp8":
+            scale = matrix.new_empty(_padded(own, 128), _padded(summed, 4), dtype=torch.uint8)
+        elif block[0] == 1:
+            scale = matrix.new_empty(summed, _padded(own, 4), dtype=torch.float32)
+        else:
+            scale = matrix.new_empty(own, 1 if self.name == "tensorwise" else _padded(summed, 4), dtype=torch.float32)
+        if group is not None and self.name == "tensorwise":
+            dist.all_reduce(scale, dist.ReduceOp.MAX, group=group)
+        return Rounded(data=matrix.new_empty(matrix.shape, dtype=dtype), scale=scale, block=block, dtype=matrix.dtype)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _peaks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

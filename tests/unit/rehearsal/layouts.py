@@ -128,6 +128,35 @@ OFFLOADED = {
 }
 # Almost all tokens are responses, of which the plan takes all to be.
 FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_length": 1008}
+EIGHT_BITS = {"fp8": "hybrid"}
+LONG = {"pack_length": 8192, "max_prompt_token_length": 3840, "response_length": 256, "logits_chunk": 4096}
+ENGINE_CASES: dict[str, Case] = {
+    "as they are": Case(learners=2, settings={"transformer_impl": "transformer_engine"}),
+    "8 bits": Case(learners=2, settings=EIGHT_BITS | LONG),
+    "8 bits, reference": Case(learners=2, settings=EIGHT_BITS | {"beta": 0.1, "ref_policy_update_freq": 1}),
+    "8 bits, recompute full": Case(learners=2, settings=EIGHT_BITS | LONG | {"recompute_granularity": "full"}),
+    "8 bits, pipeline": Case(learners=4, settings=EIGHT_BITS | LONG | PIPELINE),
+    "8 bits, tensor": Case(learners=4, settings=EIGHT_BITS | TENSOR),
+    "8 bits, tensor, blocks": Case(learners=4, settings=EIGHT_BITS | TENSOR | {"fp8_recipe": "blockwise"}),
+    "8 bits, tensor, mxfp8": Case(learners=4, settings=EIGHT_BITS | TENSOR | {"fp8_recipe": "mxfp8"}),
+    "8 bits, overlap": Case(learners=4, settings=EIGHT_BITS | TENSOR | {"tp_comm_overlap": True}),
+    "overlap": Case(learners=4, settings=TENSOR | {"tp_comm_overlap": True}),
+    "8 bits, experts": Case(learners=4, settings=EIGHT_BITS | SHARED | LONG, model=EXPERTS),
+    "8 bits, experts, tensor, recompute moe": Case(
+        learners=4,
+        settings=EIGHT_BITS | TENSOR | SHARED | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        model=EXPERTS,
+    ),
+    "8 bits, clamped": Case(learners=4, settings=EIGHT_BITS | SHARED, model=CLAMPED),
+    "8 bits, latent": Case(learners=4, settings=EIGHT_BITS | SHARED, model=LATENT),
+    "8 bits, delta": Case(learners=2, settings=EIGHT_BITS | SHARED, model=DELTA),
+    "8 bits, saved": Case(
+        learners=2,
+        settings=EIGHT_BITS,
+        model=SMALL | {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 128},
+    ),
+}
+"""Those whose layers are Transformer Engine's, by name."""
 CASES: dict[str, Case] = {
     "ZeRO-0": Case(learners=2, settings={"zero_stage": 0}),
     "ZeRO-1": Case(learners=2),

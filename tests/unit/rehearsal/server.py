@@ -1,6 +1,6 @@
 """A process that rehearses for the tests, and says which lines of the watched files it has run.
 
-python -m tests.unit.rehearsal.server FILE ... reads and answers the requests of `mgrpo.rehearsal`, and in addition
+python -m tests.unit.rehearsal.server [--stands-in] FILE ... reads and answers the requests of `mgrpo.rehearsal`, and in addition
 `{"lines": true}` for the lines run so far, and requests with a `mutation` of this module's MUTATIONS.
 """
 
@@ -112,11 +112,12 @@ def answer(request: dict[str, Any], lines: Lines) -> Any:
 
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
-    lines = Lines(sys.argv[1:])
+    stands_in, files = "--stands-in" in sys.argv[1:], [word for word in sys.argv[1:] if not word.startswith("--")]
+    lines = Lines(files)
     from mgrpo.rehearsal import __main__ as program
     from mgrpo.rehearsal import device_bytes
 
-    program.prepare(MEMORY)
+    program.prepare(MEMORY, stands_in=stands_in)
     from mgrpo.rehearsal import rehearsed_step  # noqa: F401
 
     gc.collect()

@@ -33,6 +33,24 @@ def test_the_rehearsed_step_is_printed_beside_the_plan(argv, tmp_path, capsys):
     assert by_name["matrix products"]["rehearsed"] == pytest.approx(by_name["matrix products"]["planned"], rel=0.01)
 
 
+def test_layers_in_8_bits_are_rehearsed_by_a_stand_in_that_is_named(argv, tmp_path, capsys):
+    """Who reads the figures must know that no GPU and not Transformer Engine made them."""
+    file, found = tmp_path / "wide.json", tmp_path / "found.json"
+    file.write_text(json.dumps(SMALL | {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 128}))
+    options = ["--fp8", "hybrid", "--rehearse", "--rank", "0", "--hf_config", str(file), "--json", str(found)]
+    assert plan_command([*argv, *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "a stand-in for those of Transformer Engine",
+        "without having been compared with a GPU",
+        "of these in 8 bits",
+    ):
+        assert words in printed
+    (rank,) = json.loads(found.read_text())
+    products = next(line for line in rank["compared"] if line["name"] == "of these in 8 bits")
+    assert products["rehearsed"] == products["planned"] > 0
+
+
 def test_a_step_that_fails_names_the_place(argv, capsys):
     """A user's own loss is part of the step: a tensor on the wrong device is found, and the exit status says so."""
     loss = ["--policy_loss", "tests.unit.rehearsal.losses:on_the_host"]

@@ -27,7 +27,7 @@ from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.plan_command import shipped_config
 from tests.unit.rehearsal.branches import branches
-from tests.unit.rehearsal.layouts import CASES, Case
+from tests.unit.rehearsal.layouts import CASES, ENGINE_CASES, Case
 
 ROOT = Path(__file__).parents[3]
 WATCHED = [
@@ -64,9 +64,9 @@ UNREACHED = {
 class Rehearsals:
     """The process; answers are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.rehearsal.server", *map(str, WATCHED)],
+            [sys.executable, "-m", "tests.unit.rehearsal.server", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,7 +86,7 @@ class Rehearsals:
         return self.known[key]
 
     def of(self, name: str, rank: int, **extra: Any) -> dict[str, Any]:
-        case = CASES[name]
+        case = (CASES | ENGINE_CASES)[name]
         return self.ask(
             {
                 "argv": case.argv,
@@ -102,7 +102,7 @@ class Rehearsals:
 
 @pytest.fixture(scope="module")
 def rehearsals() -> Iterator[Rehearsals]:
-    started = Rehearsals()
+    started = Rehearsals(*map(str, WATCHED))
     try:
         yield started
     finally:
@@ -117,7 +117,7 @@ def packs_of(case: Case) -> int:
 
 @functools.cache
 def plan_of(name: str) -> RunPlan:
-    case = CASES[name]
+    case = (CASES | ENGINE_CASES)[name]
     config = parse(case.argv)
     hardware = Hardware(gpu=GPUS["H100"], nodes=2, gpus_per_node=8, network_gbps=400.0, assumed=Assumptions())
     teachers = [*map(shape_of, case.teachers)]
