@@ -214,16 +214,22 @@ def _optimizer_memory(
 
 
 def _fp8(fp8: str, transformer_impl: str, model_dtype: str, zero_stage: int, use_peft: bool) -> Iterator[str]:
-    if fp8 == "none":
-        return
+    if fp8 != "none":
+        yield from _engine_products(f"fp8={fp8}", "fp8=none", transformer_impl, model_dtype, zero_stage, use_peft)
+
+
+def _engine_products(
+    name: str, without: str, transformer_impl: str, model_dtype: str, zero_stage: int, use_peft: bool
+) -> Iterator[str]:
+    """What a setting of Transformer Engine's products cannot be combined with; `without` is how to do without it."""
     if transformer_impl == "local":
-        yield f"fp8={fp8} is in Transformer Engine's products, got transformer_impl=local; use transformer_engine or auto, or fp8=none"
+        yield f"{name} is in Transformer Engine's products, got transformer_impl=local; use transformer_engine or auto, or {without}"
     if model_dtype != "bfloat16":
-        yield f"fp8={fp8} rounds what is otherwise bfloat16, got model_dtype={model_dtype}; use bfloat16, or fp8=none"
+        yield f"{name} needs bfloat16, got model_dtype={model_dtype}; use bfloat16, or {without}"
     if zero_stage > 1:
-        yield f"fp8={fp8} needs zero_stage 0 or 1, got {zero_stage}, whose parameters Megatron-FSDP moves; use 1, or fp8=none"
+        yield f"{name} needs zero_stage 0 or 1, got {zero_stage}, whose parameters Megatron-FSDP moves; use 1, or {without}"
     if use_peft:
-        yield f"fp8={fp8} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use fp8=none"
+        yield f"{name} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use {without}"
 
 
 def _offloaded_8_bits(activation_offloading: bool, recompute_granularity: str, fp8: str) -> Iterator[str]:
@@ -255,14 +261,7 @@ def _overlap(
         yield f"{name} has nothing to overlap with tensor_model_parallel_size=1; use more, or false"
     elif sequence_parallel is False:
         yield f"{name} gathers and scatters a sequence, got sequence_parallel=false; use auto or true"
-    if transformer_impl == "local":
-        yield f"{name} is in Transformer Engine's products, got transformer_impl=local; use transformer_engine or auto, or false"
-    if model_dtype != "bfloat16":
-        yield f"{name} has buffers of bfloat16, got model_dtype={model_dtype}; use bfloat16, or false"
-    if zero_stage > 1:
-        yield f"{name} needs zero_stage 0 or 1, got {zero_stage}; use 1, or false"
-    if use_peft:
-        yield f"{name} needs Transformer Engine's layers, and use_peft=true has Megatron's own; use false"
+    yield from _engine_products(name, "false", transformer_impl, model_dtype, zero_stage, use_peft)
     if fp8 != "none" and fp8_recipe == "blockwise":
         yield f"{name} cannot send blocks of fp8_recipe=blockwise; use tensorwise or mxfp8, or false"
     if any(count % tensor for count in num_learners_per_node):

@@ -33,3 +33,44 @@ def gradients(**arguments: Any) -> dict[str, Any]:
         patch.object(ActivationOffload, "_fetch", count_gone),
     ):
         return cases.gradients(**arguments) | {"offloaded": found}
+
+
+def held_inputs(dispatcher: str, **arguments: Any) -> dict[str, int]:
+    """Bytes of the inputs of all layers with experts in a training step, and of those that are held when it is over.
+
+    Args:
+        dispatcher: alltoall, deepep, or hybridep.
+    """
+    from contextlib import nullcontext
+
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from mgrpo.policy.policy import Policy
+    from tests.ranks import deep_ep_on_gloo
+
+    forward, train_step = MoELayer.forward, Policy.train_step
+    inputs: list[tuple[weakref.ref[Any], int]] = []
+    found = {}
+
+    def remember(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
+        if hidden_states.requires_grad:
+            inputs.append((weakref.ref(hidden_states.untyped_storage()), hidden_states.nbytes))
+        return forward(self, hidden_states, *args, **options)
+
+    def look(self: Any, *args: Any, **options: Any) -> Any:
+        result = train_step(self, *args, **options)
+        found["inputs"] = sum(nbytes for _, nbytes in inputs)
+        found["held"] = sum(nbytes for storage, nbytes in inputs if storage() is not None)
+        return result
+
+    settings = {"moe_token_dispatcher_type": "alltoall"}
+    if dispatcher != "alltoall":
+        settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher}
+    arguments["settings"] = settings | arguments["settings"]
+    with (
+        nullcontext() if dispatcher == "alltoall" else deep_ep_on_gloo.installed(),
+        patch.object(MoELayer, "forward", remember),
+        patch.object(Policy, "train_step", look),
+    ):
+        cases.gradients(**arguments)
+    return found

@@ -1,4 +1,4 @@
-"""A package deep_ep for ranks without GPUs: what Megatron calls of DeepEP, with its signatures, by collectives of gloo.
+"""A package deep_ep for ranks without GPUs: what Megatron calls of DeepEP and HybridEP, with their signatures, by collectives of gloo.
 
 A row travels once to each rank that has an expert of it, as with the package; types and the order of rows are the sender's.
 """
@@ -120,9 +120,94 @@ class Buffer:
         return found
 
 
+class _Sent(torch.autograd.Function):
+    """Rows and weights to the ranks of their experts, and gradients back; `move` sends rows of any width."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.handle = handle
+        return tuple(handle(each) for each in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, *(ctx.handle.back(each) for each in gradients)
+
+
+class _Sum(torch.autograd.Function):
+    """The way back, whose gradient goes there again."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.handle = handle
+        return handle.back(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, ctx.handle(gradient)
+
+
+class _Way:
+    """Of the copies of each row to their experts, sorted by them there."""
+
+    def __init__(self, chosen: torch.Tensor, group: dist.ProcessGroup, local_experts: int) -> None:
+        self.count, self.experts = chosen.shape
+        places = chosen.T.reshape(-1).nonzero().flatten()
+        self.rows, self.expert = places % self.count, places // self.count
+        size = group.size()
+        sent = chosen.sum(0).view(size, local_experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent.contiguous(), group=group)
+        self.sent, self.received, self.group = sent.sum(1).tolist(), received.sum(1).tolist(), group
+        owner = torch.arange(local_experts).repeat(size).repeat_interleave(received.flatten())
+        self.order = owner.argsort(stable=True)
+        self.per_expert = received.sum(0)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """`[rows, width]`, or of weights `[rows, experts]` each copy's own."""
+        copies = values[self.rows, self.expert] if values.shape[1] == self.experts else values[self.rows]
+        found = copies.new_empty(sum(self.received), *copies.shape[1:])
+        dist.all_to_all_single(found, copies.contiguous(), self.received, self.sent, group=self.group)
+        return found[self.order]
+
+    def back(self, values: torch.Tensor) -> torch.Tensor:
+        found = values.new_empty(len(self.rows), *values.shape[1:])
+        unsorted = torch.empty_like(values).index_copy_(0, self.order, values).contiguous()
+        dist.all_to_all_single(found, unsorted, self.sent, self.received, group=self.group)
+        if values.dim() == 1:
+            return values.new_zeros(self.count, self.experts).index_put_((self.rows, self.expert), found)
+        return found.new_zeros(self.count, *found.shape[1:]).index_add_(0, self.rows, found)
+
+
+def hybrid_ep_dispatch(
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    group: dist.ProcessGroup,
+    num_local_experts: int,
+    num_sms_dispatch_api: int = 24,
+    num_sms_combine_api: int = 24,
+    num_permuted_tokens: int | None = None,
+    pad_multiple: int | None = None,
+) -> tuple[Any, ...]:
+    """As Megatron calls HybridEP, which sorts the rows by expert itself."""
+    assert num_permuted_tokens is None and pad_multiple is None
+    way = _Way(routing_map, group, num_local_experts)
+    Buffer.dispatched += len(way.rows)
+    rows, weights = _Sent.apply(way, x, probs)
+    return rows, weights, None, way.per_expert, way
+
+
+def hybrid_ep_combine(
+    x: torch.Tensor, handle: Any, num_permuted_tokens: torch.Tensor | None = None, pad_multiple: int | None = None
+) -> torch.Tensor:
+    """The sums of each row's copies."""
+    found: torch.Tensor = _Sum.apply(handle, x)
+    return found
+
+
 @contextmanager
 def installed() -> Iterator[None]:
-    """Megatron's flex dispatcher sends by this package within."""
+    """Megatron's flex dispatcher sends by these within."""
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     package, parts = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
@@ -132,7 +217,9 @@ def installed() -> Iterator[None]:
     try:
         with patch.dict(sys.modules, {"deep_ep": package, "deep_ep.utils": parts}):
             importlib.reload(fused_a2a)
-        with patch.multiple(token_dispatcher, **{name: getattr(fused_a2a, name) for name in names}):
+        replaced = {name: getattr(fused_a2a, name) for name in names}
+        replaced |= {"hybrid_ep_dispatch": hybrid_ep_dispatch, "hybrid_ep_combine": hybrid_ep_combine}
+        with patch.multiple(token_dispatcher, **replaced):
             yield
     finally:
         importlib.reload(fused_a2a)

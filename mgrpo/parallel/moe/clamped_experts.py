@@ -7,50 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel import backend
-from mgrpo.parallel.moe.experts import ALIGNMENT, install, row_ends, without_idle
+from mgrpo.parallel.moe.experts import ALIGNMENT, GroupedExperts, row_ends, without_idle
 
 _ALPHA = 1.702
 """With it `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""
-
-
-class ClampedExperts(torch.nn.Module):
-    """Experts of one layer, in place of Megatron's; gate and up are alternate columns of the first product, as in checkpoints.
-
-    Args:
-        clamp: see `clamped_swiglu`.
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        # Of the layer, for logs; megatron-core 0.19 gives it.
-        name: str | None = None,
-        *,
-        clamp: float,
-    ) -> None:
-        super().__init__()
-        install()
-        group, hidden = pg_collection.expt_tp, config.hidden_size
-        ffn = config.moe_ffn_hidden_size // group.size()
-        self.clamp = clamp
-        self.linear_fc1 = GroupedAffine(num_local_experts, hidden, 2 * ffn, config, group, sums=False)
-        self.linear_fc2 = GroupedAffine(num_local_experts, ffn, hidden, config, group, sums=True)
-
-    def forward(
-        self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """As `GroupedExperts`, see there."""
-        ends = row_ends(rows_per_expert, rows)
-        hidden = backend.compiled(clamped_swiglu)(self.linear_fc1(rows, ends), self.clamp)
-        out = self.linear_fc2(hidden, ends)
-        return (out * weights[:, None]).to(out.dtype), None
 
 
 def clamped_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -65,26 +29,27 @@ class GroupedAffine(torch.nn.Module):
 
     Args:
         group: the expert-tensor ranks, which hold shares of every matrix.
-        sums: whether they share the inputs, so that their results are summed afterwards, and not the outputs. The bias is
-            then whole on all of them and is added by the first.
+        split_dim: of which dimension, as of a matrix `[outputs, inputs]`. Where they share the inputs their results are summed
+            afterwards; the bias is then whole on all of them and is added by the first.
     """
 
     def __init__(
         self,
         experts: int,
-        inputs: int,
         outputs: int,
+        inputs: int,
         config: TransformerConfig,
         group: dist.ProcessGroup,
         *,
-        sums: bool,
+        split_dim: int,
     ) -> None:
         super().__init__()
+        sums = split_dim == 1
         self.experts, self.adds_bias = experts, not sums or group.rank() == 0
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": backend.device()}
         self.weight = torch.nn.Parameter(torch.empty(experts * inputs, outputs, **options))
         self.bias = torch.nn.Parameter(torch.empty(experts, outputs, **options))
-        set_tensor_model_parallel_attributes(self.weight, True, 0 if sums else 1, 1)
+        set_tensor_model_parallel_attributes(self.weight, True, 1 - split_dim, 1)
         if not sums or group.size() == 1:
             set_tensor_model_parallel_attributes(self.bias, True, 1, 1)
         for own in (self.weight, self.bias):
@@ -102,6 +67,29 @@ class GroupedAffine(torch.nn.Module):
         # Where the bias is not added it has its gradient all the same, which is the same on all ranks of the group.
         bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
         return F.grouped_mm(rows, matrices, offs=ends) + _BiasOfRows.apply(bias, ends, len(rows))
+
+
+class ClampedExperts(GroupedExperts):
+    """Experts of one layer, in place of Megatron's; gate and up are alternate columns of the first product, as in checkpoints.
+
+    Args:
+        clamp: see `clamped_swiglu`.
+    """
+
+    linear = GroupedAffine
+
+    def __init__(self, *args: Any, clamp: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clamp = clamp
+
+    def forward(
+        self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """As `GroupedExperts`, see there."""
+        ends = row_ends(rows_per_expert, rows)
+        hidden = backend.compiled(clamped_swiglu)(self.linear_fc1(rows, ends), self.clamp)
+        out = self.linear_fc2(hidden, ends)
+        return (out * weights[:, None]).to(out.dtype), None
 
 
 class _BiasOfRows(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel.moe.choices import Choices
@@ -25,6 +25,11 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
         "waits for sizes that the host knows, where a layer is computed again or its rows stay on this rank",
     ),
     (
+        "transformer.moe.moe_layer",
+        "MoEFlexTokenDispatcher",
+        "keeps tensors of a pass whose graph holds the layer's input until the layer's next pass",
+    ),
+    (
         "transformer.moe.token_dispatcher",
         "_DeepepManager",
         "in `_indices_to_multihot` asks the device three times which of a row's places name an expert",
@@ -34,8 +39,8 @@ _SIZES = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
 
 
 def install() -> None:
-    """Replace Megatron's dispatcher of the type "alltoall", and a part of that for DeepEP. May be called again."""
-    moe_layer.MoEAlltoAllTokenDispatcher = ExchangedTokens
+    """Replace Megatron's dispatchers, and a part of what DeepEP's needs. May be called again."""
+    moe_layer.MoEAlltoAllTokenDispatcher, moe_layer.MoEFlexTokenDispatcher = ExchangedTokens, SentTokens
     token_dispatcher._DeepepManager._indices_to_multihot = _multihot
 
 
@@ -52,6 +57,19 @@ def _multihot(manager: Any, indices: torch.Tensor, probs: torch.Tensor) -> tuple
     chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device).scatter(1, places, True)
     weights = probs.new_zeros(len(indices), experts + 1).scatter(1, places, probs)
     return chosen[:, :experts], weights[:, :experts]
+
+
+class SentTokens(MoEFlexTokenDispatcher):
+    """Tokens sent by DeepEP or HybridEP, of which nothing is kept once they are back."""
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        # Probabilities before and after the exchange, indices, maps and counts: each pass has its own.
+        for name, value in vars(self._comm_manager).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self._comm_manager, name, None)
+        output: torch.Tensor = super().combine_postprocess(hidden_states)
+        return output
 
 
 class ExchangedTokens(MoEAlltoAllTokenDispatcher):

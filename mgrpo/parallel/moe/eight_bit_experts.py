@@ -6,11 +6,10 @@ are multiplied. Megatron's own layer of this kind has a parameter for each exper
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.distributed as dist
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel.moe.experts import GroupedExperts, GroupedLinear
 
@@ -18,22 +17,14 @@ from mgrpo.parallel.moe.experts import GroupedExperts, GroupedLinear
 class EightBitLinear(GroupedLinear):
     """`GroupedLinear` that can also multiply by Transformer Engine's module, which has no parameters of its own here."""
 
-    def __init__(
-        self,
-        experts: int,
-        outputs: int,
-        inputs: int,
-        config: TransformerConfig,
-        group: dist.ProcessGroup,
-        *,
-        split_dim: int,
-    ) -> None:
-        super().__init__(experts, outputs, inputs, config, group, split_dim=split_dim)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         from transformer_engine.pytorch import GroupedLinear as Engine
 
+        outputs, inputs = len(self.weight) // self.experts, self.weight.shape[1]
         # Not told of the expert-tensor ranks: each rounds its own share, whose products are summed outside.
-        self.engine = Engine(experts, inputs, outputs, bias=False, params_dtype=config.params_dtype, device="meta")
-        for number in range(experts):
+        self.engine = Engine(self.experts, inputs, outputs, bias=False, params_dtype=self.weight.dtype, device="meta")
+        for number in range(self.experts):
             delattr(self.engine, f"weight{number}")
             setattr(self.engine, f"bias{number}", self.weight.detach().new_empty(0))
         # Megatron sets it before the first micro-batch of a pass; until then the rounded matrices are kept.
@@ -55,17 +46,12 @@ class EightBitExperts(GroupedExperts):
     linear_fc1: EightBitLinear
     linear_fc2: EightBitLinear
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(num_local_experts, config, pg_collection, name)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         from transformer_engine.pytorch import Fp8Padding, Fp8Unpadding
 
-        self.padding, self.unpadding = Fp8Padding(num_local_experts), Fp8Unpadding(num_local_experts)
+        experts = self.linear_fc1.experts
+        self.padding, self.unpadding = Fp8Padding(experts), Fp8Unpadding(experts)
 
     def forward(
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor

@@ -119,7 +119,7 @@ class GroupedExperts(torch.nn.Module):
     together, and gradient buffers, ZeRO's shards and the optimizer see two tensors a layer instead of two an expert.
     """
 
-    linear = GroupedLinear
+    linear: type[torch.nn.Module] = GroupedLinear
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class GroupedExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         install()
-        assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
+        assert config.activation_func is F.silu and config.gated_linear_unit
         group = pg_collection.expt_tp
         ffn = config.moe_ffn_hidden_size // group.size()
         self.linear_fc1 = self.linear(num_local_experts, 2 * ffn, config.hidden_size, config, group, split_dim=0)

@@ -363,7 +363,7 @@ RULES = [
     (
         "fp8",
         {"fp8": "e4m3", "model_dtype": "float16"},
-        "fp8=e4m3 rounds what is otherwise bfloat16, got model_dtype=float16",
+        "fp8=e4m3 needs bfloat16, got model_dtype=float16",
     ),
     ("fp8", {"fp8": "hybrid", "zero_stage": 3}, "fp8=hybrid needs zero_stage 0 or 1, got 3"),
     ("fp8", {"fp8": "hybrid", "use_peft": True}, "fp8=hybrid needs Transformer Engine's layers, and use_peft=true"),
@@ -544,7 +544,7 @@ def test_every_axis_is_open(model, values, ranks):
     [
         ({"sequence_parallel": False}, "gathers and scatters a sequence, got sequence_parallel=false"),
         ({"transformer_impl": "local"}, "is in Transformer Engine's products, got transformer_impl=local"),
-        ({"model_dtype": "float16"}, "has buffers of bfloat16, got model_dtype=float16"),
+        ({"model_dtype": "float16"}, "tp_comm_overlap=true needs bfloat16, got model_dtype=float16"),
         ({"zero_stage": 2}, "tp_comm_overlap=true needs zero_stage 0 or 1, got 2"),
         ({"use_peft": True}, "tp_comm_overlap=true needs Transformer Engine's layers"),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, "cannot send blocks of fp8_recipe=blockwise"),
