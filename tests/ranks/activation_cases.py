@@ -36,26 +36,31 @@ def gradients(**arguments: Any) -> dict[str, Any]:
 
 
 def held_inputs(dispatcher: str, **arguments: Any) -> dict[str, int]:
-    """Bytes of the inputs of all layers with experts in a training step, and of those that are held when it is over.
+    """Bytes of the inputs of all layers and of their mixtures in a training step, and of those that are held when it is over.
 
     Args:
         dispatcher: alltoall, deepep, or hybridep.
     """
     from contextlib import nullcontext
 
+    import torch
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from mgrpo.policy.policy import Policy
     from tests.ranks import deep_ep_on_gloo
 
-    forward, train_step = MoELayer.forward, Policy.train_step
+    train_step = Policy.train_step
     inputs: list[tuple[weakref.ref[Any], int]] = []
     found = {}
 
-    def remember(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        if hidden_states.requires_grad:
-            inputs.append((weakref.ref(hidden_states.untyped_storage()), hidden_states.nbytes))
-        return forward(self, hidden_states, *args, **options)
+    def remembering(forward: Any) -> Any:
+        def remember(self: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled():
+                inputs.append((weakref.ref(hidden_states.untyped_storage()), hidden_states.nbytes))
+            return forward(self, hidden_states, *args, **options)
+
+        return remember
 
     def look(self: Any, *args: Any, **options: Any) -> Any:
         result = train_step(self, *args, **options)
@@ -69,7 +74,8 @@ def held_inputs(dispatcher: str, **arguments: Any) -> dict[str, int]:
     arguments["settings"] = settings | arguments["settings"]
     with (
         nullcontext() if dispatcher == "alltoall" else deep_ep_on_gloo.installed(),
-        patch.object(MoELayer, "forward", remember),
+        patch.object(MoELayer, "forward", remembering(MoELayer.forward)),
+        patch.object(TransformerLayer, "forward", remembering(TransformerLayer.forward)),
         patch.object(Policy, "train_step", look),
     ):
         cases.gradients(**arguments)
