@@ -224,10 +224,8 @@ def _layout_text(plan: RunPlan) -> str:
 
 def _memory(plan: RunPlan) -> Table:
     """Memory of a learner GPU by part; a column per stage, or for the first, the worst and the last stage."""
-    stages = list(plan.stages)
-    if len(stages) > SHOWN_STAGES:
-        shown = {0, plan.worst.stage, len(stages) - 1}
-        stages = [stage for stage in stages if stage.stage in shown]
+    shown = {0, plan.worst.stage, len(plan.stages) - 1}
+    stages = [stage for stage in plan.stages if len(plan.stages) <= SHOWN_STAGES or stage.stage in shown]
     table = Table(title="memory of a learner GPU, GiB", title_justify="left", title_style="bold")
     table.add_column("part")
     for stage in stages:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import register_flop_formula
 
-from mgrpo.rehearsal.eight_bits import kernels
 from mgrpo.rehearsal.eight_bits.rounding import MXFP8_LENGTH, Kind, Rounded, Rounding
 
 
@@ -59,6 +59,32 @@ class Product:
     def scatters(self) -> bool:
         """Rows of its output will be with several ranks."""
         return self.size > 1 and self.sequence and self.mode == "row"
+
+
+ROW_BYTES = 16
+"""On a device kernels read rows of a multiple of this."""
+_LIBRARY = torch.library.Library("mgrpo_rehearsal", "DEF")
+_LIBRARY.define("multiply(Tensor(a!) out, Tensor left, Tensor right) -> ()")
+"""`out [rows, columns]`, or what is added to it, is `left [rows, summed]` times `right [columns, summed]`: counted, and nothing written."""
+
+
+@torch.library.register_fake("mgrpo_rehearsal::multiply")
+def _fake(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.device == right.device == out.device, f"{left.device}, {right.device}, {out.device}"
+    assert left.shape[1] == right.shape[1] and out.shape == (len(left), len(right)), (
+        f"{tuple(left.shape)} times {tuple(right.shape)} is not {tuple(out.shape)}"
+    )
+    assert left.itemsize == right.itemsize, f"{left.dtype} times {right.dtype}"
+    for operand in (left, right) if left.itemsize == 1 else ():
+        own, summed = operand.shape
+        assert operand.stride() in ((summed, 1), (1, own)) and summed % ROW_BYTES == 0, (
+            f"rows of {tuple(operand.shape)} with strides {operand.stride()} are not read by products in 8 bits"
+        )
+
+
+@register_flop_formula(torch.ops.mgrpo_rehearsal.multiply)
+def _flops(out: Sequence[int], left: Sequence[int], right: Sequence[int], **options: Any) -> int:
+    return 2 * left[0] * left[1] * right[0]
 
 
 Operand = torch.Tensor | Rounded
@@ -199,7 +225,7 @@ def _multiplied(parts: Sequence[Operand], matrices: Sequence[Operand], like: tor
 
 def _multiply(out: torch.Tensor, left: Operand, right: Operand, *, adds: bool = False) -> None:
     if out.is_cuda:
-        kernels.multiply(out, _numbers(left), _numbers(right))
+        torch.ops.mgrpo_rehearsal.multiply(out, _numbers(left), _numbers(right))
         return
     found = _values(left) @ _values(right).T
     out.add_(found) if adds else out.copy_(found)

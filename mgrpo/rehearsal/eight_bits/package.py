@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from mgrpo.parallel import backend
 from mgrpo.rehearsal.eight_bits.multiplied import Copies, Product, copies, placeholders, product
 from mgrpo.rehearsal.eight_bits.permutation import (
     moe_permute,
@@ -135,7 +136,7 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
 ) -> None:
     Userbuffers.rows = shape[0]
-    if torch.cuda.is_available():
+    if backend.has_cuda():
         gathered = torch.uint8 if UserBufferQuantizationMode.FP8 in (quantization_modes or ()) else dtype
         types = [gathered] * len(GATHERING) + [dtype] * len(SCATTERING)
         Userbuffers.memory[:] = [torch.empty(shape, dtype=each, device="cuda") for each in types]
