@@ -139,11 +139,11 @@ class ContainerBox:
         self._first = await ContainerCommand.start(
             [self._program, *self._run_arguments(image)], stdin=asyncio.subprocess.PIPE, max_bytes=4096
         )
-        while (await self._ask("exec", self._name, "mkdir", "-p", self.folder, limit_s=None)).status != 0:
+        while b"ready\n" not in self._first.said:
             if self._first.process.returncode is not None:
                 ended = await self._first.wait(None)
                 raise BoxError(f"a container of {image!r} did not start: {_said(ended)}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         self._watching = asyncio.create_task(self._watch_size())
 
     def _run_arguments(self, image: str) -> list[str]:
@@ -156,7 +156,7 @@ class ContainerBox:
             *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._bounds.max_processes), *cpus),
             *("--security-opt", "no-new-privileges", "--cap-drop", "NET_RAW", "--cap-drop", "MKNOD"),
             *("--volume", f"{os.path.dirname(self._socket)}:{_MOUNT}:ro"),
-            *("--entrypoint", "sh", image, "-c", _PYTHON, _text("first_process")),
+            *("--entrypoint", "sh", image, "-c", _PYTHON, _text("first_process"), self.folder),
         ]
 
     async def exec(

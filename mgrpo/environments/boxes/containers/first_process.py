@@ -1,8 +1,8 @@
 """Runs as the first process of a container, by whatever Python its image has: ends with its owner, and kills what it is told to.
 
-Standard library only, one file, Python 3.6 and later; its text is given to the interpreter. A line is "all ..." or "one PATH ...", of a
-file with the number of a process; it is repeated once that is dead. Where an agent has used up the container's processes, no command
-of the daemon's can be started any more, so that this one has to do it.
+Standard library only, one file, Python 3.6 and later; its text is given to the interpreter with the working folder, which it makes
+before it says "ready". A line is "all ..." or "one PATH ...", of a file with the number of a process; it is repeated once that is
+dead. Where an agent has used up the container's processes, the daemon can start no command any more, so that this one has to do it.
 """
 
 import contextlib
@@ -43,10 +43,12 @@ def kill_one(path):
         os.kill(number, signal.SIGKILL)
 
 
-def main():
+def main(folder):
+    os.makedirs(folder, exist_ok=True)
     # Whoever ignores SIGCHLD has no zombies, which would count against the limit of processes.
     for name in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)
+    print("ready", flush=True)
     for line in iter(sys.stdin.readline, ""):
         words = line.split()
         with contextlib.suppress(OSError):
@@ -56,4 +58,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
