@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded up to a multiple of this in every layout, so that a checkpoint fits all of them."""
@@ -188,23 +188,33 @@ class Layout:
         if not fits(lengths[0]):
             nearest = sorted((n for n in range(1, num_layers) if fits(n)), key=lambda n: abs(n - lengths[0]))[:4]
             remedy = f"for {flags[0]} {choose_from(sorted(nearest))}" if nearest else "use fewer stages"
+            others = f"the other {middle} stages, which need equal shares" if middle else "no other stage"
             yield (
                 f"{' + '.join(f'{flag}={length}' for flag, length in self._ends.items())} leaves "
-                f"{num_layers - sum(lengths)} of num_hidden_layers={num_layers} to the other {middle} stages, which "
-                f"need equal shares; {remedy}"
+                f"{num_layers - sum(lengths)} of num_hidden_layers={num_layers} to {others}; {remedy}"
             )
 
     def _end_chunk_problems(self, num_layers: int) -> Iterator[str]:
         """Of interleaved stages whose sizes fit: the first and the last may lack layers of one chunk."""
-        sizes, chunks, ends = self.stage_sizes(num_layers), self.virtual_pipeline, self._ends
+        chunks, ends = self.virtual_pipeline, self._ends
         if chunks == 1:
             return
-        middle = sizes[1 if self.first_stage_layers else 0 : -1 if self.last_stage_layers else None]
-        whole = middle[0] if middle else -(-max(sizes) // chunks) * chunks
+        whole = self._whole_stage(num_layers)
         if whole % chunks:
+            flag, length = next(iter(ends.items()))
+
+            def changed(length: int) -> Layout:
+                if self.first_stage_layers is None:
+                    return replace(self, last_stage_layers=length)
+                return replace(self, first_stage_layers=length)
+
+            others = [n for n in range(1, num_layers) if changed(n)._interleaves(num_layers)]
+            nearest = sorted(sorted(others, key=lambda n: abs(n - length))[:4])
+            remedy = f", or for {flag} from {{{', '.join(map(str, nearest))}}}" if nearest else ""
             yield (
-                f"virtual_pipeline_model_parallel_size={chunks} does not divide the {whole} layers of a stage that is neither "
-                f"the first nor the last; {choose_from(divisors(whole))}"
+                f"virtual_pipeline_model_parallel_size={chunks} does not divide the {whole} layers of each stage without a number of "
+                f"its own ({', '.join(f'{name}={size}' for name, size in ends.items())}); "
+                f"{choose_from(divisors(whole))}{remedy}"
             )
             return
         least = whole - whole // chunks
@@ -214,6 +224,19 @@ class Layout:
                     f"{flag}={size} with virtual_pipeline_model_parallel_size={chunks} must be {least} to {whole}: a stage has "
                     f"{chunks} chunks of {whole // chunks} layers, of which the first and the last of the model may have fewer"
                 )
+
+    def _whole_stage(self, num_layers: int) -> int:
+        """Layers of a stage that lacks none."""
+        sizes = self.stage_sizes(num_layers)
+        middle = sizes[1 if self.first_stage_layers else 0 : -1 if self.last_stage_layers else None]
+        return middle[0] if middle else -(-max(sizes) // self.virtual_pipeline) * self.virtual_pipeline
+
+    def _interleaves(self, num_layers: int) -> bool:
+        """Whether the sizes fit, also as chunks."""
+        if any(self._end_problems(num_layers)):
+            return False
+        whole, chunks = self._whole_stage(num_layers), self.virtual_pipeline
+        return whole % chunks == 0 and all(whole - whole // chunks <= size <= whole for size in self._ends.values())
 
     @property
     def _ends(self) -> dict[str, int]:
@@ -229,7 +252,7 @@ class Layout:
             if layers < 1:
                 yield f"{flag}={layers} must be at least 1"
             elif self.pipeline == 1:
-                yield f"{flag}={layers} needs pipeline_model_parallel_size > 1"
+                yield f"{flag}={layers} needs pipeline_model_parallel_size > 1, got 1; use more stages, or leave it out"
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield (
                 f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; "

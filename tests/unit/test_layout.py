@@ -181,7 +181,7 @@ def test_sizes_that_follow_from_others():
         ),
         (
             Layout(world_size=1, last_stage_layers=3),
-            "num_layers_in_last_pipeline_stage=3 needs pipeline_model_parallel_size > 1",
+            "num_layers_in_last_pipeline_stage=3 needs pipeline_model_parallel_size > 1, got 1; use more stages, or leave it out",
         ),
         (
             Layout(world_size=1, virtual_pipeline=2),

@@ -63,7 +63,7 @@ def found(hf_config, **values):
                 "num_layers_in_last_pipeline_stage": 13,
             },
             "num_layers_in_first_pipeline_stage=10 + num_layers_in_last_pipeline_stage=13 leaves 1 of num_hidden_layers=24 "
-            "to the other 0 stages, which need equal shares; for num_layers_in_first_pipeline_stage choose from {11}",
+            "to no other stage; for num_layers_in_first_pipeline_stage choose from {11}",
         ),
         (
             DENSE | {"num_hidden_layers": 94},
@@ -84,8 +84,19 @@ def found(hf_config, **values):
                 "num_layers_in_first_pipeline_stage": 11,
                 "num_layers_in_last_pipeline_stage": 11,
             },
-            "virtual_pipeline_model_parallel_size=5 does not divide the 12 layers of a stage that is neither the first nor "
-            "the last; choose from {1, 2, 3, 4, 6, 12}",
+            "virtual_pipeline_model_parallel_size=5 does not divide the 12 layers of each stage without a number of its own ("
+            "num_layers_in_first_pipeline_stage=11, num_layers_in_last_pipeline_stage=11); choose from {1, 2, 3, 4, 6, 12}",
+        ),
+        (
+            DENSE | {"num_hidden_layers": 48},
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 23,
+            },
+            "virtual_pipeline_model_parallel_size=2 does not divide the 25 layers of each stage without a number of its own ("
+            "num_layers_in_first_pipeline_stage=23); choose from {1, 5, 25}, or for num_layers_in_first_pipeline_stage from "
+            "{18, 20, 22, 24}",
         ),
         (
             DENSE,
