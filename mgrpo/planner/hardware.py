@@ -91,6 +91,9 @@ class Assumptions:
     """Share of the traffic of experts that products do not hide."""
     overlap_cost: float = 0.15
     """Share of hidden traffic's time that products lose: NCCL takes about 20 of 132 multiprocessors (arXiv:2412.19437, section 3.2.2)."""
+    gradient_bytes: float = 10.0
+    """Bytes of memory traffic for each weight and pack whose product does not add to the gradient buffer itself: a bf16 gradient
+    read, and the fp32 buffer read and written."""
     link_efficiency: float = 0.75
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
@@ -130,6 +133,8 @@ class Flops:
     """Those of experts, which are smaller."""
     attention: float = 0.0
     """Queries x keys and scores x values."""
+    own: float = 0.0
+    """Layers that are Megatron's own also where others are Transformer Engine's (`work.fused_weights`): learners never round them."""
     head: float = 0.0
     """The LM head, which stays as it is where layers are computed in 8 bits."""
 
@@ -138,16 +143,19 @@ class Flops:
             self.dense + other.dense,
             self.experts + other.experts,
             self.attention + other.attention,
+            self.own + other.own,
             self.head + other.head,
         )
 
     def __mul__(self, times: float) -> Flops:
-        return Flops(self.dense * times, self.experts * times, self.attention * times, self.head * times)
+        return Flops(
+            self.dense * times, self.experts * times, self.attention * times, self.own * times, self.head * times
+        )
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.dense + self.experts + self.attention + self.head
+        return self.dense + self.experts + self.attention + self.own + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +185,7 @@ class Hardware:
         assumed = self.assumed
         at_peak = work.head / assumed.compute_efficiency + work.attention / assumed.attention_efficiency
         at_peak += work.dense / assumed.compute_efficiency / (2 if "dense" in in_8_bits else 1)
+        at_peak += work.own / assumed.compute_efficiency / (2 if "own" in in_8_bits else 1)
         at_peak += work.experts / assumed.expert_efficiency / (2 if "experts" in in_8_bits else 1)
         tflops = self.gpu.tflops if dtype_bytes < 4 else self.gpu.fp32_tflops
         return at_peak / (gpus * tflops * 1e12)

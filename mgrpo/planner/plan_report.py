@@ -45,7 +45,8 @@ CAUSES = {
     "train": {
         "compute": "matrix products",
         "memory": "norms, gates, routing, loss",
-        "recompute": "the same, repeated (recompute)",
+        "gradients": "adding gradients, once a pack",
+        "recompute": "products and norms, repeated (recompute)",
         "host": "the host, starting kernels",
         "offload": "copies of activations that nothing covers",
         "bubble": "pipeline bubble",
@@ -76,7 +77,6 @@ ADVICE = {
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
 """Remedies for a slow phase, by its largest cause; for other causes, another layout."""
-
 BOUNDS = {
     "learners": "the learners: fewer engines, or more learners",
     "engines": "the engines: more of them",

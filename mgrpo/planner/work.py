@@ -115,6 +115,26 @@ def active_weights(shape: ModelShape) -> tuple[int, ...]:
     return tuple(layer.dense + int(layer.experts * share) for layer in holdings(shape, tensor=1, expert=1).layers)
 
 
+@cache
+def fused_weights(shape: ModelShape) -> tuple[int, ...]:
+    """Per layer, the weights whose products are Transformer Engine's where it is installed: of attention and of an MLP without experts.
+
+    Projections of latent attention and of gated delta nets, shared experts and routers stay Megatron's own layers.
+    """
+    return tuple(
+        (layer.dense - own_mlp(shape, number)) * (shape.latent is None and shape.has_attention(number))
+        + 3 * shape.hidden * shape.ffn * (not shape.has_experts(number))
+        for number, layer in enumerate(holdings(shape, tensor=1, expert=1).layers)
+    )
+
+
+def own_mlp(shape: ModelShape, layer: int) -> int:
+    """Weights of a layer's MLP, or of its router and shared expert."""
+    if experts := shape.experts_of(layer):
+        return shape.hidden * (experts.count + 3 * experts.shared_ffn)
+    return 3 * shape.hidden * shape.ffn
+
+
 def seen_pairs(length: float, window: int | None) -> float:
     """Pairs of a query and a key in causal attention over one document, at most `window` keys per query."""
     reach = min(length, window) if window else length
@@ -172,8 +192,11 @@ def _layer_flops(
     flops = []
     for layer, weights in enumerate(active_weights(shape)):
         experts = shape.experts_of(layer)
-        whole = 3 * shape.hidden * (experts.shared_ffn if experts else shape.ffn)
+        routed = shape.hidden * experts.count if experts else 0
+        whole = own_mlp(shape, layer) - routed
         chosen = 3 * shape.hidden * experts.ffn * experts.top_k if experts else 0
+        rest = 2 * (weights - whole - chosen - routed) * tokens
+        has_own = shape.latent is not None or not shape.has_attention(layer)
         if shape.delta and not shape.has_attention(layer):
             core = Flops(delta_flops(shape.delta) * in_states)
         else:
@@ -181,8 +204,10 @@ def _layer_flops(
         flops.append(
             LayerFlops(
                 core=core,
-                mlp=Flops(2 * whole * tokens, experts=2 * chosen * tokens),
-                rest=Flops(2 * (weights - whole - chosen) * tokens),
+                mlp=Flops(own=2 * whole * tokens, experts=2 * chosen * tokens)
+                if experts
+                else Flops(2 * whole * tokens),
+                rest=Flops(rest * (not has_own), own=rest * has_own + 2 * routed * tokens),
             )
         )
     return tuple(flops)

@@ -18,7 +18,7 @@ from mgrpo.models.memory import FP32_BYTES, StateBytes, adapter_holdings, stage_
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.hardware import Flops, Hardware
 from mgrpo.planner.learners.links import Hidden, beside, data_seconds, link_seconds
-from mgrpo.planner.learners.touched import stage_touched
+from mgrpo.planner.learners.touched import stage_touched, unfused_weights
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import Passes, Workload, stage_flops
 
@@ -28,7 +28,7 @@ FORWARD_SHARE = 0.36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerTime:
-    """Seconds of a step on the slowest pipeline stage, by cause: compute, memory, recompute, host, offload, bubble, an axis, optimizer."""
+    """Seconds of a step on the slowest pipeline stage, by cause: compute, memory, gradients, recompute, host, offload, bubble, an axis, optimizer."""
 
     training: dict[str, float]
     logprobs: dict[str, float]
@@ -179,15 +179,17 @@ def _stage_time(
     def links(traffic: Traffic) -> dict[str, float]:
         return link_seconds(traffic, layout, settings, hardware, shape.experts)
 
+    added = 0 if lora else count * unfused_weights(shape, layout, settings, stage=stage)
     training = {
         "compute": products(flops.forward * (1 + passes.backward)) * passes.train,
         "memory": memory(touched.forward + touched.backward) * passes.train,
+        "gradients": added * hardware.assumed.gradient_bytes / hardware.hbm_bytes_s * passes.train,
         "recompute": (products(flops.repeated) + memory(touched.repeated)) * passes.train,
         "adapters": merge * passes.train * (3 if settings.recomputes("projections") else 2),
     }
     training |= links(both_ways * passes.train)
     if "expert" in training:
-        window = sum(training[cause] for cause in ("compute", "memory", "recompute"))
+        window = sum(training[cause] for cause in ("compute", "memory", "gradients", "recompute"))
         training["expert"] = beside(training["expert"], window, hardware, exposed=hardware.assumed.expert_exposed)
     repeats = FORWARD_SHARE * settings.recomputes("projections")
     training["host"] = max(host * (1 + repeats) * passes.train - sum(training.values()), 0.0)

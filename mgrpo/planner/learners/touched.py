@@ -16,7 +16,9 @@ token and layer in a forward pass, with h = hidden, q and k the widths of querie
     LM head           the logits read and written
     fp8               4 bytes for each operand of a product: read, and written in two layouts of one byte
 
-A backward pass touches twice as much: a gradient beside every tensor.
+A backward pass touches twice as much: a gradient beside every tensor. It also makes a gradient of every weight, which is added to an
+fp32 buffer once for each micro-batch, however few tokens that has (`Assumptions.gradient_bytes`). Products of Transformer Engine
+do that while they compute.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from dataclasses import dataclass
 
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.memory import FP32_BYTES, padded_vocab, stage_layers
+from mgrpo.models.memory import FP32_BYTES, padded_vocab, stage_elements, stage_layers
 from mgrpo.models.shape import ModelShape
 from mgrpo.planner.traffic import Passed
+from mgrpo.planner.work import fused_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,24 @@ def stage_touched(
     return Touched(forward=forward, repeated=repeated)
 
 
+def unfused_weights(shape: ModelShape, layout: Layout, settings: Parallel, *, stage: int) -> int:
+    """Weights of a rank whose gradients their products do not add to Megatron's buffer themselves.
+
+    Transformer Engine's do, except under Megatron-FSDP and with offloaded weights.
+    """
+    total = stage_elements(shape, layout, stage=stage).total
+    offloads = settings.activation_offloading and settings.recompute_granularity != "full"
+    if settings.transformer_impl == "local" or layout.sharding >= 2 or offloads:
+        return total
+    return total - fused_in_stage(shape, layout, stage=stage)
+
+
+def fused_in_stage(shape: ModelShape, layout: Layout, *, stage: int) -> int:
+    """`fused_weights` of a rank of a stage."""
+    fused = fused_weights(shape)
+    return sum(fused[layer] for layer in stage_layers(layout, shape.num_layers, stage)) // layout.tensor
+
+
 def _layer(
     shape: ModelShape, layout: Layout, layer: int, own: float, dtype_bytes: int, in_8_bits: tuple[str, ...]
 ) -> dict[str, float]:
@@ -82,9 +103,9 @@ def _layer(
     hidden, experts = shape.hidden, shape.experts_of(layer)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     stream = split * hidden * (2 * (4 if shape.norms == "around" else 2) + 6)
-    between = 0.0
+    between, projections = 0.0, "own" if shape.latent else "dense"
     if shape.delta and not shape.has_attention(layer):
-        delta = shape.delta
+        delta, projections = shape.delta, "own"
         mixed = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
         values = delta.value_heads * delta.value_dim
         between = 2 * sharded * (mixed + values + 2 * delta.value_heads * delta.key_dim)
@@ -109,7 +130,7 @@ def _layer(
     mlp = routing + 3 * rows * ffn
     entering = split * hidden if experts is None else rows * hidden
     casts = {
-        "projections": 4 * (split * hidden + operands) * ("dense" in in_8_bits),
+        "projections": 4 * (split * hidden + operands) * (projections in in_8_bits),
         "mlp": 4 * (entering + rows * ffn * (2 if experts is None else 1)),
     }
     casts["mlp"] *= ("dense" if experts is None else "experts") in in_8_bits

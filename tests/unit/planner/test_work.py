@@ -64,7 +64,7 @@ def test_a_shared_expert_meets_every_token() -> None:
     tokens, expert = 64 * 2048, 2 * 3 * 4096 * 1408
     layers = layer_flops(glm, BATCH)
     assert layers[0].mlp == Flops(tokens * 2 * 3 * 4096 * 10944)
-    assert layers[1].mlp == Flops(tokens * expert, tokens * 8 * expert)
+    assert layers[1].mlp == Flops(own=tokens * expert, experts=tokens * 8 * expert)
     shared = dataclasses.replace(glm, experts=dataclasses.replace(glm.experts, shared_ffn=0))
     assert layers[1].rest == layer_flops(shared, BATCH)[1].rest
 

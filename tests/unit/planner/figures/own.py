@@ -37,7 +37,9 @@ def compare_own() -> list[Compared]:
             share = measured["bf16"]["tokens"] / sequences / (work.prompt_tokens + work.response_tokens)
         packs = -(-mode["tokens"] // work.pack_length)
         filled = mode["tokens"] / packs / work.pack_length * (1 + 1e-3)
-        config = from_values(work_settings(work) | {"total_episodes": sequences} | settings)
+        config = from_values(
+            work_settings(work) | {"total_episodes": sequences, "transformer_impl": "local"} | settings
+        )
         assumed = Assumptions(prompt_share=share, response_share=share, pack_fill=filled)
         hardware = Hardware(gpu=GPUS["H100"], nodes=1, gpus_per_node=1, assumed=assumed)
         plan = plan_run(config, shape_of(COMMON | FAMILIES[kind] | SIZES["large"][kind]), hardware, num_learners=1)

@@ -79,7 +79,7 @@ def hardware(row: dict[str, Any], assumed: Assumptions) -> Hardware:
         nodes=row["nodes"],
         gpus_per_node=row["gpus_per_node"],
         assumed=assumed,
-        in_8_bits=("dense", "experts") if row["precision"] == "fp8" else (),
+        in_8_bits=("dense", "own", "experts") if row["precision"] == "fp8" else (),
         dispatches_by_node=row.get("dispatches_by_node", False),
     )
 

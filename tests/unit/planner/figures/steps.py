@@ -64,6 +64,13 @@ def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
     return plan_run(config, shape, cluster, num_learners=learners)
 
 
+def scoring(row: dict[str, Any]) -> RunPlan:
+    """The plan with one update and packs as long as those that NeMo RL scores."""
+    packs = row["theirs"].get("scored_packs", 1)
+    changed = {"num_mini_batches": 1, "pack_length": row["settings"]["pack_length"] * packs}
+    return step(row | {"settings": row["settings"] | changed})
+
+
 def step_s(row: dict[str, Any], plan: RunPlan, seconds: dict[str, float]) -> float:
     """Seconds from one step to the next of a row of RL, with what its step has beside the plan by phase."""
     if not plan.ahead:
@@ -217,7 +224,7 @@ def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
 
 
 def _compare_step(row: dict[str, Any], plan: RunPlan) -> list[Compared]:
-    seconds = beside(row, plan)
+    seconds = beside(row, plan, scoring(row))
     figures = {"step_s": (step_s(row, plan, seconds), step_s(row, plan, {}))}
     figures |= {phase: (spent + seconds.get(phase, 0.0), spent) for phase, spent in plan.phases.items()}
     return [
