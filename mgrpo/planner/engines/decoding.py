@@ -134,7 +134,11 @@ class Decoder:
         hit = 1 - (1 - shape.experts.top_k / shape.experts.count) ** running if shape.experts else np.zeros(1)
         dense = sum(layer.dense for layer in held.layers) + shape.hidden * padded_vocab(shape)
         experts = sum(layer.experts for layer in held.layers)
-        return dense / layout.tensor + experts * hit / layout.workers
+        whole = 0
+        if latent := shape.latent:
+            # Every worker makes the latent vectors itself.
+            whole = shape.num_layers * shape.hidden * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_dim)
+        return whole + (dense - whole) / layout.tensor + experts * hit / layout.workers
 
     def _exchange_s(self, running: float) -> float:
         """Sums over the workers of attention and MLP in each layer; between copies, tokens go to experts and back."""

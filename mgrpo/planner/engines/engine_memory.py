@@ -10,7 +10,7 @@ from functools import cache
 from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.schema import Engine
 from mgrpo.layout import InferLayout
-from mgrpo.models.memory import FP32_BYTES, one_of_each_kind
+from mgrpo.models.memory import FP32_BYTES, holdings, one_of_each_kind
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes
@@ -88,7 +88,18 @@ def _most(shape: ModelShape, layout: InferLayout, measure: Callable[[Box], int])
     return max(sum(map(counted, boxes)) for boxes in engine_boxes(small, layout))
 
 
-def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int) -> SequenceCache:
+def head_weights(shape: ModelShape, layout: InferLayout) -> int:
+    """Weights on a worker of a head that drafts: a layer like the last one, and the product that joins hidden state and embedding.
+
+    Embedding and LM head are the model's own.
+    """
+    layer = holdings(shape, tensor=1, expert=1).layers[-1]
+    return layer.dense // layout.tensor + layer.experts // layout.workers + 2 * shape.hidden**2
+
+
+def sequence_cache(
+    shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int, heads: int = 0
+) -> SequenceCache:
     """What each worker of a copy of an engine's attention keeps of a sequence.
 
     Attention keeps keys and values of its own heads; with fewer key-value heads than workers, neighbours hold copies of one.
@@ -100,6 +111,7 @@ def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element
         workers: of the copy, which share out its heads.
         dtype_bytes: of the model's weights.
         element_bytes: of what is cached of a token.
+        heads: that draft, each with keys and values of its own.
     """
     if shape.latent:
         layer = shape.latent.kv_rank + shape.latent.rope_dim
@@ -109,6 +121,8 @@ def sequence_cache(shape: ModelShape, *, workers: int, dtype_bytes: int, element
     for number, window in enumerate(shape.windows):
         if shape.has_attention(number):
             by_window[window] = by_window.get(window, 0) + layer * element_bytes
+    if heads:
+        by_window[None] = by_window.get(None, 0) + heads * layer * element_bytes
     state = 0
     if delta := shape.delta:
         conv = (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim) * (delta.conv - 1)
@@ -126,7 +140,8 @@ def engine_memory(
         adapters: elements that it holds of them beside the model's weights.
     """
     layout = infer_layout_of(settings)
-    weights = (worker_weights(shape, layout) + adapters) * dtype_bytes
+    heads = shape.draft_layers if settings.vllm_speculative_method == "mtp" else 0
+    weights = (worker_weights(shape, layout) + heads * head_weights(shape, layout) + adapters) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
     left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
@@ -134,6 +149,8 @@ def engine_memory(
         weights=weights,
         workspace=workspace,
         cache=settings.vllm_kv_cache_mb << 20 if settings.shares_gpus else left,
-        sequence=sequence_cache(shape, workers=layout.tensor, dtype_bytes=dtype_bytes, element_bytes=element_bytes),
+        sequence=sequence_cache(
+            shape, workers=layout.tensor, dtype_bytes=dtype_bytes, element_bytes=element_bytes, heads=heads
+        ),
         longest=longest,
     )

@@ -7,6 +7,7 @@ Both are fitted to NVIDIA's measurements of vLLM 0.19's kernels on an H100 SXM, 
     product               3.05        0.82                  483       9 %
     attention             10.6        0.84                  36        9 %
     experts (fused)       27          0.86                  126       10 %
+    latent attention      75          0.82, cache 0.84      480       5 % (with its projections and norms)
 
 No kernel is shorter than a product of next to nothing, so that norms, rotations, gates and writes of the cache count as one each.
 """
@@ -18,7 +19,7 @@ from functools import cache
 from mgrpo.models.memory import FP32_BYTES, padded_vocab
 from mgrpo.models.shape import ModelShape
 
-SHORT_US, ATTENTION_US, EXPERTS_US = 3.05, 10.6, 27.0
+SHORT_US, ATTENTION_US, EXPERTS_US, LATENT_US = 3.05, 10.6, 27.0, 75.0
 SAMPLER_PASSES = 12
 """Times that vLLM's sampler reads or writes the logits in float32: a copy, temperature, log-softmax, softmax, random numbers and
 their quotient, the largest, and the sampled token's rank (vllm/v1/sample)."""
@@ -32,13 +33,13 @@ def fixed_s(shape: ModelShape) -> float:
 
 def _layer_us(shape: ModelShape, layer: int) -> float:
     """Two norms, products before and after attention, rotation with the norms of heads, and the cache's write; then the MLP."""
-    mixing = 2 + 2 + 1 + 1
+    attention = SHORT_US * (2 + 1 + 1) + ATTENTION_US
     if shape.latent:
-        mixing += 3 + 2  # products into and out of latent vectors, and their norms
+        attention = LATENT_US
     if experts := shape.experts_of(layer):
         shared = 3 * bool(experts.shared_ffn)
-        return SHORT_US * (mixing + 1 + shared) + ATTENTION_US + EXPERTS_US
-    return SHORT_US * (mixing + 3) + ATTENTION_US
+        return SHORT_US * (2 + 1 + shared) + attention + EXPERTS_US
+    return SHORT_US * (2 + 3) + attention
 
 
 def sampled_bytes(shape: ModelShape) -> float:
