@@ -38,7 +38,9 @@ SPARE = 0.1
 CAUSES = {
     "compute": "compute",
     "memory": "norms and gates",
+    "gradients": "gradients",
     "host": "host",
+    "offload": "offload",
     "recompute": "recomputation",
     "bubble": "bubble",
     "tensor": "TP",

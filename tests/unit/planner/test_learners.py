@@ -13,10 +13,12 @@ from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import stage_elements
 from mgrpo.models.shape import Experts
+from mgrpo.planner import plan_report
 from mgrpo.planner.hardware import GPUS, Assumptions, Flops, Hardware
 from mgrpo.planner.learners.links import beside, bytes_s, expert_seconds, link_seconds, nodes_reached, ring_bytes_s
 from mgrpo.planner.learners.touched import stage_touched, unfused_weights
 from mgrpo.planner.plan_command import shipped_config
+from mgrpo.planner.suggest import CAUSES as SHORT_CAUSES
 from mgrpo.planner.traffic import Passed, Traffic
 from mgrpo.planner.work import Workload, fused_weights, layer_flops
 from tests.unit.planner.test_plan import shipped_plan
@@ -190,3 +192,10 @@ def test_copies_of_activations_cost_what_computing_does_not_cover() -> None:
     one_way = packs * many.worst.activations.offloaded / 64e9
     passes = sum(many.learners.training[cause] for cause in ("compute", "memory", "gradients", "tensor"))
     assert many.learners.training["offload"] == pytest.approx(2 * one_way - passes, rel=0.01)
+
+
+def test_every_cause_has_a_name_on_the_page() -> None:
+    """A cause that the tables do not know would end the command."""
+    plan, _ = shipped_plan("30b_a3b_4x8", activation_offloading=True, recompute_granularity="none", pack_length=16_384)
+    assert {"gradients", "offload", "expert"} <= set(plan.learners.training)
+    assert set(plan.learners.training) <= set(SHORT_CAUSES) == set(plan_report.CAUSES["train"])
