@@ -1,7 +1,4 @@
-"""What every rank imports; the fork server imports it once, and its ranks have it when they start.
-
-torch imports `torch._dynamo` for the first optimizer; in every rank that would take longer than a case.
-"""
+"""What every rank imports; the fork server imports it once, and its ranks have it when they start."""
 
 import gc
 import os
@@ -13,11 +10,8 @@ from mgrpo.parallel import backend
 backend.install()
 
 import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: E402
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401
+import megatron.core.models.gpt  # noqa: E402, F401
 
-import mgrpo.policy.policy  # noqa: E402
-import mgrpo.run.train.learner  # noqa: E402, F401
 from tests.ranks import cases, run_cases  # noqa: E402, F401
 
 gc.collect()

@@ -67,7 +67,7 @@ def _run(state: Path, options: dict[str, list[str]], words: list[str]) -> int:
     source, target, _ = options["--volume"][0].split(":")
     prelude = f"""set -e
 mount -t tmpfs none /run; mkdir -p {target}; mount --bind {source} {target}
-mount -t tmpfs none /srv; mkdir {WORKDIR}; mount -t tmpfs none /tmp
+mount -t tmpfs none /srv; mkdir {WORKDIR}; cd {WORKDIR}; mount -t tmpfs none /tmp
 exec "$@" """
     spaces = [name for name in _SPACES if name != "--net" or options["--network"] == ["none"]]
     inner = ["sh", "-c", prelude, "sh", *options["--entrypoint"], *arguments]
