@@ -107,11 +107,19 @@ class Sender:
         return self.outgoing.get(engine % self.plan.sources.engines, {})
 
     def invitation(
-        self, engine: int, generation: int = 0, *, upstream: Link | None = None, followers: Sequence[Link] = ()
+        self,
+        engine: int,
+        generation: int = 0,
+        *,
+        first: int | None = None,
+        upstream: Link | None = None,
+        followers: Sequence[Link] = (),
     ) -> dict[str, Any]:
         """The invitation with which engine number `engine` joins, as plain values.
 
         Args:
+            first: the engine of its tree that learners send to, where that is another one: both ends of each transfer in the
+                tree cut messages by that one's sources.
             upstream: the engine that sends to this one in the learners' place, with its own generation.
             followers: the engines that this one sends to.
         """
@@ -124,7 +132,7 @@ class Sender:
             "followers": [[*link] for link in followers],
             "model": asdict(self.model),
             "lora": self.lora and asdict(self.lora),
-            **self._tables(engine),
+            **self._tables(engine if first is None else first),
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
             "share_gpus": self.share_gpus,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +21,8 @@ from mgrpo.sync.transport import Lost, Messages, named
 POLL_S = 0.0002
 """Between two looks at what is under way on CUDA."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()
+"""Held while the variable is set: engines meet others in threads."""
 
 Backend = Any
 """Torch's type stubs do not declare all of its methods."""
@@ -89,15 +92,16 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backen
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"
-    try:
-        return nccl(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[BLOCKING_WAIT]
-        else:
-            os.environ[BLOCKING_WAIT] = before
+    with _environment:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            return nccl(store, rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def _gloo_device(host: str) -> Any:

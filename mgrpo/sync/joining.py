@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from mgrpo.sync import shared
 from mgrpo.sync.group import join_group
 from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
+
+COMPLETE, GIVEN_UP = "complete", "given up"
+"""What becomes of a meeting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +126,27 @@ def _refused(members: SyncMembers, peers: Sequence[int], err: Exception) -> Runt
 
 
 def _exchange(store: dist.Store, topic: str, value: str, members: SyncMembers, timeout_s: float) -> list[str]:
-    """The values of all members. Making an NCCL communicator without this would wait for them without a limit of time."""
+    """The values of all members. Making an NCCL communicator without this would wait for them without a limit of time.
+
+    The first member that has seen all values, or has waited too long, decides for everyone: none goes on when another has given up.
+    """
     keys = [f"{topic}/{member}" for member in range(len(members.names))]
+    verdict = partial(store.compare_set, f"{topic}/verdict", "")
     store.set(keys[members.rank], value)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as err:
         missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+        if missing and verdict(GIVEN_UP) == GIVEN_UP.encode():
+            raise RuntimeError(
+                f"{members.names[members.rank]} waited for {', '.join(missing)} to join the weight-transfer group for "
+                f"{timeout_s:g} s; raise weight_sync_timeout if they are slow"
+            ) from err
+    if verdict(COMPLETE) == GIVEN_UP.encode():
         raise RuntimeError(
-            f"{members.names[members.rank]} waited for {', '.join(missing)} to join the weight-transfer group for "
-            f"{timeout_s:g} s; raise weight_sync_timeout if they are slow"
-        ) from err
+            f"{members.names[members.rank]} came to the weight-transfer group after another of {', '.join(members.names)} had "
+            f"waited for {timeout_s:g} s; raise weight_sync_timeout if it is slow"
+        )
     return [store.get(key).decode() for key in keys]
 
 

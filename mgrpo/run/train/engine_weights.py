@@ -199,7 +199,10 @@ class EngineWeights:
 
     def _invite(self, number: int, engine: Engine) -> Future[None]:
         seat, followers = self.seating.seats[number], self.seating.followers(number)
-        invitation = self.sender.invitation(number, seat.number, upstream=seat.upstream, followers=followers)
+        first = self.seating.first(number)
+        invitation = self.sender.invitation(
+            number, seat.number, first=first, upstream=seat.upstream, followers=followers
+        )
         return engine.join(invitation)
 
     def _sync(self, members: Mapping[int, int], *, check: bool = False, apart: Apart | None = None) -> None:
@@ -244,6 +247,8 @@ class EngineWeights:
             why = self.sender.store.get(keys[unserved[0]]).decode()
             who = f"engine {unserved[0]} gets" if len(unserved) == 1 else f"engines {listed(unserved)} get"
             say(f"{who} the weights of version {version} apart from the others: {why}")
+        for engine in unserved:
+            self.sender.store.delete_key(keys[engine])
         return [(engine, seat.number) for engine, seat in seats.items() if engine not in unserved], unserved
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:

@@ -75,6 +75,12 @@ class Seating:
         """The engine with its seat."""
         return engine, self.seats[engine].number if engine in self.seats else -1
 
+    def first(self, engine: int) -> int:
+        """The engine of its tree that learners send to; all of the tree cut messages by what that one gets from whom."""
+        while (upstream := self.seats[engine].upstream) is not None:
+            engine = upstream[0]
+        return engine
+
     def followers(self, engine: int) -> list[Link]:
         """The engines that get their weights from this one."""
         own = self.link(engine)

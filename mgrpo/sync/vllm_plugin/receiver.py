@@ -1,7 +1,8 @@
 """An engine worker's end of the weight sync: what it receives it writes into its live weights, and sends on to other engines.
 
 It goes through the rounds of `mgrpo.sync.sending.rounds.rounds`, and writes the last one while one is under way. Other engines read
-its live weights: what has arrived stays as it is until the next sync, so that none of them holds it up.
+its live weights: what has arrived stays as it is until the next sync, so that none of them holds up what it receives. On CUDA its
+answer to rank 0 waits for what it sends as well (`transfer_engine`): one that takes nothing delays that until it is given up.
 """
 
 from __future__ import annotations

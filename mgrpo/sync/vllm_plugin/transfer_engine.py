@@ -113,7 +113,8 @@ def _engine_class() -> type:
         def start_weight_update(self) -> None: ...
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            # The base class ends in torch.accelerator.synchronize(), which raises without an accelerator.
+            # The base class ends in torch.accelerator.synchronize(), which raises without an accelerator. It waits for what is sent
+            # on as well: an engine below that takes nothing holds up this answer until it is given up.
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()

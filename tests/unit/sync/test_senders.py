@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,15 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.placement.box_table import COLUMNS, HeldBoxes, Tensors, packed, unpacked
 from mgrpo.models.placement.boxes import Box
+from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import engine_boxes, training_boxes
+from mgrpo.run.train.engine_weights import EngineWeights
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.plan import plan
 from mgrpo.sync.sending.layout_tables import training_holdings
+from mgrpo.sync.sending.seating import Seating
 from mgrpo.sync.sending.senders import MOST_GROUPS
+from mgrpo.sync.vllm_plugin.receiver import Receiver
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync import plan_oracle
 from tests.unit.sync.ends import sharded_holdings, shipped
@@ -126,10 +132,9 @@ def test_tables_come_out_as_they_went_in():
     assert tensors.boxes(tensors.rows(boxes)) == boxes
 
 
-def test_an_invitation_to_a_large_mixture_is_small():
-    """Rank 0 makes one for every engine; as boxes this one had 22 MB."""
-    model, train, infer = shipped("235b_a22b_32x8")
-    sender = Sender(
+def planning_sender(model: ModelShape, train: Layout, infer: InferLayout) -> Sender:
+    """Rank 0, without weights."""
+    return Sender(
         [(Box("x", (0,), (1,)), torch.zeros(1))],
         holdings=training_holdings(model, train),
         model=model,
@@ -143,8 +148,54 @@ def test_an_invitation_to_a_large_mixture_is_small():
         bucket_bytes=1 << 28,
         timeout_s=1,
     )
+
+
+def test_an_invitation_to_a_large_mixture_is_small():
+    """Rank 0 makes one for every engine; as boxes this one had 22 MB."""
+    model, train, infer = shipped("235b_a22b_32x8")
+    sender = planning_sender(model, train, infer)
     invitation = sender.invitation(3)
     assert (
         sum(len(unpacked(table, COLUMNS)) for table in invitation["slices"]) * infer.engines == sender.plan.num_slices
     )
     assert len(json.dumps(invitation)) < 250_000
+
+
+def test_both_ends_of_a_tree_cut_alike():
+    """Engines of one tree would get other slices of a kind from a rank, or get them in another order, if they joined by themselves."""
+    train = Layout(world_size=256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11)
+    infer = InferLayout(engines=1024, tensor=8, expert_parallel=True)
+    sender = planning_sender(shipped("235b_a22b_32x8")[0], train, infer)
+    sources = sender.plan.sources
+    assert sources.blocks == 2 and sources.engines == 14, "engines of both blocks, and of several places in them"
+    weights = object.__new__(EngineWeights)
+    weights.sender, weights.seating = sender, Seating(sources.trees(1024))
+    weights.seating.arrange(dict.fromkeys(range(1024), 0))
+    for apart in (None, "tree"):
+        stale = dict.fromkeys((3, 17, 18, 31, 300, 1023), 1)
+        weights.seating.arrange(stale, apart=apart)
+        cuts: dict[int, Any] = {}
+        for number in stale:
+            joined: list[Any] = []
+            weights._invite(number, SimpleNamespace(join=joined.append))
+            cuts[number] = [incoming(worker, joined[0]) for worker in range(8)]
+        edges = [(seat.upstream[0], below) for below in stale if (seat := weights.seating.seats[below]).upstream]
+        assert len(edges) == (5 if apart else 2)
+        for above, below in edges:
+            assert cuts[above] == cuts[below], f"engine {above} sends to {below}"
+        for first in weights.seating.heads().keys() & stale:
+            planned = sender.plan.incoming(first)
+            learners = sender.plan.learners(first)
+            for worker, found in enumerate(cuts[first]):
+                own = {learners.index(rank): sender.plan.boxes(places) for rank, places in planned[worker].items()}
+                assert dict(found) == own, "learners send to it what it expects"
+
+
+def incoming(worker: int, invitation: dict[str, Any]) -> list[tuple[int, list[Box]]]:
+    """What an engine's worker cuts into messages, by source."""
+    receiver = object.__new__(Receiver)
+    receiver.worker = worker
+    receiver.model, receiver.lora = ModelShape.from_dict(invitation["model"]), None
+    receiver.live = SimpleNamespace(dtype=torch.bfloat16)
+    (stage,) = receiver._incoming(invitation)
+    return [*stage.items()]
