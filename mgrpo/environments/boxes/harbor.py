@@ -77,7 +77,7 @@ def _beyond(settings: dict[str, Any]) -> list[str]:
         found.append("a verifier's environment of its own")
     if settings.get("environment", {}).get("os", "linux") != "linux":
         found.append("another system than Linux")
-    if any("${" in value for value in settings.get("verifier", {}).get("env", {}).values()):
+    if any("${" in str(value) for value in settings.get("verifier", {}).get("env", {}).values()):
         found.append("variables of the machine for its verifier")
     return found
 

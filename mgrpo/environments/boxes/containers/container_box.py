@@ -47,7 +47,7 @@ _ASK_S = 30.0
 _FILE_LIMIT_S = 60.0
 _ABSENT, _NOT_REGULAR = 44, 45
 _PYTHON = """
-for python in python3 python; do command -v $python >/dev/null && exec $python -S -c "$0" "$@"; done
+for python in python3 python; do command -v $python >/dev/null && exec $python -I -S -c "$0" "$@"; done
 echo "it has no python3, which a box needs" >&2; exit 127
 """
 _NUMBERED = 'echo $$ > "$0" 2>/dev/null; exec "$@"'
@@ -223,7 +223,7 @@ class ContainerBox:
         """End the box once more has been written than may be."""
         while True:
             await asyncio.sleep(_SIZE_EVERY_S)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):
                 found = await self._ask("inspect", "--size", "--format", "{{.SizeRw}}", self._name)
                 if (size := found.stdout.strip()).isdigit() and int(size) > self._bounds.disk_bytes:
                     self._why = f"the box has written more than {self._bounds.disk_bytes // MIB} MiB"

@@ -3,6 +3,7 @@
 Standard library only, one file, Python 3.6 and later; its text is given to the interpreter with the working folder, which it makes
 before it says "ready". A line is "all ..." or "one PATH ...", of a file with the number of a process; it is repeated once that is
 dead. Where an agent has used up the container's processes, the daemon can start no command any more, so that this one has to do it.
+An agent may be the same user, and must not write that line itself: /proc/1/fd and ptrace are closed by being undumpable.
 """
 
 import contextlib
@@ -12,8 +13,9 @@ import sys
 import time
 
 PAUSE_S = 0.01
-NUMBER_S = 2.0
-"""Longest wait for a file that the process itself writes first."""
+NUMBER_S = 25.0
+"""Longest wait for a file that the process itself writes first; the owner waits a little longer."""
+PR_SET_DUMPABLE = 4
 
 
 def kill_all():
@@ -43,7 +45,20 @@ def kill_one(path):
         os.kill(number, signal.SIGKILL)
 
 
+def close_to_others():
+    """Against all who lack CAP_SYS_PTRACE, as root in a container does."""
+    try:
+        import ctypes
+
+        is_closed = ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+    except (ImportError, OSError, AttributeError) as err:
+        sys.exit(f"its python3 has no ctypes that works, which a box needs: {err}")
+    if not is_closed:
+        sys.exit("its first process cannot be closed to others: prctl(PR_SET_DUMPABLE) failed")
+
+
 def main(folder):
+    close_to_others()
     os.makedirs(folder, exist_ok=True)
     # Whoever ignores SIGCHLD has no zombies, which would count against the limit of processes.
     for name in (signal.SIGCHLD, signal.SIGINT):
@@ -51,7 +66,7 @@ def main(folder):
     print("ready", flush=True)
     for line in iter(sys.stdin.readline, ""):
         words = line.split()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OverflowError):  # of a number that an agent wrote
             kill_all() if words[0] == "all" else kill_one(words[1])
         sys.stdout.write(line)
         sys.stdout.flush()

@@ -21,7 +21,7 @@ from tests.unit.environments.boxes.boxed import wait_until
 
 _PROGRAMS = (
     *("sh", "bash", "env", "cat", "cp", "mkdir", "mktemp", "rm", "chmod", "chown", "ln", "ls", "dirname", "basename", "head"),
-    *("wc", "tail", "grep", "sleep", "setsid", "su", "id", "touch", "mknod", "dd", "ps", "stat", "df", "timeout", "seq", "true"),
+    *("wc", "tail", "tee", "grep", "sleep", "setsid", "su", "id", "touch", "mknod", "dd", "ps", "stat", "df", "timeout", "seq", "true"),
 )  # fmt: skip
 _LEFT_OUT = {
     "site-packages",
@@ -35,12 +35,12 @@ _LEFT_OUT = {
     "turtledemo",
 }
 _FIRST = """
+exec 3<&0
 { [ -z "$IP" ] || "$IP" link set lo up; }
 dockerd --data-root "$0/data" --exec-root "$0/exec" --pidfile "$0/pid" --host "unix://$0/socket" \\
     --exec-opt native.cgroupdriver=cgroupfs --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false --userland-proxy=false "$@" >"$0/log" 2>&1 &
 daemon=$!
-read -r line
-kill $daemon
+(read -r line <&3; kill $daemon) &
 wait $daemon
 """
 
@@ -60,7 +60,9 @@ def daemon(folder: Path, *options: str) -> Iterator[str]:
             if process.poll() is not None:
                 said = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
                 pytest.skip(f"dockerd does not run here: {said[-3:]}")
-            yield f"unix://{folder}/socket"
+            address = f"unix://{folder}/socket"
+            _skip_unless(address, "version")
+            yield address
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -75,8 +77,17 @@ def docker(*words: str, stdin: bytes | None = None) -> str:
     return done.stdout.decode().strip()
 
 
+def _skip_unless(address: str, *words: str) -> None:
+    done = subprocess.run(["docker", "--host", address, *words], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"docker {' '.join(words)} does not work here: {done.stderr.strip()[-500:]}")
+
+
 def make_image(address: str, name: str, workdir: str) -> None:
-    """An image with a shell, the usual small programs and this Python's standard library, as `python3`."""
+    """An image with a shell, the usual small programs and this Python's standard library, as `python3`.
+
+    The test is skipped where the daemon can run no container of it.
+    """
     words = ["docker", "--host", address, "import", "--change", f"WORKDIR {workdir}", "-", name]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         with tarfile.open(fileobj=process.stdin, mode="w|") as image:
@@ -84,6 +95,7 @@ def make_image(address: str, name: str, workdir: str) -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait() == 0
+    _skip_unless(address, "run", "--rm", name, "true")
 
 
 def _fill(image: tarfile.TarFile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -358,6 +359,60 @@ def test_rights_cannot_be_gained_in_a_container(real):
         assert int(status["CapBnd"], 16) & (1 << 13 | 1 << 27 | 1 << 21 | 1 << 19) == 0, "raw, mknod, sys_admin, ptrace"
         assert (await sh(box, "mknod /tmp/disk b 254 0")).status != 0
         assert (await sh(box, "echo x > /run/mgrpo/x")).status != 0
+
+    _with_box(use)
+
+
+@pytest.mark.parametrize("user", ["0", "1000"])
+def test_an_agent_cannot_speak_for_the_first_process(real, monkeypatch, user):
+    """Its word that all are dead must be its own: what lived on would see the check. Nor does it take modules from the agent's folder."""
+    _built(monkeypatch, f"RUN chmod 755 /root; echo 'raise SystemExit(7)' | tee signal.py > socket.py\nUSER {user}\n")
+    script = """if True:
+        import ctypes
+        through = []
+        for name, mode in (("fd/1", "w"), ("fd/0", "r"), ("fd/2", "w"), ("mem", "rb"), ("environ", "rb")):
+            try: open(f"/proc/1/{name}", mode)
+            except PermissionError: continue
+            through.append(name)
+        if ctypes.CDLL(None).ptrace(0x4206, 1, None, None) == 0: through.append("ptrace")
+        print(through)
+    """
+
+    async def use(box):
+        assert (await sh(box, "id -u")).stdout == f"{user}\n".encode()
+        assert await python(box, script, cwd="/") == "[]"
+        assert "sh" in docker("top", box._name)
+        with served() as url:
+            assert await box.url_for(url) == "http://127.0.0.1:47123"
+        await box.start(["sleep", "3462"])
+        await until(lambda: running("3462"))
+        await box.end_processes()
+        assert not running("3462")
+
+    _with_box(use, dataclasses.replace(BOUNDS, image="built:1"))
+
+
+def test_an_image_whose_first_process_cannot_be_closed_is_refused(real, monkeypatch):
+    """Some builds of Python leave ctypes out."""
+    _built(monkeypatch, f"RUN rm -r {os.path.dirname(ctypes.__file__)}\n")
+    with pytest.raises(BoxError, match="'built:1' did not start: its python3 has no ctypes"):
+        asyncio.run(open_container(dataclasses.replace(BOUNDS, image="built:1")))
+
+
+def _built(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """An image built:1 with more than the usual one."""
+    monkeypatch.setenv("DOCKER_BUILDKIT", "0")
+    docker("build", "--network", "none", "--tag", "built:1", "-", stdin=f"FROM {IMAGE}\n{lines}".encode())
+
+
+def test_a_number_that_an_agent_wrote_ends_nothing(either):
+    """It is the number of what is to be killed, and may be any text."""
+
+    async def use(box):
+        await sh(box, "echo 99999999999999999999 > /tmp/own")
+        await box.kill("/tmp/own")
+        await box.end_processes()
+        assert await box.alive()
 
     _with_box(use)
 

@@ -92,6 +92,12 @@ def test_the_agent_is_not_told_the_tests(tmp_path, capsys):
     assert harbor.main([str(tmp_path / "out"), "--out", str(tmp_path / "none")]) == 2
 
 
+def test_a_variable_may_be_a_number(tmp_path):
+    """TOML has them, and a shell's variables are text."""
+    row = harbor.row_of(task_folder(tmp_path, "true", "[verifier.env]\nKEY = 7\n"))
+    assert row["ground_truth"]["env"] == {"KEY": "7"}
+
+
 @pytest.mark.parametrize(
     ("toml", "named"),
     [
