@@ -39,6 +39,9 @@ class _Store(dist.Store):
     def get(self, key: str) -> bytes:
         return b""
 
+    def compare_set(self, key: str, expected: str, desired: bytes) -> bytes:
+        return desired
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None: ...
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -381,7 +381,7 @@ def test_an_agent_cannot_speak_for_the_first_process(real, monkeypatch, user):
     async def use(box):
         assert (await sh(box, "id -u")).stdout == f"{user}\n".encode()
         assert await python(box, script, cwd="/") == "[]"
-        assert "sh" in docker("top", box._name)
+        assert "python3" in docker("top", box._name, "-o", "pid,comm")
         with served() as url:
             assert await box.url_for(url) == "http://127.0.0.1:47123"
         await box.start(["sleep", "3462"])
