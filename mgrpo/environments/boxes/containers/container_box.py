@@ -155,6 +155,7 @@ class ContainerBox:
             *("--network", "bridge" if self._bounds.network else "none"),
             *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._bounds.max_processes), *cpus),
             *("--security-opt", "no-new-privileges", "--cap-drop", "NET_RAW", "--cap-drop", "MKNOD"),
+            *("--cap-drop", "SYS_PTRACE"),  # which the first process is not closed to
             *("--volume", f"{os.path.dirname(self._socket)}:{_MOUNT}:ro"),
             *("--entrypoint", "sh", image, "-c", _PYTHON, _text("first_process"), self.folder),
         ]
