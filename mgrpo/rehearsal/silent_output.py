@@ -39,8 +39,8 @@ class _Store(dist.Store):
     def get(self, key: str) -> bytes:
         return b""
 
-    def compare_set(self, key: str, expected: str, desired: bytes) -> bytes:
-        return desired
+    def compare_set(self, key: str, expected_value: str, desired_value: Any) -> bytes:
+        return desired_value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None: ...
 

@@ -97,12 +97,10 @@ class Served:
         self.receiver: Any = None
 
     def join(self, invitation: dict[str, Any]) -> None:
-        from mgrpo.sync.vllm_plugin.receiver import Receiver
+        from mgrpo.sync.vllm_plugin.receiver import Receiver, joined
 
-        if self.receiver is not None and self.receiver.is_seat(invitation):
-            self.receiver.follow(invitation["followers"])
-        else:
-            self.receiver = Receiver(self.live, worker=0, invitation=invitation)
+        make = partial(Receiver, self.live, worker=0, invitation=invitation)
+        self.receiver = joined(self.receiver, invitation, make)
 
     def receive(self, version: int, check: bool, lasts: int | None) -> bool:
         """Whether weights have come; the process is killed once more than `lasts` messages have."""

@@ -35,13 +35,11 @@ class ReceivingEngine(ScriptedEngine):
         """Messages that arrive before it fails."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
-        from mgrpo.sync.vllm_plugin.receiver import Receiver
+        from mgrpo.sync.vllm_plugin.receiver import Receiver, joined
 
         def join() -> None:
-            if self.receiver is not None and self.receiver.is_seat(invitation):
-                self.receiver.follow(invitation["followers"])
-            else:
-                self.receiver = Receiver(self.live, worker=0, invitation=invitation)
+            make = partial(Receiver, self.live, worker=0, invitation=invitation)
+            self.receiver = joined(self.receiver, invitation, make)
 
         return Future() if self.hangs == "join" else self.thread.submit(join)
 

@@ -125,6 +125,16 @@ def _close(source: Future[Channel]) -> None:
         source.result().close()
 
 
+def joined(earlier: Receiver | None, invitation: Mapping[str, Any], make: Callable[[], Receiver]) -> Receiver:
+    """The receiver that takes up an invitation: the earlier one if it has that seat already, or a new one after that has left."""
+    if earlier is not None:
+        if earlier.is_seat(invitation):
+            earlier.follow(invitation["followers"])
+            return earlier
+        earlier.close()
+    return make()
+
+
 class Receiver:
     """An engine worker's end: every slice is written in place into the live weights.
 

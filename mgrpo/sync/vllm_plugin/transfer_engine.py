@@ -28,7 +28,7 @@ from mgrpo.sync.vllm_plugin.live_weights import (
     live_boxes,
 )
 from mgrpo.sync.vllm_plugin.rebound import rebind
-from mgrpo.sync.vllm_plugin.receiver import Receiver
+from mgrpo.sync.vllm_plugin.receiver import Receiver, joined
 
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
@@ -96,10 +96,10 @@ def _engine_class() -> type:
             if init_info.is_trial:
                 check_model(self.model_config, invitation["model"])
                 return
-            if self.receiver is not None and self.receiver.is_seat(invitation):
-                self.receiver.follow(invitation["followers"])
-                return
-            self.shutdown()
+            earlier, self.receiver = self.receiver, None
+            self.receiver = joined(earlier, invitation, lambda: self.receiver_of(invitation))
+
+        def receiver_of(self, invitation: dict[str, Any]) -> Receiver:
             boxes, self.padding = live_boxes(self.model, invitation["model"])
             if self.vllm_config.load_config.load_format == "dummy":
                 check_written(self.model, [*(view for _, view in boxes), *self.padding])
@@ -108,7 +108,7 @@ def _engine_class() -> type:
                 boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
             parallel = self.parallel_config
             worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-            self.receiver = Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
+            return Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
 
         def start_weight_update(self) -> None: ...
 
