@@ -1,7 +1,8 @@
 # make              install into .venv
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
-# make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
+# make test-learners  learners' optimizers, precisions, offloads and saved states in every layout, and rehearsed steps
+# make test-e2e     more runs and engines than make test starts; make test-all runs all of these and the slow ones
 # make test-kills   twenty kills of whole runs and single processes at random moments, each resumed to the bit: about 20 minutes
 # make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
 # make dev          install into .venv what tests and linters need as well
@@ -11,7 +12,7 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-e2e test-all test-kills test-gpu-config record-gpu-config lint docs bench parity install dev clean
+.PHONY: quickstart test test-learners test-e2e test-all test-kills test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -30,20 +31,24 @@ quickstart: $(VENV)/.installed
 
 PYTEST := $(VENV)/bin/python -m pytest
 # A process for each core; what a file's tests share, they share in one process.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/repo tests/ranks tests/unit tests/gpu_config
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+WITHOUT_ENGINES := tests/repo tests/ranks tests/unit tests/gpu_config
 
 # The engines that `make test` starts.
 MAIN := tests/e2e/test_main_job.py tests/e2e/test_gpu_whole_run.py
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" $(ON_ALL_CORES)
+	$(PYTEST) -m "not slow and not learners" $(ON_ALL_CORES) $(WITHOUT_ENGINES)
 	$(PYTEST) $(MAIN)
+
+test-learners: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow and learners" $(ON_ALL_CORES) tests/ranks tests/unit/rehearsal
 
 test-e2e: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" tests/e2e $(addprefix --ignore ,$(MAIN))
 
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) $(ON_ALL_CORES)
+	$(PYTEST) $(ON_ALL_CORES) $(WITHOUT_ENGINES)
 	$(PYTEST) tests/e2e --ignore tests/e2e/test_kills.py
 
 # MGRPO_KILLS=N kills N times, MGRPO_KILLS_SEED=N repeats the draws of an earlier time.

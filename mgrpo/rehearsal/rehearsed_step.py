@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
 import time
 from collections import Counter
@@ -247,15 +248,12 @@ def _name_untrained(recorder: Recorder, learner: Learner) -> None:
 
 def _name_engine(recorder: Recorder, learner: Learner) -> None:
     """Name what Transformer Engine's layers hold from step to step: rounded weights, placeholders of gradients, buffers."""
-    for model in (learner.policy, *learner.models.untrained):
-        for chunk in model.chunks:
-            for module in chunk.modules():
-                for copy in (
-                    each for pair in getattr(module, "copies", None) or () for each in pair if each is not None
-                ):
-                    recorder.memory.rename(copy.data, "transformer_engine")
-                    recorder.memory.rename(copy.scale, "transformer_engine")
-    for tensor in (*placeholders.values(), *package.Userbuffers.memory):
+    models = (learner.policy, *learner.models.untrained)
+    modules = (module for model in models for chunk in model.chunks for module in chunk.modules())
+    pairs = itertools.chain.from_iterable(getattr(module, "copies", None) or () for module in modules)
+    rounded = [each for each in itertools.chain.from_iterable(pairs) if each is not None]
+    copies = itertools.chain.from_iterable((each.data, each.scale) for each in rounded)
+    for tensor in (*copies, *placeholders.values(), *package.Userbuffers.memory):
         recorder.memory.rename(tensor, "transformer_engine")
 
 

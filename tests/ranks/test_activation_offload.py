@@ -9,6 +9,8 @@ from tests.ranks import activation_cases
 from tests.tiny_models import save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 MODELS = parity.MODELS | {"qwen3-moe, 12 layers": {"family": "qwen3_moe", "layers": 12}}
 
 

@@ -15,6 +15,8 @@ from tests.ranks.rank_pool import RankPool
 from tests.ranks.test_layouts import LOSS, check, oracle
 from tests.tiny_models import save_tiny
 
+pytestmark = pytest.mark.learners
+
 SAMPLES = cases.random_samples(seed=0)
 WIDE = {"intermediate_size": 128}
 ENGINE = {"transformer_impl": "transformer_engine"}

@@ -14,6 +14,8 @@ from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 LAYOUTS = [
     ("qwen2", "tp2+sp"),
     ("qwen2", "cp2"),

@@ -11,6 +11,8 @@ import torch
 from tests.ranks import cases
 from tests.tiny_models import save_tiny
 
+pytestmark = pytest.mark.learners
+
 
 class GroupAdam(torch.optim.Optimizer):
     """AdamW by the contract of Transformer Engine's FusedAdam, whose kernels need CUDA.

@@ -10,6 +10,8 @@ from tests.ranks.test_learning import scored_groups
 from tests.tiny_models import save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

@@ -20,6 +20,8 @@ from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 STEPS, SAVED = 4, 2
 LORA = LoraShape(rank=3, alpha=6)
 SETTINGS = SETTINGS | {

@@ -8,6 +8,8 @@ from tests.ranks import optimizer_cases
 from tests.tiny_models import save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 
 @pytest.mark.parametrize(
     ("model", "layout"),

@@ -9,6 +9,8 @@ from tests.ranks import optimizer_cases as cases
 from tests.tiny_models import save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

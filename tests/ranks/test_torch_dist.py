@@ -18,6 +18,8 @@ from tests.ranks import cases, torch_dist_cases
 from tests.ranks.test_logits import compare
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
+pytestmark = pytest.mark.learners
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2 tied": ("qwen2", {"tied": True}),

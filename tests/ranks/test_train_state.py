@@ -11,6 +11,8 @@ from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 from tools import parity
 
+pytestmark = pytest.mark.learners
+
 STEPS, SAVED = 5, 3
 CHANGES = [
     ("qwen2", "tp2+sp", "pp2"),

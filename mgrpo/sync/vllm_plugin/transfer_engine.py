@@ -96,19 +96,20 @@ def _engine_class() -> type:
             if init_info.is_trial:
                 check_model(self.model_config, invitation["model"])
                 return
-            earlier, self.receiver = self.receiver, None
-            self.receiver = joined(earlier, invitation, lambda: self.receiver_of(invitation))
 
-        def receiver_of(self, invitation: dict[str, Any]) -> Receiver:
-            boxes, self.padding = live_boxes(self.model, invitation["model"])
-            if self.vllm_config.load_config.load_format == "dummy":
-                check_written(self.model, [*(view for _, view in boxes), *self.padding])
-            loaded: Held = ()
-            if are_apart(lora := invited_lora(invitation)):
-                boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
-            parallel = self.parallel_config
-            worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-            return Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
+            def make() -> Receiver:
+                boxes, self.padding = live_boxes(self.model, invitation["model"])
+                if self.vllm_config.load_config.load_format == "dummy":
+                    check_written(self.model, [*(view for _, view in boxes), *self.padding])
+                loaded: Held = ()
+                if are_apart(lora := invited_lora(invitation)):
+                    boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
+                parallel = self.parallel_config
+                worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+                return Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
+
+            earlier, self.receiver = self.receiver, None
+            self.receiver = joined(earlier, invitation, make)
 
         def start_weight_update(self) -> None: ...
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from megatron_cases import CARRIED, change
 
+from mgrpo.model_io.convert import hf_to_megatron
 from tests.tiny_models import FAMILIES, save_tiny
 
 
@@ -40,3 +41,14 @@ def own_model(model, tmp_path):
         return Path(shutil.copytree(model(family), tmp_path / "own"))
 
     return copy
+
+
+@pytest.fixture
+def written(model, tmp_path):
+    """`written(family)`: the folder of a new checkpoint, whose parent has the files beside the weights."""
+
+    def write(family: str) -> Path:
+        hf_to_megatron(model(family), tmp_path / "megatron", None)
+        return tmp_path / "megatron" / "release"
+
+    return write

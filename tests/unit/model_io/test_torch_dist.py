@@ -1,21 +1,17 @@
-"""Checkpoints in Megatron-core's format: exact both ways, and nothing of a hostile or damaged one is executed or believed."""
+"""Checkpoints in Megatron-core's format: exact both ways, and what cannot be is refused."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from megatron_cases import assert_same, change, layout_of, refused, run_tool, tensors_of
 from safetensors import safe_open
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch_dist_folder import FC2, LAYERS, edit, export, place_of, rename
 
 from mgrpo.model_io import convert as conversion
 from mgrpo.model_io import megatron_checkpoint
@@ -24,64 +20,11 @@ from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_checkpoint import write_checkpoint
 from mgrpo.model_io.megatron_view import MegatronView
 from mgrpo.model_io.model_reader import model_reader
-from mgrpo.model_io.unpickle import Forbidden, record, unpickle
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.table import hf_tensors
 from tests.tiny_models import FAMILIES
-
-LAYERS = "decoder.layers."
-FC2 = f"{LAYERS}mlp.linear_fc2.weight"
-
-
-class Attack:
-    """An object whose pickle makes a folder when it is loaded as usual."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
-@pytest.fixture
-def written(model, tmp_path):
-    """`written(family)`: the folder of a new checkpoint, whose parent has the files beside the weights."""
-
-    def write(family: str) -> Path:
-        hf_to_megatron(model(family), tmp_path / "megatron", None)
-        return tmp_path / "megatron" / "release"
-
-    return write
-
-
-def edit(folder: Path, how: Callable[[Metadata], object]) -> None:
-    """Change the index of a checkpoint."""
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    how(index)
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-
-
-def rename(folder: Path, new: Callable[[str], str]) -> None:
-    """Give tensors other names."""
-
-    def change_names(index: Metadata) -> None:
-        index.state_dict_metadata = {new(name): own for name, own in index.state_dict_metadata.items()}
-        index.storage_data = {
-            MetadataIndex(new(key.fqn), key.offset): place for key, place in index.storage_data.items()
-        }
-
-    edit(folder, change_names)
-
-
-def place_of(index: Metadata, name: str) -> _StorageInfo:
-    """Where the first chunk of a tensor is."""
-    return next(place for key, place in index.storage_data.items() if key.fqn == name)
-
-
-def export(checkpoint: Path, out: Path) -> Callable[[], None]:
-    return lambda: megatron_to_hf(checkpoint, out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,9 +118,6 @@ def test_nothing_is_written_when_a_tensor_does_not_come_back(model, tmp_path, mo
     )
 
 
-# Names that a Megatron gives
-
-
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "qwen3_next"])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_each_name_of_a_norm_alone_is_understood(model, written, tmp_path, family, kept):
@@ -259,10 +199,9 @@ def test_tracker_that_names_nothing_is_refused(written, tmp_path, newest):
     refused(tmp_path / "out", export(run, tmp_path / "out"), "latest_checkpointed_iteration.txt", repr(newest))
 
 
-# The norm of a delta net, which Megatron multiplies with 1 more than it keeps
-
-
 DELTA_NORM = "model.layers.0.linear_attn.norm.weight"
+
+
 OUT_NORM = "decoder.layers.0.self_attention.out_norm.weight"
 
 
@@ -323,143 +262,6 @@ def test_layers_that_guess_further_tokens_are_left_out(model, written, tmp_path,
     assert "left out: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
 
 
-# What is refused
-
-
-def test_hostile_index_is_refused_and_not_executed(written, tmp_path):
-    """A pickle can call any function; whoever downloads a checkpoint has not asked for that."""
-    folder, mark = written("llama"), tmp_path / "mark"
-    edit(folder, lambda index: setattr(index, "planner_data", Attack(mark)))
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), f"{folder}/.metadata", "posix.mkdir", "refused")
-    assert not mark.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
-    assert mark.exists()  # the attack is one
-
-
-def test_hostile_chunk_is_refused_and_not_executed(written, tmp_path):
-    """Each chunk has a pickle of its own."""
-    folder, mark = written("llama"), tmp_path / "mark"
-
-    def replace_chunk(index: Metadata) -> None:
-        place = place_of(index, FC2)
-        place.relative_path, place.offset = "__9_0.distcp", 0
-        torch.save([Attack(mark), torch.zeros(1 << 20)], folder / "__9_0.distcp")
-        place.length = (folder / "__9_0.distcp").stat().st_size
-
-    edit(folder, replace_chunk)
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), "__9_0.distcp", "posix.mkdir", "refused")
-    assert not mark.exists()
-    torch.load(folder / "__9_0.distcp", weights_only=False)
-    assert mark.exists()
-
-
-def test_common_pt_and_objects_are_not_opened(model, written, tmp_path):
-    """Weights need neither, so that what is in them does not matter."""
-    folder, mark = written("llama"), tmp_path / "mark"
-    torch.save({"args": Attack(mark)}, folder / "common.pt")
-    torch.save([Attack(mark)], folder / "__9_0.distcp")
-
-    def replace_objects(index: Metadata) -> None:
-        for key, place in index.storage_data.items():
-            if "_extra_state" in key.fqn:
-                index.storage_data[key] = replace(place, relative_path="__9_0.distcp", offset=0, length=1000)
-
-    edit(folder, replace_objects)
-    megatron_to_hf(folder, tmp_path / "hf")
-    assert_same(tmp_path / "hf", model("llama"))
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/file", "", 3])
-def test_chunk_in_a_file_outside_the_folder_is_refused(written, tmp_path, name):
-    """A checkpoint must not make an export of another file of this machine."""
-    folder = written("llama")
-    edit(folder, lambda index: setattr(place_of(index, FC2), "relative_path", name))
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), FC2, repr(name))
-
-
-def _without_a_chunk(index: Metadata) -> None:
-    del index.state_dict_metadata[FC2].chunks[0]
-
-
-def _with_a_chunk_twice(index: Metadata) -> None:
-    index.state_dict_metadata[FC2].chunks.append(index.state_dict_metadata[FC2].chunks[0])
-
-
-def _with_an_enormous_tensor(index: Metadata) -> None:
-    own = index.state_dict_metadata[FC2]
-    own.size = own.chunks[0].sizes = torch.Size((1 << 40, 1 << 20, 1 << 20))
-
-
-def _with_a_chunk_beyond_its_file(index: Metadata) -> None:
-    place_of(index, FC2).offset = 1 << 50
-
-
-def _with_a_negative_offset(index: Metadata) -> None:
-    place_of(index, FC2).offset = -1
-
-
-def _without_a_place(index: Metadata) -> None:
-    del index.storage_data[next(key for key in index.storage_data if key.fqn == FC2)]
-
-
-def _with_another_type(index: Metadata) -> None:
-    index.state_dict_metadata[FC2].properties.dtype = torch.int32
-
-
-def _with_other_values(index: Metadata) -> None:
-    for key, place in index.storage_data.items():
-        if key.fqn == FC2:
-            index.storage_data[key] = place_of(index, f"{LAYERS}mlp.linear_fc1.weight")
-            assert place is not None
-            return
-
-
-DAMAGES = {
-    _without_a_chunk: "elements are present",
-    _with_a_chunk_twice: "overlap",
-    _with_an_enormous_tensor: "bytes",
-    _with_a_chunk_beyond_its_file: "ends after",
-    _with_a_negative_offset: "from -1 on",
-    _without_a_place: "is in no file",
-    _with_another_type: "torch.int32",
-    _with_other_values: "does not hold",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_index_that_does_not_fit_its_tensors_is_refused(written, tmp_path, damage):
-    """A hole would be exported as whatever the memory held."""
-    folder = written("llama")
-    edit(folder, damage)
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), FC2, DAMAGES[damage])
-
-
-@pytest.mark.parametrize("left", [0, 1, 1000])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_truncated_file_is_refused(written, tmp_path, file, left):
-    """A download that broke off."""
-    folder = written("llama")
-    (folder / file).write_bytes((folder / file).read_bytes()[:left])
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), str(folder), file)
-
-
-def test_missing_file_is_refused(written, tmp_path):
-    folder = written("llama")
-    (folder / "__0_0.distcp").unlink()
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), "__0_0.distcp is missing")
-
-
-def test_changed_value_is_refused(written, model, tmp_path):
-    """One flipped bit on a disk: the archives have checksums."""
-    folder = written("llama")
-    path = folder / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[data.index(tensors_of(model("llama"))["model.norm.weight"].numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-    refused(tmp_path / "out", export(folder, tmp_path / "out"), "decoder.final_layernorm.weight", "has changed")
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"sharded_backend": "zarr", "sharded_backend_version": 1}'])
 def test_other_format_is_refused(written, tmp_path, text):
     """Megatron-core has had another one."""
@@ -483,32 +285,3 @@ def test_layout_is_refused_by_the_name_of_its_flag(model, tmp_path, capsys):
     assert hf_to_megatron_command(arguments, prog="convert") == 2
     assert "--tensor_model_parallel_size does not apply to --format torch_dist" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# The reader of pickles
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("value", [Attack(Path("mark")), print, [{"a": (len,)}]], ids=["call", "function", "nested"])
-def test_only_listed_names_are_imported(tmp_path, monkeypatch, protocol, value):
-    """Whichever byte codes name it."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Forbidden, match="file is refused: it imports"):
-        unpickle(pickle.dumps(value, protocol), {("collections", "OrderedDict"): record("OrderedDict")}, "file")
-    assert not any(tmp_path.iterdir())
-
-
-def test_listed_names_become_records_and_are_not_called(tmp_path):
-    """Also a function in the list is only written down."""
-    found = unpickle(pickle.dumps(Attack(tmp_path / "mark")), {("posix", "mkdir"): record("mkdir")}, "file")
-    assert type(found).__name__ == "mkdir" and found.args == (str(tmp_path / "mark"),)
-    assert not (tmp_path / "mark").exists()
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\x80\x04", b"garbage", b"\x80\x04r\xff\xff\xff\xff.", b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f"]
-)
-def test_damaged_pickle_is_refused(data):
-    """Also one that asks for more memory than there is."""
-    with pytest.raises(ValueError, match="file is damaged"):
-        unpickle(data, {}, "file")

@@ -14,6 +14,8 @@ from mgrpo.planner.comparison import AXES, compare
 from tests.unit.rehearsal.layouts import ENGINE_CASES
 from tests.unit.rehearsal.test_rehearsal import QUIET, Rehearsals, described, is_allowed, plan_of
 
+pytestmark = pytest.mark.learners
+
 SIZES = "eight_bit_experts.py:"
 """The host asks for the number of rows of each expert, which Transformer Engine wants on the host."""
 

@@ -29,6 +29,8 @@ from mgrpo.planner.plan_command import shipped_config
 from tests.unit.rehearsal.branches import branches
 from tests.unit.rehearsal.layouts import CASES, ENGINE_CASES, Case
 
+pytestmark = pytest.mark.learners
+
 ROOT = Path(__file__).parents[3]
 WATCHED = [
     path

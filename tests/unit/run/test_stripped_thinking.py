@@ -16,7 +16,7 @@ from mgrpo.run.inputs.toolset import Toolset, make_language, remarks
 from mgrpo.types import Score, ScoredGroup, TrainSample
 from tests.builders import prompt
 from tests.unit.environments.chat_templates import FORGETTING, JOINED, make_tokenizer
-from tests.unit.environments.test_episodes import Adder, Scripted, play
+from tests.unit.environments.played import Adder, Scripted, play
 
 pytest.importorskip("transformers")
 
