@@ -16,7 +16,7 @@ from mgrpo.config.derived import infer_layout_of
 from mgrpo.config.distillation import TEACHERS
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
-from mgrpo.config.validate import problems
+from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import is_hub_name, read_hf_config
 from mgrpo.models.hf_files.hub import HubError, fetch
@@ -58,6 +58,8 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
     wrong = [problem for problem in wrong if not problem.startswith(places)]
     if wrong:
         raise ConfigError(wrong)
+    for sentence in warnings(config, world_size=num_learners, hf_config=hf_config):
+        sys.stderr.write(f"mgrpo: {sentence}\n")
     names = [field.name for field in dataclasses.fields(Assumptions)]
     hardware = Hardware(
         gpu=_other(GPUS[options.gpu], memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops),

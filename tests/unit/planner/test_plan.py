@@ -373,6 +373,28 @@ def test_the_length_of_a_run_in_passes_does_not_change_the_plan_of_its_steps(cap
     assert printed[0] == step + rest and "learner" in step and "exports" in sums
 
 
+def test_what_has_no_effect_is_said_beside_the_plan(capsys: pytest.CaptureFixture) -> None:
+    """Else a user would take the plan for that of what he asked for."""
+    words = [
+        "--model_name_or_path",
+        "qwen2.5-7b",
+        "--dataset_mixer_list",
+        "sums",
+        "1.0",
+        "--learning_rate",
+        "1e-6",
+        "--suggest",
+        "0",
+    ]
+    plan_command(words)
+    before = capsys.readouterr()
+    assert before.err == ""
+    plan_command([*words, "--routing_replay", "rollout"])
+    after = capsys.readouterr()
+    assert after.out == before.out
+    assert after.err == "mgrpo: routing_replay=rollout has no effect on a model without experts\n"
+
+
 def test_stages_that_do_not_divide_the_layers_are_suggested_with_shorter_ends() -> None:
     """94 layers have no divisor but 2 and 47: without ends of their own a model of 235B has no pipeline of 4 or 8 stages."""
     plan, hf_config = shipped_plan("235b_a22b_32x8")
