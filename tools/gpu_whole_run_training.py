@@ -215,7 +215,7 @@ def run_figures(out: Path) -> dict[str, Any]:
         "last_reward": mean([step["reward"] for step in last]),
         "heldout": evaluations,
         "logprob_difference": mean([step["debug/vllm_vs_local_logprob_diff_mean"] for step in steps]),
-        "engine_starts": max(engine["starts"] for engine in last_line(out / "engines.jsonl")["engines"]),
+        "engine_starts": max(engine["starts"] for engine in engine_states(out / "engines.jsonl")),
         "tokens_per_s": median([step["time/actor_tokens_per_second"] for step in measured]),
         **{
             f"{part}_s": median([step[f"time/{part}"] for step in measured])
@@ -240,8 +240,10 @@ def run_problems(figures: dict[str, Any], apart: float | None = None) -> list[st
     return found
 
 
-def last_line(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text().splitlines()[-1])
+def engine_states(file: Path) -> list[dict[str, Any]]:
+    """The states that the file tells, of all engines and of those that changed."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [engine for line in lines for engine in line.get("engines") or line["changed"]]
 
 
 def mean(values: Sequence[float]) -> float:

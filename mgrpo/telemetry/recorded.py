@@ -63,8 +63,10 @@ def is_metrics(record: object) -> bool:
 
 
 def is_engine_states(record: object) -> bool:
-    """Whether it is a line of engines.jsonl."""
-    return isinstance(record, dict) and _is_whole(record.get("step")) and _all(_is_engine, record.get("engines"))
+    """Whether it is a line of engines.jsonl: the states of all engines, or of those that changed, and a step."""
+    if not isinstance(record, dict) or not _is_whole(record.get("step")):
+        return False
+    return _all(_is_engine, record["engines"] if "engines" in record else record.get("changed"))
 
 
 def is_sample(record: object) -> bool:

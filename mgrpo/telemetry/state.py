@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
@@ -38,7 +38,9 @@ def read_status(folder: Path) -> Status | None:
 
 
 class EngineStates:
-    """Writes engines.jsonl: a line with the states of all engines whenever they differ from those before.
+    """Writes engines.jsonl: a line with the states of all engines ("engines"), then one with those that differ ("changed").
+
+    A file may have several lines of all: each run that continues it begins with one.
 
     Args:
         resumed_after: the step after which this run continues the run that wrote the file; its later lines are removed.
@@ -47,13 +49,20 @@ class EngineStates:
 
     def __init__(self, folder: Path, *, resumed_after: int | None = None) -> None:
         self.path = folder / ENGINES
-        self._last: Sequence[dict[str, Any]] = []
+        self._last: dict[int, dict[str, Any]] = {}
         take_over(self.path, resumed_after)
 
     def write(self, step: int, engines: Sequence[dict[str, Any]]) -> None:
         """Record the states after a step: of each engine its number, state, number of starts and last failure."""
-        if engines == self._last:
+        changed = [engine for engine in engines if engine != self._last.get(engine["engine"])]
+        if not changed:
             return
-        self._last = engines
+        kind = "changed" if self._last else "engines"
+        self._last = {engine["engine"]: engine for engine in engines}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "time/unix": time.time(), "engines": engines}) + "\n")
+            file.write(json.dumps({"step": step, "time/unix": time.time(), kind: changed}) + "\n")
+
+
+def told_engines(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The engines of which a line of engines.jsonl says the state."""
+    return line["engines"] if "engines" in line else line["changed"]

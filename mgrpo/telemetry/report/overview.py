@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 
 from mgrpo.telemetry.alerts import help_page, replay
@@ -11,6 +12,10 @@ from mgrpo.telemetry.progress import clock_text
 from mgrpo.telemetry.recorded import Record, Unread
 from mgrpo.telemetry.report.run import STATES, RecordedRun
 from mgrpo.telemetry.report.text import percent, shown, table, text
+from mgrpo.telemetry.state import told_engines
+
+History = list[tuple[int, Record]]
+"""The states of an engine, each with the first step of it."""
 
 MAX_WARNINGS = 20
 SETTINGS = (
@@ -43,6 +48,9 @@ START = "time/start/"
 """The beginning of the metrics with the seconds of a start by phase, which the first step after it has."""
 STRIP = 1000
 """Length of an engine's bar, which is stretched to the width of the page."""
+MAX_STRIPS = 64
+"""Of more engines those that changed last have a bar."""
+MAX_FAILURES = 64
 TAIL = 10
 """The number of steps whose mean is the value now, and the value at the start."""
 TILES = (
@@ -211,47 +219,79 @@ def engines(run: RecordedRun) -> str:
     if not run.engines:
         return ""
     last = max(run.step, 1)
-    changes = [(line["step"], line["engines"]) for line in run.engines]
-    numbers = sorted({engine["engine"] for _, found in changes for engine in found})
-    rows, failures = [], []
-    for number in numbers:
-        history = _history(changes, number)
-        bars = []
-        for (step, engine), end in zip(history, [*(step for step, _ in history[1:]), last + 1], strict=True):
-            left, right = (_place(at, last) for at in (step, end))
-            bars.append(
-                f"<rect class='engine {text(engine['state'])}' x='{left:.1f}' "
-                f"width='{max(right - left, 2):.1f}' height='1'><title>engine {number}, from step {step} on: "
-                f"{text(engine['state'])}</title></rect>"
-            )
-        rows.append(
-            f"<span>engine {number}</span><svg viewBox='0 0 {STRIP} 1' preserveAspectRatio='none' role='img' "
-            f"aria-label='states of engine {number} by step'>{''.join(bars)}</svg>"
-        )
-        starts = 1
-        for step, engine in history:
-            if engine["starts"] > starts or (engine["state"] in ("dead", "retired") and engine["last_failure"]):
-                failures.append([str(step), str(number), str(engine["last_failure"])])
-            starts = max(starts, engine["starts"])
-    now = ", ".join(f"engine {engine['engine']} {engine['state']}" for engine in changes[-1][1])
-    states = sorted({engine["state"] for _, found in changes for engine in found})
+    histories, present = _histories(run.engines)
+    rows = [_strip(number, histories[number], last) for number in _shown_engines(histories)]
+    failures = sorted(failure for number, history in histories.items() for failure in _failures(number, history))
+    states = sorted({engine["state"] for history in histories.values() for _, engine in history})
     legend = "".join(f"<span class='key engine {text(state)}'>{text(state)}</span>" for state in states)
+    ends = f"<span></span><p class='ends'><span>step 1</span><span>{last}</span></p>" if rows else ""
+    unseen = len(histories) - len(rows)
+    hint = f" {unseen} engines without a change, or without a recent one, have no bar." if unseen else ""
+    few = [[str(step), str(number), why] for step, number, why in failures[-MAX_FAILURES:]]
+    more = (
+        f"<p class='hint'>The last {MAX_FAILURES} of {len(failures)} failures.</p>" if len(failures) > len(few) else ""
+    )
     return (
         f"<h3 id='engines'>Engines</h3><figure class='chart wide'><div class='legend'>{legend}</div>"
-        f"<div class='strips'>{''.join(rows)}<span></span><p class='ends'><span>step 1</span><span>{last}</span></p></div>"
-        f"<p class='hint'>{text('At the end: ' if run.is_over else 'Now: ')}{text(now)}. docs/engines.md says what each state means.</p>"
-        f"</figure>" + (table(("by step", "engine", "failure"), failures) if failures else "")
+        f"<div class='strips'>{''.join(rows)}{ends}</div>"
+        f"<p class='hint'>{'At the end: ' if run.is_over else 'Now: '}{text(_standing(present), limit=None)}."
+        f"{hint} docs/engines.md says what each state means.</p>"
+        f"</figure>" + (table(("by step", "engine", "failure"), few) + more if failures else "")
     )
 
 
-def _history(changes: Sequence[tuple[int, Sequence[Record]]], number: int) -> list[tuple[int, Record]]:
-    """The states of one engine, each with the first step of it."""
-    history: list[tuple[int, Record]] = []
-    for step, engines in changes:
-        for engine in engines:
-            if engine["engine"] == number and (not history or engine != history[-1][1]):
-                history.append((step, engine))
-    return history
+def _histories(lines: Sequence[Record]) -> tuple[dict[int, History], list[Record]]:
+    """The states of each engine, by number, each with the first step of it; and the states of all engines at the end."""
+    histories: dict[int, History] = {}
+    present: dict[int, Record] = {}
+    for line in lines:
+        if "engines" in line:
+            present = {}
+        for engine in told_engines(line):
+            history = histories.setdefault(engine["engine"], [])
+            if not history or engine != history[-1][1]:
+                history.append((line["step"], engine))
+            present[engine["engine"]] = engine
+    return dict(sorted(histories.items())), list(present.values())
+
+
+def _shown_engines(histories: Mapping[int, History]) -> list[int]:
+    """All engines, or those of many that changed last."""
+    if len(histories) <= MAX_STRIPS:
+        return [*histories]
+    changed = [number for number, history in histories.items() if len(history) > 1]
+    return sorted(sorted(changed, key=lambda number: -histories[number][-1][0])[:MAX_STRIPS])
+
+
+def _strip(number: int, history: History, last: int) -> str:
+    bars = []
+    for (step, engine), end in zip(history, [*(step for step, _ in history[1:]), last + 1], strict=True):
+        left, right = (_place(at, last) for at in (step, end))
+        bars.append(
+            f"<rect class='engine {text(engine['state'])}' x='{left:.1f}' "
+            f"width='{max(right - left, 2):.1f}' height='1'><title>engine {number}, from step {step} on: "
+            f"{text(engine['state'])}</title></rect>"
+        )
+    return (
+        f"<span>engine {number}</span><svg viewBox='0 0 {STRIP} 1' preserveAspectRatio='none' role='img' "
+        f"aria-label='states of engine {number} by step'>{''.join(bars)}</svg>"
+    )
+
+
+def _failures(number: int, history: History) -> Iterator[tuple[int, int, str]]:
+    """Step, engine and reason of each failure of an engine."""
+    starts = 1
+    for step, engine in history:
+        if engine["starts"] > starts or (engine["state"] in ("dead", "retired") and engine["last_failure"]):
+            yield step, number, str(engine["last_failure"])
+        starts = max(starts, engine["starts"])
+
+
+def _standing(present: Sequence[Record]) -> str:
+    if len(present) <= MAX_STRIPS:
+        return ", ".join(f"engine {engine['engine']} {engine['state']}" for engine in present)
+    counts = Counter(engine["state"] for engine in present)
+    return ", ".join(f"{count} engines {state}" for state, count in counts.most_common())
 
 
 def _place(step: float, last: int) -> float:

@@ -44,7 +44,7 @@ class RecordedRun:
     """The lines of training steps in their order."""
     evaluations: Sequence[Record]
     engines: Sequence[Record]
-    """States of all engines after a step, where they differ from those before."""
+    """The lines of engines.jsonl: `mgrpo.telemetry.state.told_engines` gives the engines of each."""
     state: str
     """A key of `STATES`."""
     cause: str

@@ -19,6 +19,7 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.continuing import Continued
 from mgrpo.run.report.listener import RunListener
 from mgrpo.run.report.reporter import Reporter
+from mgrpo.telemetry.state import told_engines
 from tests.unit.run.producing import collect, evaluator, producer
 from tests.unit.telemetry.wandb_file import history, offline_runs, run, values
 
@@ -345,10 +346,18 @@ def test_states_of_engines_are_written_when_they_change(tmp_path, batch) -> None
             saved = reporter.state_dict()
     path = tmp_path / "out" / "engines.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], line["engines"][0]["state"]) for line in found] == [(1, "serving"), (3, "starting")]
+    assert [(line["step"], *line) for line in found] == [
+        (1, "step", "time/unix", "engines"),
+        (3, "step", "time/unix", "changed"),
+    ]
+    assert [told_engines(line)[0]["state"] for line in found] == ["serving", "starting"]
     reporter.close()
-    report(tmp_path, continued=state(tmp_path / "out", 2, saved)).close()
+    own = report(tmp_path, continued=state(tmp_path / "out", 2, saved), engines=lambda: [dict(engines[0])])
     assert len(path.read_text().splitlines()) == 1
+    step(own, 3, batch)
+    own.close()
+    resumed = json.loads(path.read_text().splitlines()[1])
+    assert resumed["engines"] == engines, "a run that continues another does not tell all states"
     report(tmp_path).close()
     assert not path.exists() and path.with_name("engines.jsonl.1").exists()
 

@@ -31,7 +31,7 @@ METRICS = [
     {"step": 0, "eval/pass_at_1": 0.25, "eval/pass_at_4": 0.5, "eval/scores": 0.25},
     {"step": 8, "eval/pass_at_1": 0.75, "eval/pass_at_4": 0.75, "eval/scores": 0.75, "eval/histogram": [1, 2]},
 ]
-ENGINES = {
+ENGINES: dict[str, Any] = {
     "step": 1,
     "time/unix": 1e9,
     "engines": [{"engine": 0, "state": "serving", "starts": 1, "last_failure": ""}],
@@ -51,7 +51,7 @@ SAMPLE = record(0, 1.0, "a good answer") | {
 PLAYED = SAMPLE | {"trajectory": played()}
 FILES: dict[str, list[dict[str, Any]]] = {
     "metrics.jsonl": METRICS,
-    "engines.jsonl": [ENGINES],
+    "engines.jsonl": [ENGINES, {"step": 2, "time/unix": 1e9, "changed": ENGINES["engines"]}],
     "rollouts/eval_step_0.jsonl": [SAMPLE, SAMPLE | {"prompt_idx": 1}],
     "rollouts/eval_step_8.jsonl": [SAMPLE, SAMPLE | {"prompt_idx": 1}],
     "rollouts/train_samples.jsonl": [SAMPLE, PLAYED],
