@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
-from mgrpo.environments.endpoint.session import Turned, TurnRequest
+from mgrpo.environments.endpoint.session import LONGEST_STOP, MOST_STOPS, Turned, TurnRequest
 
 ANSWERED = frozenset(
     [
@@ -279,8 +279,12 @@ def _choice(given: Any) -> str:
 def _stops(given: Any) -> tuple[str, ...]:
     if given is None:
         return ()
-    if not isinstance(given, list) or not all(isinstance(stop, str) and stop.strip() for stop in given):
+    if not isinstance(given, list) or len(given) > MOST_STOPS:
+        raise _refusal("stop_sequences", f"Input should be a list of at most {MOST_STOPS} items")
+    if not all(isinstance(stop, str) and stop.strip() for stop in given):
         raise _refusal("stop_sequences", "each stop sequence must contain non-whitespace")
+    if any(len(stop) > LONGEST_STOP for stop in given):
+        raise _refusal("stop_sequences", f"each stop sequence should have at most {LONGEST_STOP} characters")
     return tuple(given)
 
 

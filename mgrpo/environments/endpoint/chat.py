@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
-from mgrpo.environments.endpoint.session import Turned, TurnRequest
+from mgrpo.environments.endpoint.session import LONGEST_STOP, MOST_STOPS, Turned, TurnRequest
 
 SAMPLING = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
@@ -62,8 +62,6 @@ REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
     "web_search_options": ([], "nothing is searched here"),
 }
 """For each name the values that change nothing, besides null, and why all others are refused."""
-_MOST_STOPS = 16
-_LONGEST_STOP = 256
 
 
 def request(body: Mapping[str, Any]) -> TurnRequest:
@@ -174,10 +172,10 @@ def _usage(turned: Turned) -> dict[str, int]:
 
 def _stops(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
-    if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
-        raise _refusal("stop", f"expected a string or a list of at most {_MOST_STOPS}")
-    if not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP for each in stops):
-        raise _refusal("stop", f"each must be a string of 1 to {_LONGEST_STOP} characters")
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise _refusal("stop", f"expected a string or a list of at most {MOST_STOPS}")
+    if not all(isinstance(each, str) and 0 < len(each) <= LONGEST_STOP for each in stops):
+        raise _refusal("stop", f"each must be a string of 1 to {LONGEST_STOP} characters")
     return tuple(stops)
 
 

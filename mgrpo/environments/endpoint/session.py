@@ -16,6 +16,8 @@ from mgrpo.environments.endpoint.tree import Ask, Node, Tree
 from mgrpo.environments.endpoint.wishes import SampledTurn, Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Strings at which a turn may end, and the characters of one."""
 LONG_BYTES = 32_000
 """Requests of more are read in a thread, so that others need not wait for the tokenizer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {

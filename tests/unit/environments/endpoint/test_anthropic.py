@@ -101,6 +101,7 @@ def test_the_other_fields_of_a_request():
     ]
     assert (request.max_tokens, request.stop, request.reads_calls) == (9, ("END",), False)
     assert request.settings == {"temperature": 0.5, "top_k": 3}
+    assert len(dialect.request(body(stop_sequences=["x" * 256] * 16)).stop) == 16
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -126,7 +127,9 @@ REFUSED = {
     "a tool of Anthropic's": ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools.0.type: 'web_search_20250305'"),
     "a forced call": ({"tool_choice": {"type": "any"}}, "tool_choice: only auto and none"),
     "a choice": ({"tool_choice": "auto"}, "tool_choice"),
-    "a blank stop": ({"stop_sequences": [" "]}, "stop_sequences"),
+    "a blank stop": ({"stop_sequences": [" "]}, "stop_sequences: each stop sequence must contain"),
+    "17 stops": ({"stop_sequences": list("abcdefghijklmnopq")}, "stop_sequences: Input should be a list of at most 16"),
+    "a long stop": ({"stop_sequences": ["x" * 257]}, "stop_sequences: each stop sequence should have at most 256"),
     "a grammar": ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
     "an output_config": ({"output_config": [1]}, "output_config"),
     "servers of tools": ({"mcp_servers": [{}]}, "mcp_servers"),
