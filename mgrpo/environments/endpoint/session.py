@@ -201,6 +201,9 @@ class Session:
         self._check_open()
         self._pin(request.settings)
         ask = await self.ask(request, num_bytes=num_bytes)
+        if ask.is_first and self.tree.has_begun:
+            # Another turn has begun while a thread has read this request.
+            ask = await self.ask(request, num_bytes=num_bytes)
         self._check_open()
         limit = self._room(ask, request.max_tokens)
         number = self._begin(ask)
@@ -330,6 +333,7 @@ class Session:
             )
         if ask.parent is not None:
             self._continued.add(ask.parent.number)
+        self.tree.begin(ask)
         self._num_branches += not goes_on
         number = self._num_asked
         self._num_asked += 1

@@ -71,6 +71,8 @@ class Ask:
     messages: list[Chat]
     """Those that follow the parent; all of them without a parent."""
     language: ChatLanguage
+    is_first: bool
+    """Whether no turn had begun: special tokens in what users and systems say are tokens."""
     difference: str | None = None
     """Why it goes on from no turn although there are some."""
 
@@ -125,9 +127,14 @@ class Tree:
         self.first_difference: str | None = None
         """Why the first of them was."""
         self._by_key: dict[bytes, list[Node]] = {}
-        self._own: frozenset[bytes] = frozenset()
-        """Messages of the first conversation, in which special tokens are tokens."""
+        self._own: frozenset[bytes] | None = None
+        """Messages of the first conversation, in which special tokens are tokens; None: no turn has begun."""
         self._num_calls = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a turn has begun."""
+        return self._own is not None
 
     def ask(self, messages: Any, tools: Any = (), previous: int | None = None) -> Ask:
         """What a request asks to be sampled; nothing changes yet.
@@ -173,8 +180,10 @@ class Tree:
                     length=len(ids) if rewritten is not None else node.end + len(ids),
                     messages=added,
                     language=language,
+                    is_first=False,
                 )
-        ids = language.opening(for_template(messages), self._untrusted(messages))
+        own = self._own
+        ids = language.opening(for_template(messages), _untrusted(messages, own))
         if self.nodes and why is None:
             why = self._difference(messages, tools)
         return Ask(
@@ -185,8 +194,14 @@ class Tree:
             length=len(ids),
             messages=messages,
             language=language,
+            is_first=own is None,
             difference=why,
         )
+
+    def begin(self, ask: Ask) -> None:
+        """A turn is about to be sampled for this; the first is the one whose messages may hold special tokens."""
+        if self._own is None:
+            self._own = frozenset(key_after(b"", message) for message in ask.messages)
 
     def add(
         self,
@@ -198,7 +213,7 @@ class Tree:
         reads_calls: bool = True,
         stop: Sequence[str] = (),
     ) -> Node:
-        """Record the turn that was sampled for a request.
+        """Record the turn that was sampled for a request, which has begun.
 
         Args:
             number: of the turn, not yet in the tree.
@@ -215,8 +230,6 @@ class Tree:
         if ask.parent is None and self.nodes:
             self.num_rendered_again += 1
             self.first_difference = self.first_difference or ask.difference
-        if not self.nodes:
-            self._own = frozenset(key_after(b"", message) for message in ask.messages)
         node = Node(
             number=number,
             parent=ask.parent,
@@ -281,14 +294,6 @@ class Tree:
             key=lambda node: (node.number == previous, len(answered & node.calls.keys()), node.delivered, node.number),
         )
 
-    def _untrusted(self, messages: Sequence[Chat]) -> list[int]:
-        """The places of messages whose special tokens are text: what tools answer, and what the first conversation does not have."""
-        return [
-            place
-            for place, message in enumerate(messages)
-            if message["role"] == "tool" or (self.nodes and key_after(b"", message) not in self._own)
-        ]
-
     def _difference(self, messages: Sequence[Chat], tools: Sequence[Tool]) -> str:
         """How a conversation differs from that of the newest turn."""
         known = self.history(max(self.nodes))
@@ -298,6 +303,15 @@ class Tree:
         if len(messages) <= len(known):
             return f"it has {len(messages)} messages, and there were {len(known)}"
         return "its tools are others, or messages of the model follow that were not sampled here"
+
+
+def _untrusted(messages: Sequence[Chat], own: frozenset[bytes] | None) -> list[int]:
+    """The places of messages whose special tokens are text: what tools answer, and what the first conversation does not have."""
+    return [
+        place
+        for place, message in enumerate(messages)
+        if message["role"] == "tool" or (own is not None and key_after(b"", message) not in own)
+    ]
 
 
 def _following(node: Node, added: Sequence[Chat]) -> list[tuple[str, str, str]]:

@@ -162,6 +162,7 @@ class World:
         body = list(messages)
         self.bodies.append((body, tools))
         ask = self.tree.ask(body, tools)
+        self.tree.begin(ask)
         number, self.number = self.number, self.number + 1
         parent = None if ask.parent is None else ask.parent.number
         context = self.record.ask(number, parent, ask.added, ask.rewrites).tolist()

@@ -47,6 +47,7 @@ def sampled(
     tree: Tree, messages: list[Any], said: str, tools: list[Any] | None = None, reason: str = "stop", **options: Any
 ) -> Node:
     ask = tree.ask(messages, tools or [])
+    tree.begin(ask)
     return tree.add(ask, len(tree.nodes), ids(tree, said), reason, reads_calls=bool(tools), **options)
 
 
@@ -139,9 +140,14 @@ def test_only_what_was_said_first_may_hold_special_tokens(tree: Tree) -> None:
     end, start, think = tokenizer_of(tree).convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "<think>"])
     first = tree.ask([system, USER, page])
     assert (first.added.count(think), first.added.count(end), first.added.count(start)) == (1, 3, 4)
-    tree.add(first, 0, ids(tree, "2<|im_end|>"), "stop")
+    assert first.is_first and not tree.has_begun
+    tree.begin(first)
+    # Its turn is still being sampled.
     later = tree.ask([system, {"role": "user", "content": page["content"] + "<think>"}])
     assert (later.added.count(think), later.added.count(end), later.added.count(start)) == (1, 2, 3)
+    assert not later.is_first and later.difference is None
+    tree.add(first, 0, ids(tree, "2<|im_end|>"), "stop")
+    assert tree.ask(later.messages).added == later.added
 
 
 def test_a_cut_turn_is_ended_before_what_follows(tree: Tree) -> None:
