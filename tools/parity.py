@@ -44,18 +44,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"family": "qwen3_moe"},
     "qwen3-moe, 6 layers": {"family": "qwen3_moe", "layers": 6},
     "glm-4.5": {"family": "glm4_moe"},
+    "glm-4.7-flash": {"family": "glm4_moe_lite"},
     "deepseek-v3": {"family": "deepseek_v3"},
+    "kimi-k2": {"family": "kimi_k2"},
     "moonlight, dense": {"family": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 4},
     "gpt-oss": {"family": "gpt_oss"},
     "qwen3-next": {"family": "qwen3_next"},
     "qwen3.5": {"family": "qwen3_5_text"},
+    "qwen3.5-moe": {"family": "qwen3_5_moe_text"},
+    "seed-oss": {"family": "seed_oss"},
     "olmo-3": {"family": "olmo3"},
     "gemma-3": {"family": "gemma3_text"},
 }
 _DENSE = ("qwen2", "qwen3 (QK norm)", "llama, tied")
-_MOE = ("qwen3-moe", "glm-4.5", "deepseek-v3", "gpt-oss", "qwen3-next")
+_MOE = ("qwen3-moe", "glm-4.5", "glm-4.7-flash", "deepseek-v3", "gpt-oss", "qwen3-next", "qwen3.5-moe")
 _DEEP = "qwen3-moe, 6 layers"
-_OTHERS, _LATENT = ("qwen3.5", "olmo-3", "gemma-3"), ("moonlight, dense",)
+_OTHERS, _LATENT = ("kimi-k2", "qwen3.5", "seed-oss", "olmo-3", "gemma-3"), ("moonlight, dense",)
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE, *_LATENT, _DEEP),
@@ -76,12 +80,13 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "dp2+zero0": _DENSE,
     "dp2+zero2": (*_DENSE, *_LATENT),
     "dp2+zero3": (*_DENSE, *_OTHERS, *_LATENT, "gpt-oss"),
-    "ep2": _MOE,
+    "ep2": (*_MOE, "kimi-k2"),
     "pp2xvpp2": (*_DENSE, *_MOE, *_OTHERS),
     "pp2+first1": _DENSE,
     "tp2+sp+full": ("qwen2",),
     "pp2+full": ("qwen2",),
-    "tp2+chunked": ("qwen2",),
+    "tp2+chunked": ("qwen2", "qwen3.5", "seed-oss", "olmo-3", *_LATENT),
+    "tp2+sp+chunked": (*_MOE, "kimi-k2"),
     "tp2+zero2": ("qwen2", *_LATENT),
     "pp2+zero3": ("llama, tied", *_LATENT),
     "dp2+kept": ("qwen2",),
