@@ -40,6 +40,7 @@ def test_all_copies_are_the_trainers_model_after_every_step(whole):
     assert len(steps) == STEPS
     for line in steps:
         assert line["debug/vllm_vs_local_logprob_diff_max"] < ENGINE_DIFFERENCE, line["step"]
+        assert "policy/routing_differs" in line, line["step"]
     assert len({line["reward"] for line in steps}) > 1
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
 from mgrpo.rollout.engine import Sampling
 from tests.e2e.interrupted import Job, assert_equal, export, metrics, origins
 from tests.e2e.launching import ROOT
@@ -71,12 +73,14 @@ def whole(job, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_engine_and_trainer_are_one_model_after_every_step(whole):
+def test_engine_and_trainer_are_one_model_after_every_step(whole, model):
     """A weight that a sync misses, or a layer that computes something else, shows in the first sample after an update."""
     steps = [line for line in metrics(whole) if "reward" in line]
     assert len(steps) == STEPS
+    has_experts = shape_of(read_hf_config(model)).experts is not None
     for line in steps:
         assert line["debug/vllm_vs_local_logprob_diff_max"] < ENGINE_DIFFERENCE, line["step"]
+        assert ("policy/routing_differs" in line) == has_experts, line["step"]
     assert len({line["reward"] for line in steps}) > 1
 
 

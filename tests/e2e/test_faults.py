@@ -1,6 +1,6 @@
 """Every process killed in turn: the run ends, says why where it can, and leaves nothing behind.
 
-The first two run with every test run, the others with `make test-all`.
+`make test-e2e` runs the first two, `make test-all` the others as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run that dies at any moment and is started again is the run that never died: same metrics, same weights, bit for bit.
 
-One death belongs to every test run, the others to `make test-all`.
+`make test-e2e` has one death, `make test-all` the others.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ LAYOUTS = {
     "cp2": (2, {"context": 2}, {}),
     "ep2": (2, {"expert": 2}, {}),
     "dp2": (2, {}, {}),
+    "dp2+zero3": (2, {"zero_stage": 3}, {}),
+    "ep2 x tp2+sp": (4, {"expert": 2, "tensor": 2, "sequence_parallel": True}, {}),
 }
 
 

@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import layout_of, widest_cut
+from mgrpo.config.derived import layout_of, widest_cut, with_routing
 from mgrpo.config.fields import alternatives, build, flat, problem_of, section_types, settings
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
@@ -411,6 +411,9 @@ def test_what_is_probably_not_meant_is_a_warning(model, values, words):
     assert len(found) == 1 or values["num_samples_per_prompt_rollout"] == 1
 
 
+SERVERS = {"vllm_mode": "server", "vllm_server_base_url": ["http://h:1"]}
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -427,6 +430,42 @@ def test_routing_is_replayed_where_there_is_something_to_replay(values, words, k
     found = warnings(config, world_size=1, hf_config={key: 8})
     assert len(found) == (words is not None)
     assert all(words in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "values", "on_gpu", "mode", "words"),
+    [
+        ({}, {}, True, "auto", None),
+        ({"num_experts": 8}, {}, True, "rollout", "are also those that are trained"),
+        ({"num_local_experts": 8}, {}, False, "rollout", "are also those that are trained"),
+        (
+            {"num_experts": 8},
+            {"vllm_enable_prefix_caching": False},
+            True,
+            "none",
+            "vllm_enable_prefix_caching=true alone",
+        ),
+        (
+            {"num_experts": 8},
+            {"vllm_enable_prefix_caching": False},
+            False,
+            "rollout",
+            "are also those that are trained",
+        ),
+        ({"num_experts": 8}, SERVERS, True, "none", "if they were started for it"),
+        ({"num_experts": 8}, SERVERS | {"routing_replay": "rollout"}, True, "rollout", None),
+        ({"num_experts": 8}, {"routing_replay": "learner"}, True, "learner", None),
+    ],
+)
+def test_who_sets_nothing_replays_what_engines_can_say(hf_config, values, on_gpu, mode, words, monkeypatch):
+    """Without replay a mixture trains other experts than those that sampled: its user must see which of both it is, and why."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    config = with_routing(from_values(values), hf_config, on_gpu=on_gpu)
+    assert config.parallel.routing_replay == mode
+    said = [note for note in config.notes if note.startswith("routing_replay is ")]
+    assert len(said) == (words is not None)
+    assert all(note.startswith(f"routing_replay is {mode}") and words in note for note in said)
+    assert (config.provenance.sources.get("routing_replay") == "derived") == (words is not None)
 
 
 @pytest.mark.parametrize(
