@@ -18,7 +18,7 @@ from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.learners.links import bytes_s
 from mgrpo.planner.plan import RunPlan
-from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion
+from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion, steps_ahead
 from mgrpo.planner.traffic import AXES, span_of
 
 SHOWN_STAGES = 4
@@ -138,6 +138,8 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         )
         if plan.ahead:
             yield _pace(plan, plan.ahead)
+        if found := steps_ahead(plan):
+            yield _faster(*found)
         if plan.fits and plan.public:
             yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {plan.public.sentence}"
     yield (
@@ -173,6 +175,15 @@ def _pace(plan: RunPlan, ahead: Pace) -> str:
     return (
         f"generation beside training, up to {counted(oldest, 'step')} old, {ahead.running:.0f} sequences an engine at a time; "
         f"the pace is that of {BOUNDS[ahead.bound]}"
+    )
+
+
+def _faster(settings: dict[str, Any], plan: RunPlan) -> str:
+    """The pace of a run that takes turns, if it did not."""
+    named = " ".join(f"--{name} {str(value).lower()}" for name, value in settings.items())
+    return (
+        f"generation beside training: about {plan.pace_s:.0f} s per step, {plan.tokens_s_gpu:,.0f} tokens a second and GPU, "
+        f"on tokens up to {counted(settings['max_staleness'], 'step')} old, with {named}"
     )
 
 
@@ -453,6 +464,7 @@ def _gib(size: float) -> str:
 
 def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> dict[str, Any]:
     """The whole plan in bytes, seconds and operations."""
+    ahead = steps_ahead(plan)
     return {
         "fits": plan.fits,
         "problems": list(plan.shortages()),
@@ -478,6 +490,13 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
             "phases": plan.phases,
             "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
         },
+        "generation_beside_training": {
+            "settings": ahead[0],
+            "pace": ahead[1].pace_s,
+            "tokens_s_gpu": ahead[1].tokens_s_gpu,
+        }
+        if ahead
+        else None,
         "public": dataclasses.asdict(plan.public) if plan.public else None,
         "bottleneck": dict(zip(("phase", "cause"), plan.bottleneck, strict=True)),
         "layouts": [

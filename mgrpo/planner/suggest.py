@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config, Engine, Parallel
@@ -33,6 +33,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 EQUALLY_FAST = 0.02
 """Step times within this share of each other count as equal: the estimate is not more precise."""
 SHOWN_SPLITS = 3
+AHEAD: dict[str, Any] = {"async_steps": 2, "max_staleness": 4, "inflight_updates": True}
+"""Those of docs/asynchronous.md for answers of very different lengths."""
 SPARE = 0.1
 """Share of a GPU's memory that a layout should leave free, as a margin for what the plan omits."""
 CAUSES = {
@@ -131,6 +133,25 @@ def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfC
     if plan.fits:
         fastest.pop(plan.config.engine, None)
     return [Suggestion.of(found) for found in sorted(fastest.values(), key=_preference)[:SHOWN_SPLITS]]
+
+
+def steps_ahead(plan: RunPlan) -> tuple[dict[str, Any], RunPlan] | None:
+    """The same run with generation beside training: what it takes, and its plan.
+
+    None where a run that can be planned has engines beside its learners already or on their GPUs, or does not accept these settings.
+    """
+    config = plan.config
+    if not plan.fits or config.rollout.async_steps or config.engine.vllm_mode != "ray":
+        return None
+    loss, settings = config.loss, dict(AHEAD)
+    if not (loss.use_rho_correction or config.algorithm.use_vllm_logprobs or ":" in loss.policy_loss):
+        loss, settings["use_rho_correction"] = replace(loss, use_rho_correction=True), True
+    changed = replace(config, loss=loss, rollout=replace(config.rollout, **AHEAD))
+    learners = plan.split.learners
+    before, after = (problems(own, world_size=learners, has_dataset=True) for own in (config, changed))
+    if set(after) - set(before):
+        return None
+    return settings, plan_run(changed, plan.shape, plan.hardware, num_learners=learners, teachers=plan.teachers)
 
 
 def _forms(plan: RunPlan) -> list[Engine]:

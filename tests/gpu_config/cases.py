@@ -21,7 +21,11 @@ from tests.shipped import EXAMPLES, FILES, SMOLLM2
 ONE_GPU = {"single_gpu_mode": "true", "vllm_kv_cache_mb": "2000"}
 SEVEN_B = "configs/7b_8gpu.yaml"
 MIXTURE = "configs/30b_a3b_4x8.yaml"
-ALONE = {"vllm_tensor_parallel_size": "1"}
+ALONE = {
+    "vllm_tensor_parallel_size": "1",
+    "vllm_data_parallel_size": "1",
+    "vllm_enable_expert_parallel": "false",
+}
 QUICKSTART = "configs/quickstart.yaml"
 VARIANTS: Mapping[str, tuple[str, dict[str, str]]] = {
     "learner and engine by turns": (QUICKSTART, ONE_GPU),
