@@ -27,7 +27,7 @@ from tests.unit.models.test_table import MODELS
 
 HOST = "127.0.0.1"
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 128}
+SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 16}
 """Pairs of a training rank and a worker that exchange weights."""
 
 
@@ -95,7 +95,7 @@ def make_receiver(
     model: ModelShape, infer: InferLayout, worker: int, dtype: torch.dtype, sender: Sender, device: str = "cpu"
 ) -> tuple[Any, Receiver]:
     """A worker, counted through all engines, with weights of its own; returns these as well."""
-    engine, number = divmod(worker, infer.tensor)
+    engine, number = divmod(worker, infer.workers)
     live = [
         (box, torch.full(box.shape, 9.0, dtype=own_dtype(box.name, dtype), device=device))
         for box in engine_boxes(model, infer)[number]

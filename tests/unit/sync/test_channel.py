@@ -101,7 +101,7 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
         bucket_bytes=1 << 12,
         timeout_s=20,
     )
-    num_workers = infer.engines * infer.tensor
+    num_workers = infer.engines * infer.workers
     found: list[set[type]] = []
 
     def receive(worker: int) -> Any:
@@ -401,7 +401,7 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
         senders = make_senders(model, train, infer, tensors, **settings)
         for sender in senders:
             assert not sender.join(dict.fromkeys(range(infer.engines), 0)) | sender.send(1, range(infer.engines))
-        for worker in range(infer.engines * infer.tensor):
+        for worker in range(infer.engines * infer.workers):
             make_receiver(model, infer, worker, torch.bfloat16, senders[0], "meta")[1].receive(1)
     return logs, groups
 
