@@ -12,7 +12,7 @@ from rich.table import Table
 from mgrpo.config.derived import infer_layout_of, num_exports, num_states
 from mgrpo.models.memory import export_bytes
 from mgrpo.planner.activations import stage_activations
-from mgrpo.planner.engines.step_pace import Pace
+from mgrpo.planner.engines.step_pace import BOUNDS, Pace
 from mgrpo.planner.failures import failures, start_sentence, state_bytes
 from mgrpo.planner.gpu_memory import StageMemory
 from mgrpo.planner.hardware import GIB
@@ -77,13 +77,6 @@ ADVICE = {
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
 """Remedies for a slow phase, by its largest cause; for other causes, another layout."""
-BOUNDS = {
-    "learners": "the learners: fewer engines, or more learners",
-    "engines": "the engines: more of them",
-    "tail": "the longest answers: a larger max_staleness, or inflight_updates",
-    "admission": "what may be under way at once: a larger async_steps",
-}
-"""What bounds a pace, with its remedy."""
 
 
 def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> None:
@@ -139,7 +132,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         if plan.ahead:
             yield _pace(plan, plan.ahead)
         if found := steps_ahead(plan):
-            yield _faster(*found)
+            yield found.sentence
         if plan.fits and plan.public:
             yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {plan.public.sentence}"
     yield (
@@ -175,15 +168,6 @@ def _pace(plan: RunPlan, ahead: Pace) -> str:
     return (
         f"generation beside training, up to {counted(oldest, 'step')} old, {ahead.running:.0f} sequences an engine at a time; "
         f"the pace is that of {BOUNDS[ahead.bound]}"
-    )
-
-
-def _faster(settings: dict[str, Any], plan: RunPlan) -> str:
-    """The pace of a run that takes turns, if it did not."""
-    named = " ".join(f"--{name} {str(value).lower()}" for name, value in settings.items())
-    return (
-        f"generation beside training: about {plan.pace_s:.0f} s per step, {plan.tokens_s_gpu:,.0f} tokens a second and GPU, "
-        f"on tokens up to {counted(settings['max_staleness'], 'step')} old, with {named}"
     )
 
 
@@ -490,13 +474,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
             "phases": plan.phases,
             "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
         },
-        "generation_beside_training": {
-            "settings": ahead[0],
-            "pace": ahead[1].pace_s,
-            "tokens_s_gpu": ahead[1].tokens_s_gpu,
-        }
-        if ahead
-        else None,
+        "generation_beside_training": ahead.as_json() if ahead else None,
         "public": dataclasses.asdict(plan.public) if plan.public else None,
         "bottleneck": dict(zip(("phase", "cause"), plan.bottleneck, strict=True)),
         "layouts": [

@@ -69,6 +69,28 @@ class Suggestion:
         return cls(plan, _why(plan))
 
 
+@dataclass(frozen=True, slots=True)
+class StepsAhead:
+    """A run whose engines and learners take turns, if it generated beside training."""
+
+    settings: dict[str, Any]
+    """What it would be given beside its own."""
+    plan: RunPlan
+
+    @property
+    def sentence(self) -> str:
+        """Its pace, and the settings by name."""
+        named = " ".join(f"--{name} {str(value).lower()}" for name, value in self.settings.items())
+        return (
+            f"generation beside training: about {self.plan.pace_s:.0f} s per step, {self.plan.tokens_s_gpu:,.0f} tokens a second and GPU, "
+            f"on tokens up to {self.settings['max_staleness']} steps old, with {named}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Settings, seconds and tokens."""
+        return {"settings": self.settings, "pace": self.plan.pace_s, "tokens_s_gpu": self.plan.tokens_s_gpu}
+
+
 def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig, teachers: Sequence[HfConfig] = ()) -> list[Suggestion]:
     """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
@@ -135,8 +157,8 @@ def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfC
     return [Suggestion.of(found) for found in sorted(fastest.values(), key=_preference)[:SHOWN_SPLITS]]
 
 
-def steps_ahead(plan: RunPlan) -> tuple[dict[str, Any], RunPlan] | None:
-    """The same run with generation beside training: what it takes, and its plan.
+def steps_ahead(plan: RunPlan) -> StepsAhead | None:
+    """The same run with generation beside training.
 
     None where a run that can be planned has engines beside its learners already or on their GPUs, or does not accept these settings.
     """
@@ -151,7 +173,9 @@ def steps_ahead(plan: RunPlan) -> tuple[dict[str, Any], RunPlan] | None:
     before, after = (problems(own, world_size=learners, has_dataset=True) for own in (config, changed))
     if set(after) - set(before):
         return None
-    return settings, plan_run(changed, plan.shape, plan.hardware, num_learners=learners, teachers=plan.teachers)
+    return StepsAhead(
+        settings, plan_run(changed, plan.shape, plan.hardware, num_learners=learners, teachers=plan.teachers)
+    )
 
 
 def _forms(plan: RunPlan) -> list[Engine]:

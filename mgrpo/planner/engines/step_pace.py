@@ -20,6 +20,14 @@ import numpy as np
 from mgrpo.config.schema import Config
 from mgrpo.planner.engines.decoding import Decoder
 
+BOUNDS = {
+    "learners": "the learners: fewer engines, or more learners",
+    "engines": "the engines: more of them",
+    "tail": "the longest answers: a larger max_staleness, or inflight_updates",
+    "admission": "what may be under way at once: a larger async_steps",
+}
+"""What bounds a pace, with its remedy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:

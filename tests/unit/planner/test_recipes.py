@@ -205,7 +205,7 @@ def test_a_recipe_for_many_nodes_has_the_settings_of_generation_beside_training_
     # What the command line makes of the same settings, and what the plan proposes.
     found = steps_ahead(now)
     assert found
-    settings, proposed = found
+    settings, proposed = found.settings, found.plan
     assert settings == AHEAD | {"use_rho_correction": True}
     assert (
         proposed.pace_s == ahead.pace_s == planned(name, gpus, **{k: str(v).lower() for k, v in AHEAD.items()}).pace_s
@@ -225,7 +225,7 @@ def test_a_plan_names_generation_beside_training_where_a_run_could_have_it(capsy
     told = as_json(now, [], [])["generation_beside_training"]
     assert told["settings"] == AHEAD | {"use_rho_correction": True} and told["pace"] == pytest.approx(117, abs=0.5)
     corrected = steps_ahead(large("32b_16x8", use_vllm_logprobs="true"))
-    assert corrected and corrected[0] == AHEAD
+    assert corrected and corrected.settings == AHEAD
     others = [large("32b_16x8", async_steps=1), large("32b_16x8", weight_sync_steps=4)]
     others.append(large("32b_16x8", vllm_mode="colocate", vllm_enable_sleep_mode="true", vllm_kv_cache_mb=20000))
     for other in others:
@@ -246,7 +246,7 @@ def test_the_howtos_for_many_nodes_quote_the_plan() -> None:
         memory, seconds = figures(plan)
         found = steps_ahead(plan)
         assert found
-        _, ahead = found
+        ahead = found.plan
         phase, _ = plan.bottleneck
         share = plan.phases[phase] / plan.step_s
         quoted = (
