@@ -25,6 +25,7 @@ from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.parallel import axes
+from mgrpo.parallel.moe.expert_loads import ExpertLoads
 from mgrpo.policy import passes
 from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.loss_scale import LossScale
@@ -105,6 +106,9 @@ class Policy:
         )
         self.chunks: Sequence[ResponseModel | WrappedChunk] = chunks
         self.routing = RoutingReplay(chunks, shape, layout, self.coordinate)
+        self.expert_loads = shape.experts and ExpertLoads(
+            chunks, self.routing.columns, num_layers=self.routing.num_layers, num_experts=shape.experts.count
+        )
         self.parameters = ShardedParameters(chunks, shape, layout, self.rank)
         self.adapters = Adapters(chunks, self.parameters, lora, seed=seed) if lora else None
         self.optimizer: PolicyOptimizer | None = None

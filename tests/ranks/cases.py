@@ -617,6 +617,21 @@ def replayed_scores(model_dir: str, layout: dict[str, Any], samples: list[TrainS
     }
 
 
+def expert_loads(
+    model_dir: str, layout: dict[str, Any], samples: list[TrainSample], settings: dict[str, Any]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Choices of the experts of each layer: of a batch that is scored and trained, and of what was trained since (nothing)."""
+    policy = make_policy(model_dir, layout, settings=settings)
+    policy.prepare_training(Optimizer(learning_rate=0.0), num_optimizer_steps=1)
+    packs, _ = own_packs(policy, samples, share_prompts=False, pack_length=64)
+    microbatches = policy.microbatches(packs)
+    policy.score(microbatches, "old")
+    policy.train_step(microbatches, lambda logprobs, entropy, batch: (-logprobs.sum(), 0.0))
+    assert policy.expert_loads
+    group = host_group()
+    return policy.expert_loads.take(group).tolist(), policy.expert_loads.take(group).tolist()
+
+
 def visible_gpus() -> str | None:
     """What the environment lets this rank see."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

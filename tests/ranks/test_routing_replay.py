@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from tests.ranks import cases
 from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle
 from tests.routed import routed
-from tests.tiny_models import save_tiny
+from tests.tiny_models import load_hf, save_tiny
 
 FULL = {"recompute_granularity": "full"}
 PART = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
@@ -81,3 +83,32 @@ def test_old_logprobs_are_of_the_same_experts(run_ranks, models, layout):
         assert rank["ratio"] == pytest.approx(1.0, abs=1e-5)
         assert rank["reference"] > 1e-3
         assert 0 < rank["differing"] < rank["fixed"]
+
+
+@pytest.fixture(scope="module")
+def router_choices(tmp_path_factory):
+    """A model whose first layer is dense, samples, and how many tokens transformers' routers give to each expert of the others."""
+    folder = save_tiny(tmp_path_factory.mktemp("loads"), "glm4_moe", layers=4)
+    model = load_hf(folder)
+    samples, chosen = SAMPLES[:6], {}
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for place, router in enumerate(routers):
+        router.register_forward_hook(lambda *call, place=place: chosen.setdefault(place, []).append(call[-1][2]))
+    for sample in samples:
+        tokens = np.concatenate([sample.prompt_tokens, sample.tokens])[:-1]
+        model(torch.from_numpy(tokens.astype(np.int64))[None])
+    counts = [torch.bincount(torch.cat(rows).flatten(), minlength=8).tolist() for _, rows in sorted(chosen.items())]
+    return folder, samples, np.array(counts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loads_of_experts_are_those_of_transformers_routers(run_ranks, router_choices, layout):
+    """Counted once, whatever scores or computes a layer again, on whatever rank; beside them what fills packs up."""
+    folder, samples, expected = router_choices
+    ranks, layout, settings = LAYOUTS[layout]
+    arguments = {"model_dir": str(folder), "layout": layout, "samples": samples, "settings": settings}
+    for counts, again in run_ranks(ranks, cases.expert_loads, **arguments):
+        beside = np.array(counts) - expected
+        assert beside.shape == expected.shape and not np.any(again)
+        assert beside.min() >= 0 and len(set(beside.sum(1))) == 1
+        assert beside.sum() <= (0 if ranks == 1 else expected.sum() / 4)

@@ -23,6 +23,7 @@ from mgrpo.layout import Layout
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_json, gather_values
+from mgrpo.parallel.moe.expert_loads import load_metrics
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, StepResult
 from mgrpo.policy.weights import Read
 from mgrpo.run.records import Learned, is_due
@@ -135,6 +136,8 @@ class Learner:
         """
         results = self._optimize(index, own)
         metrics = self._reduce(results, beside=algo.MetricSums(self._routing(), backend.peak_memory()))
+        if self.policy.expert_loads:
+            metrics |= load_metrics(self.policy.expert_loads.take(self.host_group))
         if self.policy.adapters:
             self.policy.wait_for_weights()
             metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
