@@ -29,7 +29,7 @@ WITH_AGENT = Needs("agent", lambda agent: agent is not None)
 AT_HOME = Needs("an agent that the run starts", lambda agent_kind: agent_kind not in ("none", "remote"))
 WITH_COMMAND = Needs("an agent that is a command", lambda agent_kind: agent_kind == "command")
 WITH_IMAGES = Needs(
-    "an agent that is a command, in agent_box=local, docker or at a URL",
+    "an agent that is a command, in agent_box=local, docker, podman or at a URL",
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 WITH_CONTAINERS = Needs(
@@ -38,7 +38,7 @@ WITH_CONTAINERS = Needs(
 )
 PORT = Range(low=0, high=65535)
 WHERE = Form(
-    "none, local, docker, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes",
+    "none, local, docker, podman, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes",
     lambda text: is_box(text),
 )
 
@@ -61,11 +61,11 @@ class Agent:
     """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only
     agent_check, verifiers and reward functions."""
     agent_box: Annotated[str, WHERE, WITH_COMMAND] = "local"
-    """Where a command runs. local: within walls on this machine, without root or a daemon; docker: in a container; a URL: on a machine
-    that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user."""
+    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; a
+    URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user."""
     agent_image: Annotated[str | None, WITH_IMAGES] = None
-    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it. none: this machine's
-    programs, read-only."""
+    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it, but containers need
+    this one for the check at the start. none: this machine's programs, read-only."""
     agent_network: Annotated[bool, WITH_IMAGES] = False
     """Whether it may reach more of the network than its endpoint."""
     agent_files: Annotated[str | None, WITH_COMMAND] = None
@@ -147,11 +147,15 @@ def _command(name: str, text: str) -> Iterator[str]:
 def _box(agent_kind: str, agent_box: str, agent_image: str | None) -> Iterator[str]:
     if agent_kind != "command":
         return
-    if agent_box == "docker":
-        if not (shutil.which("docker") or shutil.which("podman")):
-            yield "agent_box=docker needs the command docker or podman on PATH; install one, or choose local"
+    if agent_box in ("docker", "podman"):
+        if shutil.which(agent_box) is None:
+            other = next((name for name in ("docker", "podman") if shutil.which(name)), "local")
+            yield f"agent_box={agent_box} needs the command {agent_box} on PATH; install it, or set agent_box={other}"
         if agent_image is None:
-            yield "agent_box=docker needs an image; name one as agent_image"
+            yield (
+                f"agent_box={agent_box} needs agent_image, an image in which a container is started before the run; rows with a column "
+                "image have their own nevertheless"
+            )
     if agent_box == "local" and agent_image is not None and not os.path.isdir(agent_image):
         yield f"agent_image={agent_image} must be a folder with agent_box=local, the root that its programs see; or choose docker"
 

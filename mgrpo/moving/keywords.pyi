@@ -260,9 +260,9 @@ class Keywords(TypedDict, total=False):
     agent_sets_reward: bool
     """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only agent_check, verifiers and reward functions. (default: true)"""
     agent_box: str
-    """Where a command runs. local: within walls on this machine, without root or a daemon; docker: in a container; a URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user. (default: local)"""
+    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; a URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user. (default: local)"""
     agent_image: str | None
-    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it. none: this machine's programs, read-only. (default: none)"""
+    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it, but containers need this one for the check at the start. none: this machine's programs, read-only. (default: none)"""
     agent_network: bool
     """Whether it may reach more of the network than its endpoint. (default: false)"""
     agent_files: str | None

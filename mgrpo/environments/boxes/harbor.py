@@ -1,7 +1,8 @@
 """Task folders in Harbor's layout as rows, and their tests as the check: `python -m mgrpo.environments.boxes.harbor TASKS --out DIR`.
 
-Writes DIR/rows.jsonl and DIR/check.py, for a run with `agent_box=docker` and `agent_check="python3 DIR/check.py"`. A row's tests are its
-ground truth, which only the check is given, after the agent's end. Images are built outside of a run: the command prints how.
+Writes DIR/rows.jsonl and DIR/check.py, for a run with `agent_box=docker`, `agent_image=` any of the images, which is tried at the start
+(each row has its own), and `agent_check="python3 DIR/check.py"`. A row's tests are its ground truth, which only the check is given, after
+the agent's end. Images are built outside of a run: the command prints how.
 """
 
 from __future__ import annotations

@@ -49,3 +49,29 @@ def test_endpoints_join_with_a_secret(found_in, monkeypatch):
     assert [TOKEN in each for each in found_in(agent_endpoint_join="node0:29500")] == [True]
     monkeypatch.setenv(TOKEN, "a secret")
     assert not found_in(agent_endpoint_join="node0:29500") and not found_in()
+
+
+@pytest.fixture
+def boxes(model, monkeypatch, tmp_path):
+    """What is refused of a box where these programs alone are on PATH."""
+
+    def found(*programs, **values):
+        for name in programs:
+            (tmp_path / name).touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        own = {"agent": "python agent.py", "output_dir": f"{model['model_name_or_path']}/out"}
+        told = problems(from_values(model | own | values), world_size=1)
+        return [each for each in told if each.startswith("agent_box")]
+
+    return found
+
+
+@pytest.mark.parametrize(("box", "other"), [("docker", "podman"), ("podman", "docker")])
+def test_containers_need_their_program_and_an_image(boxes, box, other):
+    """Otherwise the run finds out once its engines have been loaded."""
+    needs = f"agent_box={box} needs the command {box} on PATH; install it, or set agent_box="
+    assert boxes(agent_box=box, agent_image="python:3.12") == [f"{needs}local"]
+    assert boxes(other, agent_box=box, agent_image="python:3.12") == [f"{needs}{other}"]
+    assert boxes(box, agent_box=box, agent_image="python:3.12") == []
+    assert [each.partition(",")[0] for each in boxes(agent_box=box)] == [f"agent_box={box} needs agent_image"]
+    assert boxes(agent_box="local") == []
