@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--failures", type=int, default=6, help="on average, in the steps of a run")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--step_s", type=float, default=244, help="seconds of a step; as planned for 32b_16x8.yaml")
+    parser.add_argument("--step_s", type=float, default=244, help="seconds of a step; near that of 32b_16x8.yaml")
     parser.add_argument("--state_tb", type=float, default=0.393, help="of a training state: 32B weights of 12 bytes")
     parser.add_argument("--copy_gb_s", type=float, default=32, help="a GPU to page-locked memory")
     parser.add_argument("--disk_gb_s", type=float, default=1, help="a GPU's share of its node's disks")
