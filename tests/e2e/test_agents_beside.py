@@ -85,6 +85,14 @@ def test_agents_train_adapters(tmp_path: Path, lora_sync: str) -> None:
     assert steps[-1]["lora/update_ratio"] > steps[0]["lora/update_ratio"] > 0
 
 
+@pytest.mark.slow
+def test_agents_train_on_what_a_cut_has_left(tmp_path: Path) -> None:
+    """Every sampled token comes with its set: over the whole vocabulary engine and trainer would not agree."""
+    _, steps = play(tmp_path, ["--top_k", "8"])
+    for step in steps:
+        assert step["rollout/kept_unknown_share"] == 0 and step["rollout/kept_tokens_avg"] == 8
+
+
 def test_a_teacher_judges_every_branch_after_its_own_context(tmp_path: Path) -> None:
     """It is the policy as it begins, so that at first both say the same of every token, unless one reads it after others."""
     teacher = ["--teacher_model_name_or_path", str(ROOT / MODEL), "--teacher_mode", "engine"]
