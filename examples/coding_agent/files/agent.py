@@ -37,8 +37,9 @@ def run(command):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=COMMAND_S,
-        # Python takes a compiled copy for new if the file has changed within the same second.
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        # What it prints the model is shown, so it has no keys. Python takes a compiled copy for new if the file has changed within
+        # the same second.
+        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
     )
     return done.stdout.strip()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.instance import Environments, Instance
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Trajectory
+from mgrpo.environments.offered.agent import masked
 from mgrpo.environments.offered.row_columns import sendable
 from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
 
@@ -43,6 +44,8 @@ class AgentBounds:
     are_remote: bool
     """Whether agents come and ask for their tasks."""
     untaken: UntakenTurns = "drop"
+    hidden: Sequence[str] = field(default=(), repr=False)
+    """Values of variables that must not be in what is kept of its output."""
 
 
 class Agents(Episodes):
@@ -240,6 +243,8 @@ class _Play:
     def _judge(self, outcome: Mapping[str, Any], report: Mapping[str, Any], seconds: float) -> None:
         """What the trajectory is, and what it is worth."""
         trajectory = self.trajectory = self.tree.trajectory(report, untaken=self.agents.own.untaken)
+        # A traceback of a function may hold what the function was given.
+        output = masked(str(outcome.get("output", "")), self.agents.own.hidden)
         ended = "silent" if outcome["ended"] == "ended" and not trajectory.turns else outcome["ended"]
         said = report.get("reward") if self.agents.own.sets_reward else None
         reward = outcome["reward"] if outcome.get("reward") is not None else said
@@ -250,12 +255,12 @@ class _Play:
             self.reward = reward
         else:
             trajectory.ended_by = "error"
-            why = _last_lines(str(outcome.get("output", "")))
+            why = _last_lines(output)
             self.agents.losses.say(f"agent {ended}", f"{self.name} has no score, because its agent {_HOW[ended]}{why}")
         self.record = AgentRecord(
             ended=ended,
             status=outcome.get("status"),
-            output=str(outcome.get("output", "")),
+            output=output,
             seconds=seconds,
             counts=_flat(dict(report["counts"], workers_gone=self.num_gone)),
         )

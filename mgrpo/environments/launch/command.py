@@ -17,11 +17,9 @@ from mgrpo.environments.boxes.box import MIB, Bounds, Box, Done
 from mgrpo.environments.boxes.opening import check_box, open_box
 from mgrpo.environments.launch.copied_files import Files, files_of_command, files_of_folder
 from mgrpo.environments.launch.results import OwnWord, ResultError, Unjudged, result_in, reward_of_status
-from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHARS, Agent, Endpoint, Outcome
+from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHARS, Agent, Endpoint, Outcome, masked
 
 _TASK, _RESULT = "task.json", "result.json"
-_LEAST_MASKED_CHARS = 6
-"""Shorter values of variables are words that occur anywhere."""
 _checked: set[tuple[str, Bounds]] = set()
 """Kinds of boxes that this process has opened before."""
 
@@ -213,10 +211,7 @@ def _variables(names: Sequence[str]) -> dict[str, str]:
 def _shown(done: Done, hidden: Sequence[str]) -> str:
     """The last part of the output, without keys."""
     text = (done.stdout + done.stderr).decode(errors="replace")
-    for value in sorted(hidden, key=len, reverse=True):
-        if len(value) >= _LEAST_MASKED_CHARS:
-            text = text.replace(value, "***")
-    return text[-MOST_OUTPUT_CHARS:]
+    return masked(text, hidden)[-MOST_OUTPUT_CHARS:]
 
 
 def _joined(output: str, why: str) -> str:

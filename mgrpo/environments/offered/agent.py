@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ ENDING_S = CHECK_S + 30.0
 """The same with what is cleaned up around it."""
 MOST_OUTPUT_CHARS = 1 << 14
 """Kept of what an agent prints: the last part."""
+_LEAST_MASKED_CHARS = 6
+"""Shorter values of variables are words that occur anywhere."""
 _MOST_METRICS = 64
 _METRIC = re.compile(r"[\w./:@-]{1,80}")
 
@@ -117,6 +119,14 @@ class FunctionAgent(Agent):
             return Outcome(ended="crashed", output=f"{self.name} gave {refusal}")
         # Without the key its own word does not count.
         return Outcome(ended="ended", reward=None if endpoint.reward_key is None else reward, metrics=metrics)
+
+
+def masked(text: str, hidden: Sequence[str]) -> str:
+    """A text without these values, of which one may hold another."""
+    for value in sorted(hidden, key=len, reverse=True):
+        if len(value) >= _LEAST_MASKED_CHARS:
+            text = text.replace(value, "***")
+    return text
 
 
 def checked_reward(value: object) -> float | None:

@@ -269,6 +269,7 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
         sets_reward=own.agent_sets_reward and own.agent_check is None,
         are_remote=are_remote,
         untaken=own.untaken_turns,
+        hidden=tuple(os.environ[name] for name in own.agent_env if name in os.environ),
     )
     return partial(Agents, endpoints=Endpoints(settings, count=own.agent_endpoints), own=bounds)
 

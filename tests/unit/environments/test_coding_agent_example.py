@@ -176,6 +176,19 @@ def test_calls_that_fail_are_told_to_the_model_and_a_full_context_ends_the_agent
     assert [answer.split()[0] for answer in answers] == ["FileNotFoundError:", problem.path, "KeyError:"]
 
 
+def test_a_shell_has_no_keys(task, tmp_path, scripted):
+    """What it prints is in the trace, and the model may ask for `env`."""
+    server = scripted(
+        [message_of('<tool_call>{"name": "run", "arguments": {"command": "env | cut -d= -f1"}}</tool_call>')]
+    )
+    keys = {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "a key", "SECRET": "s3cret"}
+    words = row_of(task, task.draw(random.Random(9)))
+    assert run_file("agent.py", tmp_path, words, **keys) == 0
+    (printed,) = [message["content"] for message in server.asked[-1][2]["messages"] if message["role"] == "tool"]
+    names = set(printed.split())
+    assert "PYTHONDONTWRITEBYTECODE" in names and not names & set(keys)
+
+
 def test_the_committed_rows_are_those_of_the_task(task):
     """Held-out files that training has seen would show too good a result."""
     train, held_out = task.split_problems()

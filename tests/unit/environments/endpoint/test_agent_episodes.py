@@ -262,6 +262,22 @@ def test_what_an_agent_is_worth(tmp_path):
     asyncio.run(check())
 
 
+def test_no_secret_is_in_what_is_kept_of_an_agents_output(tmp_path, caplog):
+    """A function's traceback holds what it was called with, and samples are read by others than those who own the key."""
+
+    async def agent(play):
+        return {"ended": "crashed", "output": "401 for the key s3cret-value, see a"}
+
+    async def check():
+        async with playing(tmp_path, agent, own=replace(OWN, hidden=("a", "s3cret", "s3cret-value"))) as run:
+            (completion,) = (await run.play(num_samples=1)).completions
+            assert completion.trajectory.agent.output == "401 for the key ***, see a"
+
+    with caplog.at_level("INFO"):
+        asyncio.run(check())
+    assert "401 for the key" in caplog.text and "s3cret" not in caplog.text
+
+
 class RemoteWorker:
     """Takes tasks of a run."""
 
