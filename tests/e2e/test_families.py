@@ -80,7 +80,7 @@ def test_engine_and_trainer_are_one_model_after_every_step(whole, model):
     has_experts = shape_of(read_hf_config(model)).experts is not None
     for line in steps:
         assert line["debug/vllm_vs_local_logprob_diff_max"] < ENGINE_DIFFERENCE, line["step"]
-        assert ("policy/routing_differs" in line) == has_experts, line["step"]
+        assert ("policy/routing_differs" in line) == ("moe/idle_experts" in line) == has_experts, line["step"]
     assert len({line["reward"] for line in steps}) > 1
 
 
