@@ -30,14 +30,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from bench_loop import cpu_model
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.placement.box_table import HeldBoxes
+from mgrpo.models.placement.box_table import HeldBoxes, Tensors
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import engine_boxes, local_parameters, training_boxes
+from mgrpo.models.table import engine_boxes, hf_tensors, local_parameters, training_boxes
+from mgrpo.parallel import backend
 from mgrpo.planner.engines.transfers import sync_seconds
 from mgrpo.planner.hardware import GPUS, Hardware
 from mgrpo.planner.plan_command import shipped_configs
@@ -53,6 +55,8 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
+GATHERING = 4
+"""Ranks between which `gather_held` is timed."""
 BUCKET_BYTES = 256 << 20
 PROTOCOL = (
     "Two training ranks and one worker, each a process with one thread and random weights; the transports take turns, "
@@ -311,11 +315,42 @@ def compare_ways(model: ModelShape, train: Layout, infer: InferLayout, made: Res
     }
 
 
+def gather_seconds(model: ModelShape, train: Layout) -> float:
+    """CPU seconds of rank 0 for finding what all ranks hold, among `GATHERING` ranks over gloo."""
+    context = multiprocessing.get_context("spawn")
+    _served, port = open_store(HOST, TIMEOUT_S)
+    found = context.Queue()
+    ranks = [
+        context.Process(target=gather_as_rank, args=(rank, port, model, train, found)) for rank in range(GATHERING)
+    ]
+    for process in ranks:
+        process.start()
+    seconds = found.get(timeout=TIMEOUT_S)
+    for process in ranks:
+        process.join()
+    return seconds
+
+
+def gather_as_rank(rank: int, port: int, model: ModelShape, train: Layout, found: Any) -> None:
+    """One rank of `gather_seconds`: its own boxes are there, as in a run."""
+    backend.install()  # before the first import of Megatron
+    from mgrpo.policy.parameters import gather_held
+
+    dist.init_process_group("gloo", store=connect_store(HOST, port, TIMEOUT_S), rank=rank, world_size=GATHERING)
+    boxes = [piece.box for own in local_parameters(model, train, rank).values() for piece in own.pieces]
+    dist.barrier()
+    seconds, _ = timed(lambda: gather_held(boxes, Tensors(hf_tensors(model)), dist.group.WORLD))
+    if rank == 0:
+        found.put(seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[str, Any]:
     """Seconds and bytes of both plans."""
     from tests.unit.sync import plan_oracle
 
-    tables_s, holdings = timed(lambda: training_holdings(model, train))
+    holdings = training_holdings(model, train)
     plan_s, made = timed(lambda: plan(model, train, infer, holdings=holdings))
     own_s, own = timed(
         lambda: [made.boxes(places) for workers in made.outgoing(0).values() for places in workers.values()]
@@ -334,19 +369,21 @@ def compare_plans(model: ModelShape, train: Layout, infer: InferLayout) -> dict[
         bucket_bytes=BUCKET_BYTES,
         timeout_s=TIMEOUT_S,
     )
-    invitation_s, invitation = timed(lambda: json.dumps(sender.invitation(0)))
-    again_s, _ = timed(lambda: json.dumps(sender.invitation(1)))
+    first_s, invitation = timed(lambda: json.dumps(sender.invitation(0)))
+    others_s, _ = timed(lambda: [json.dumps(sender.invitation(engine)) for engine in range(1, infer.engines)])
+    gathered_s = gather_seconds(model, train)
     loads = [0] * train.world_size
     record: dict[str, Any] = {
         "slices": made.num_slices,
         "gigabytes": made.bytes_moved / 1e9,
         "tables": {
-            "holdings_s": tables_s,
+            "gather_held_s": gathered_s,
             "plan_s": plan_s,
             "own_part_s": own_s,
+            "first_invitation_s": first_s,
+            "other_invitations_s": others_s,
+            "rank_0_s": round(gathered_s + plan_s + own_s + first_s + others_s, 3),
             "own_slices": sum(map(len, own)),
-            "first_invitation_s": invitation_s,
-            "next_invitation_s": again_s,
             "invitation_bytes": len(invitation),
         },
     }
@@ -391,7 +428,8 @@ def bench_plans(out: Path) -> None:
         if "times faster" in record:
             print(f"  the plan is made {record['times faster']:.0f} times faster")
     text = {
-        "protocol": "CPU seconds of one process. `plain` is the plan of every engine box by box, as all processes would make it. "
+        "protocol": "CPU seconds of rank 0, whose sum is `rank_0_s`: an invitation for every engine, and `gather_held` among "
+        f"{GATHERING} ranks over gloo that hold what the first of the run do; the exchange among all of them was not timed. `plain` is the plan of every engine box by box, as all processes would make it. "
         "`ways`: communicators counted; seconds as `mgrpo plan` says on H100 with a 400 Gb/s card each, not measured.",
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "plans": records,

@@ -28,7 +28,7 @@ from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.group import another_connection
 from mgrpo.sync.joining import SyncMembers, meet
 from mgrpo.sync.live import LiveBoxes, View, WeightMessage
-from mgrpo.sync.plan import ReshardPlan, plan
+from mgrpo.sync.plan import ReshardPlan, Seated, plan
 from mgrpo.sync.sending.digest import digests
 from mgrpo.sync.sending.float32_units import shapes_in_units
 from mgrpo.sync.sending.rounds import messages, rounds
@@ -87,6 +87,7 @@ class Sender:
         """What engines must hold: also what they have loaded by themselves."""
         self.outgoing = self.plan.outgoing(rank)
         """What this rank sends, by planned engine and worker."""
+        self._sources: dict[Seated, list[str]] = {}
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
@@ -140,16 +141,11 @@ class Sender:
 
     def _tables(self, engine: int) -> dict[str, Any]:
         """For each worker of an engine its slices, and of each slice the place of its source among `learners`."""
-        learners = self.plan.learners(engine)
-        sources = np.empty((len(self.plan.slices), 1), dtype=np.int64)
-        for incoming in self.plan.incoming(engine):
-            for rank, places in incoming.items():
-                sources[places] = learners.index(rank)
-        return {
-            "learners": learners,
-            "slices": self._slices,
-            "sources": [packed(sources[own]) for own in self.plan.workers],
-        }
+        learners, seated = self.plan.seated(engine)
+        if seated not in self._sources:
+            sources = self.plan.source_places(seated)
+            self._sources[seated] = [packed(sources[own]) for own in self.plan.workers]
+        return {"learners": learners, "slices": self._slices, "sources": self._sources[seated]}
 
     def join(self, seats: Mapping[int, int]) -> dict[int, str]:
         """Meet the workers of engines, which must be joining; see `send` for what is returned.

@@ -25,10 +25,12 @@ from mgrpo.models.placement.boxes import Box
 from mgrpo.models.shape import ModelShape
 from mgrpo.sync.sending.float32_units import shapes_in_units, tables_in_units
 from mgrpo.sync.sending.layout_tables import engine_rows, training_holdings
-from mgrpo.sync.sending.senders import Kind, Sources, choose
+from mgrpo.sync.sending.senders import Kind, Portion, Sources, choose
 
 Places = np.ndarray
 """Numbers of slices in `ReshardPlan.slices`, ascending."""
+Seated = tuple[tuple[Portion, int], ...]
+"""The shares of an engine, each with the place of the rank that sends it among those that send to the engine."""
 Incoming = Mapping[int, Places]
 """The slices for one worker, by training rank, in the order in which they are sent."""
 
@@ -82,27 +84,47 @@ class ReshardPlan:
         """These slices."""
         return self.tensors.boxes(self.slices[places])
 
-    def incoming(self, engine: int) -> tuple[Incoming, ...]:
-        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do."""
+    def shares(self, engine: int) -> list[tuple[Portion, int]]:
+        """The shares of the slices that an engine receives, each with the rank that sends it.
+
+        Engines that were not planned for receive what the planned ones do.
+        """
         engine %= self.sources.engines
         shares = self.sources.shares[engine // self.sources.blocks]
+        return [(share, self.sources.rank(share, engine)) for share in shares]
+
+    def incoming(self, engine: int) -> tuple[Incoming, ...]:
+        """The slices for each worker of an engine."""
         found: tuple[dict[int, list[Places]], ...] = tuple({} for _ in self.workers)
-        for share in shares:
-            own = found[self.kinds[share.kind].worker].setdefault(self.sources.rank(share, engine), [])
+        for share, rank in self.shares(engine):
+            own = found[self.kinds[share.kind].worker].setdefault(rank, [])
             own.append(self.places[share.kind][share.first : share.last])
         return tuple({rank: _sorted(own) for rank, own in each.items()} for each in found)
 
     def num_sources(self, engine: int) -> list[int]:
         """For each worker of an engine, the ranks that send to it."""
-        shares = self.sources.shares[engine % self.sources.engines // self.sources.blocks]
-        pairs = {(self.kinds[share.kind].worker, share.table, share.replica) for share in shares}
+        pairs = {(self.kinds[share.kind].worker, rank) for share, rank in self.shares(engine)}
         return np.bincount([worker for worker, *_ in pairs], minlength=len(self.workers)).tolist()
 
     def learners(self, engine: int) -> list[int]:
         """The ranks that send to an engine, ascending."""
-        engine %= self.sources.engines
-        shares = self.sources.shares[engine // self.sources.blocks]
-        return sorted({self.sources.rank(share, engine) for share in shares})
+        return sorted({rank for _, rank in self.shares(engine)})
+
+    def seated(self, engine: int) -> tuple[list[int], Seated]:
+        """The ranks that send to an engine, ascending, and its shares with the place of each one's rank among them.
+
+        Engines that are served alike have the same of these, and differ in the ranks alone.
+        """
+        learners = self.learners(engine)
+        place = {rank: number for number, rank in enumerate(learners)}
+        return learners, tuple((share, place[rank]) for share, rank in self.shares(engine))
+
+    def source_places(self, seated: Seated) -> np.ndarray:
+        """`[slices, 1]` int64, of each slice the place of the rank that sends it."""
+        places = np.empty((len(self.slices), 1), dtype=np.int64)
+        for share, place in seated:
+            places[self.places[share.kind][share.first : share.last]] = place
+        return places
 
     def outgoing(self, rank: int) -> dict[int, dict[int, Places]]:
         """The slices that a rank sends, by engine and worker."""
@@ -163,14 +185,14 @@ def plan(
         wanted = [tensors.rows(boxes) for boxes in engine_adapter_boxes(model, infer_layout, lora)]
         held = holdings or HeldBoxes.of(training_adapter_boxes(model, train_layout, lora), tensors)
     else:
-        wanted = engine_rows(model, infer_layout)
+        wanted = engine_rows(model, infer_layout, shapes, tensors)
         held = holdings or training_holdings(model, train_layout)
     covered = np.zeros(len(tensors), dtype=bool)
     covered[np.concatenate(wanted)[:, 0]] = True
     if not covered.all():
         missing = [name for name, is_covered in zip(tensors.names, covered, strict=True) if not is_covered]
         raise AssertionError(f"the engines' boxes do not cover what is sent: {missing[:3]}")
-    tables = (tensors.renumbered(rows, held.tensors) for rows in held.tables)
+    tables = tensors.renumbered(held.tables, held.tensors)
     in_units = Tensors(shapes_in_units(shapes, itemsize))
     return reshard(
         HeldBoxes(in_units, tables_in_units(tables, tensors, itemsize), held.ranks),

@@ -53,13 +53,13 @@ class Tensors:
             for (tensor, *extent), dims in zip(rows.tolist(), self.dims[rows[:, 0]].tolist(), strict=True)
         ]
 
-    def renumbered(self, rows: Rows, other: Tensors) -> Rows:
-        """Rows of `other`'s numbers under these ones, without boxes of tensors that are not among these."""
+    def renumbered(self, tables: Sequence[Rows], other: Tensors) -> Sequence[Rows]:
+        """Tables of `other`'s numbers under these ones, without boxes of tensors that are not among these."""
         if other.names == self.names:
-            return rows
+            return tables
         number = np.array([self.numbers.get(name, -1) for name in other.names], dtype=np.int64)
-        rows = np.concatenate((number[rows[:, :1]], rows[:, 1:]), axis=1)
-        return rows[rows[:, 0] >= 0]
+        found = (np.concatenate((number[rows[:, :1]], rows[:, 1:]), axis=1) for rows in tables)
+        return [rows[rows[:, 0] >= 0] for rows in found]
 
 
 def _filled(extent: Shape, value: int) -> Shape:

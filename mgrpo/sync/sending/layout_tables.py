@@ -27,10 +27,12 @@ def training_holdings(model: ModelShape, layout: Layout) -> HeldBoxes:
     return HeldBoxes.shared(tensors, own)
 
 
-def engine_rows(model: ModelShape, layout: InferLayout) -> list[Rows]:
-    """The boxes of an engine's workers, `mgrpo.models.table.engine_boxes`, as rows of `Tensors(hf_tensors(model))`."""
-    shapes = hf_tensors(model)
-    tensors = Tensors(shapes)
+def engine_rows(model: ModelShape, layout: InferLayout, shapes: dict[str, Shape], tensors: Tensors) -> list[Rows]:
+    """The boxes of an engine's workers, `mgrpo.models.table.engine_boxes`, as rows of `tensors`.
+
+    Args:
+        shapes: `hf_tensors(model)`, of which `tensors` are.
+    """
     # Layers are alike: what a worker holds of a tensor follows from the rest of its name and its shape.
     alike: dict[tuple[str, Shape], list[int]] = {}
     for number, (name, shape) in enumerate(shapes.items()):
