@@ -5,6 +5,7 @@
 # make test-e2e     more runs and engines than make test starts; make test-all runs all of these and the slow ones
 # make test-kills   twenty kills of whole runs and single processes at random moments, each resumed to the bit: about 20 minutes
 # make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
+# make test-packages  agents of the OpenAI Agents SDK, in an environment of its own
 # make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy, clang-format, hadolint and shellcheck
 # make docs         the documentation as a site, into build/site (installs only what that needs)
@@ -12,7 +13,7 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-learners test-e2e test-all test-kills test-gpu-config record-gpu-config lint docs bench parity install dev clean
+.PHONY: quickstart test test-learners test-e2e test-all test-kills test-packages test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -54,6 +55,18 @@ test-all: $(VENV)/.installed-dev
 # MGRPO_KILLS=N kills N times, MGRPO_KILLS_SEED=N repeats the draws of an earlier time.
 test-kills: $(VENV)/.installed-dev
 	$(PYTEST) --capture no tests/e2e/test_kills.py
+
+# Packages that a trainer must not have, each in an environment of its own.
+PACKAGES := build/packages
+$(PACKAGES)/%/.installed: requirements/%.txt
+	$${PYTHON:-python3} -m venv $(PACKAGES)/$*
+	$(PACKAGES)/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	touch $@
+
+test-packages: $(VENV)/.installed-dev $(PACKAGES)/agents/.installed
+	MGRPO_TEST_AGENTS_PYTHON=$(CURDIR)/$(PACKAGES)/agents/bin/python \
+		$(PYTEST) tests/unit/environments/endpoint/test_clients.py \
+		tests/e2e/test_agent_examples.py::test_an_agent_of_the_agents_sdk_learns
 
 # On a machine without a GPU. GPU_VENV is the place of an environment that several checkouts share.
 GPU_VENV ?= build/gpu-venv

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.e2e.launching import Run
 from tests.namespaces import skip_without_namespaces
 
 STEPS = 10
+AGENTS_PYTHON = os.environ.get("MGRPO_TEST_AGENTS_PYTHON", "")
 
 
 def lines(folder: Path, config: str, *flags: str) -> tuple[list[dict[str, Any]], Path]:
@@ -50,8 +51,8 @@ def test_the_coding_agent_learns_to_repair(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="needs openai-agents, see examples/agent")
+@pytest.mark.skipif(not AGENTS_PYTHON, reason="MGRPO_TEST_AGENTS_PYTHON names no interpreter with openai-agents")
 def test_an_agent_of_the_agents_sdk_learns(tmp_path: Path) -> None:
-    """A framework that nobody has changed."""
-    found, _ = lines(tmp_path, "agent", "--total_episodes", str(STEPS * 128))
+    """A framework that nobody has changed, in an environment of its own."""
+    found, _ = lines(tmp_path, "agent", "--env_python", AGENTS_PYTHON, "--total_episodes", str(STEPS * 128))
     check(found)
