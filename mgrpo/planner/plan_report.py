@@ -134,7 +134,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         if found := steps_ahead(plan):
             yield found.sentence
         if plan.fits and plan.public:
-            yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published: {plan.public.sentence}"
+            yield f"{plan.tokens_s_gpu:,.0f} tokens a second and GPU; best published, with other lengths and batches: {plan.public.sentence}"
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
         f"{plan.config.model.model_dtype}; {counted(plan.work.sequences, 'completion')} per step, assumed mean "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from mgrpo.planner.hardware import Assumptions
 from tests.unit.planner.figures.held_out import hold_out
-from tests.unit.planner.figures.own import compare_own
+from tests.unit.planner.figures.own import compare_own, judged
 from tests.unit.planner.figures.page import page
 from tests.unit.planner.figures.published import FIGURES, Compared, compare_training, mean_error, median_error, of
-from tests.unit.planner.figures.steps import compare_steps
+from tests.unit.planner.figures.steps import alone_errors, compare_steps
 
 PAGE = Path(__file__).parents[3] / "docs" / "figures.md"
 
@@ -57,7 +58,7 @@ def test_memory_is_near_what_others_measure(found: list[Compared]) -> None:
 def test_steps_of_this_trainer_are_near_its_plans() -> None:
     """On one GPU; memory is planned for packs of responses only, which none exceeds."""
     own = compare_own()
-    assert mean_error(of("tok_s_gpu", own)) < 0.17
+    assert mean_error(judged(own)) < 0.18
     assert all(-0.01 < row.error < 0.16 for row in of("mem_gib", own))
 
 
@@ -65,8 +66,10 @@ def test_steps_and_generation_are_near_what_others_publish() -> None:
     """Half of NeMo RL's steps are planned within 15 %, with what only their program does; no constant is derived from these rows."""
     steps = compare_steps()
     own = of("step_s", steps)
-    assert len(own) == 15
+    assert len(own) == 19
     assert abs(median_error(own)) < 0.05 and mean_error(own) < 0.11
+    # Alone a plan is too optimistic of their program: docs/planning.md says by how much.
+    assert -0.2 < median(alone_errors(steps)) < 0
     assert all(abs(row.error) < 0.2 for row in of("generation_s", steps))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from mgrpo.models.memory import padded_vocab, stage_elements
 from mgrpo.planner.learners.touched import fused_in_stage
 from mgrpo.planner.plan import RunPlan
+from mgrpo.planner.work import passes_of
 
 FORWARD_LOGIT_BYTES, BACKWARD_LOGIT_BYTES = 46 - 4, 22 - 8
 """Read and written for each logit beyond what a plan counts. Forward: to float32 (2 + 4), maximum (4), difference (8), exponential
@@ -39,6 +40,7 @@ def beside(row: dict[str, Any], plan: RunPlan, longer: RunPlan) -> dict[str, flo
     held = max(stage_elements(plan.shape, layout, stage=stage).total for stage in range(last + 1))
     learners, scored = plan.learners, longer.learners
     updates = plan.config.algorithm.num_mini_batches
+    passes = passes_of(plan.config)
     unfused = fused_in_stage(plan.shape, layout, stage=last) * learners.num_micro_batches * updates
     training = (
         _padded(learners.training, plan, updates)
@@ -47,7 +49,7 @@ def beside(row: dict[str, Any], plan: RunPlan, longer: RunPlan) -> dict[str, flo
     seconds = {
         "logprobs": _padded(scored.logprobs, longer, 1)
         - sum(learners.logprobs.values())
-        + 2 * FORWARD_LOGIT_BYTES * logit_s
+        + (passes.reference + passes.old) * FORWARD_LOGIT_BYTES * logit_s
         + 3 * held * plan.dtype_bytes / HOST_BYTES_S,
         "train": training - sum(learners.training.values()) + (FORWARD_LOGIT_BYTES + BACKWARD_LOGIT_BYTES) * logit_s,
     }

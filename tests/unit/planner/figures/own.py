@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from mgrpo.models.family import shape_of
 from mgrpo.moving import from_values
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import plan_run
-from tests.unit.planner.figures.published import Compared
+from tests.unit.planner.figures.published import Compared, of
 from tools.gpu_check_models import COMMON, FAMILIES, SIZES, WORK, Kind, work_settings
 
 MEASURED = Path(__file__).parents[4] / "benchmarks" / "training-cuda.json"
+FITTED = "experts"
+"""The mode from which an assumption was derived: its speed says nothing of a plan."""
 MODES: dict[str, tuple[Kind, dict[str, object], str]] = {
     "bf16": ("dense", {}, "its timed steps may still warm up; on one GPU the same program as the next row"),
     "zero_stage 3": ("dense", {"zero_stage": 3}, ""),
     "recompute full": ("dense", {"recompute_granularity": "full"}, ""),
     "shared prompts": ("dense", {"shared_prompt_packing": True}, "attention to a shared prompt is another kernel"),
-    "experts": ("experts", {}, "the host is what it waits for: `host_experts_ms` is from this row"),
+    "experts": ("experts", {}, "not in the mean: `host_experts_ms` is from this row"),
     "softcap": ("softcap", {}, "FlexAttention, and four norms a layer; the host needs longer than for other layers"),
     "fp32": ("dense", {"model_dtype": "float32"}, "attention without flash"),
 }
+
+
+def judged(own: Iterable[Compared]) -> list[Compared]:
+    """Speeds from which nothing in a plan was derived."""
+    return [row for row in of("tok_s_gpu", own) if row.row != FITTED]
 
 
 def compare_own() -> list[Compared]:

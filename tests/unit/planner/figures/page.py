@@ -7,7 +7,8 @@ from statistics import mean, median
 
 from mgrpo.planner.engines.public_steps import STEPS as PUBLIC_STEPS
 from tests.unit.planner.figures.held_out import HeldOut, hold_out
-from tests.unit.planner.figures.own import compare_own
+from tests.unit.planner.figures.left_out import sensitivity
+from tests.unit.planner.figures.own import compare_own, judged
 from tests.unit.planner.figures.published import (
     FIGURES,
     Compared,
@@ -17,7 +18,7 @@ from tests.unit.planner.figures.published import (
     of,
     rows,
 )
-from tests.unit.planner.figures.steps import compare_steps, large_table
+from tests.unit.planner.figures.steps import alone_errors, compare_steps, large_table
 
 PHASES = ("generate", "logprobs", "train")
 HEAD = """# Planned and published
@@ -47,8 +48,14 @@ source's rows are:
 
 {held}
 
-Held out, a row is off by {out:.1%} in the mean. All other numbers are data sheets, counts, and measurements of single kernels:
-see the [assumptions](planning.md#assumptions).
+Held out, a row is off by {out:.1%} in the mean. All other defaults are data sheets, counts, and measurements of single kernels:
+see the [assumptions](planning.md#assumptions). Rows have settings of their own, by their programs' documents and code, which no plan of
+mgrpo has. How much of the agreement they are, each left out of all rows:
+
+{settings}
+
+Two of them are read off speeds that are judged here: 0.63, from two pairs of torchtitan's runs with and without async TP, of which two
+rows are the faster ones, and torchtitan's peak, of which the nearer end of a stated range was taken.
 """
 MEMORY = """
 ## Memory
@@ -65,7 +72,7 @@ OWN = """
 ## mgrpo on one H100
 
 Models of up to a billion weights, 16 made-up samples a step (`benchmarks/training-cuda.json`). Tokens per second: mean of the
-absolute errors **{speed:.1%}**.
+absolute errors **{speed:.1%}** without "experts", from whose time the host's time for a layer with experts was derived.
 
 {speeds}
 
@@ -77,20 +84,22 @@ STEPS = """
 ## Steps of RL
 
 Seconds from one step to the next of NeMo RL's GRPO, {rows} rows: median of the errors **{median:+.1%}**, mean of the absolute ones
-**{mean:.1%}**. A negative error says that the plan is too optimistic. Without what only their program does the median is
-{alone:+.1%}.
+**{mean:.1%}**. A negative error says that the plan is too optimistic. These are not errors of `mgrpo plan` alone, whose
+median is **{alone:+.1%}** and whose mean absolute error **{alone_mean:.1%}**: the rest is what only their program does, added here.
 
 {table}
 
 "mgrpo" is the plan of the same model, layout, lengths and hardware; "with theirs" adds what only their program does, and the error
 is of that: packs that are padded to the longest between pipeline stages, gradients that are added beside the products, longer packs
 where they only score (which is faster), log-probabilities by single operations over float32 logits, the reference's weights and the
-optimizer's states copied through memory of the host that is not pinned, and refits as long as they report them; those of mixtures in
-turn were measured on B200 or with an earlier release ({refits}). Rows "1off" and "8off" have
+optimizer's states copied through memory of the host that is not pinned, and refits as long as they report them of other runs; those of
+mixtures in turn were measured on B200 or with an earlier release ({refits}). The first two rows' own refits are in what is reported, so
+that those of a plan stand in their place. Rows "1off" and "8off" have
 engines of their own; the others take turns on all GPUs. Ahead, their groups of answers take the place of others only when a whole
-group has ended, and no more than one batch's (8 batches') are under way. A row has the mean length that they report, with a
+group has ended, and no more than one batch's (8 batches') are under way. Since v0.7 they update once a step, and do not score with the
+policy. A row has the mean length that they report, with a
 log-normal spread of 0.9, and the layout of their recipe at that release. No number in the plan is derived from these rows, so that each of
-them is one that is left out; the refits of the first two are phases of these rows themselves. Their rows became up to
+them is one that is left out. Their rows became up to
 38 % faster from v0.4 to v0.6 on the same GPUs, so that programs and not only GPUs are measured.
 
 Phases, where they are published (v0.3; a user measured 116 s and 178 s for the same two):
@@ -118,14 +127,16 @@ Not planned, because mean lengths of prompts or answers are not published: {unpl
 
 ## Large runs on 128 and 256 H100
 
-2,048 answers, half of the GPUs learners; two models with answers of 8,704 tokens in the mean and at most 16,384, and two shipped
-configurations, of Qwen2.5-32B and Qwen3-235B-A22B:
+Half of the GPUs are learners; two models with answers of 8,704 tokens in the mean and at most 16,384, and two shipped
+configurations, of Qwen2.5-32B and Qwen3-235B-A22B, the latter also with as many answers as the best public run of that model, as long in
+the mean, which took 203 s one ahead (its step also scores with the policy and a reference, that of the configuration does not):
 
 {large}
 
 "2 ahead" is `async_steps` 2, `max_staleness` 4 and `inflight_updates`; "4 x 8 workers" are engines with 8 copies of their attention
 on 4 GPUs each, over whose 32 GPUs the experts are spread (`vllm_enable_expert_parallel`). The best that others publish, which
-`mgrpo plan` prints beside its own:
+`mgrpo plan` prints beside its own. Lengths and batches differ from run to run, and tokens a second with them: long answers cost more each,
+and a small batch waits longer for its longest answer:
 
 {public}
 """
@@ -176,6 +187,15 @@ def held_table(held: Iterable[HeldOut]) -> str:
     )
 
 
+def settings_table() -> str:
+    """One line for what is left out of all rows."""
+    head = ["| left out | mean error of speed | median | mean error of memory |", "|---|---|---|---|"]
+    return "\n".join(
+        head
+        + [f"| {name} | {speed:.1%} | {middle:+.1%} | {memory:.1%} |" for name, speed, middle, memory in sensitivity()]
+    )
+
+
 def sources_table() -> str:
     """Where the figures can be looked up."""
     head = ["| source | what | |", "|---|---|---|"]
@@ -201,12 +221,13 @@ def page() -> str:
                 experts=derived[1],
                 held=held_table(held),
                 out=mean(out.error for out in held for _ in range(out.rows)),
+                settings=settings_table(),
             ),
             MEMORY.format(
                 rows=len(memory), mean=mean_error(memory), median=median_error(memory), table=rows_table(memory)
             ),
             OWN.format(
-                speed=mean_error(of("tok_s_gpu", own)),
+                speed=mean_error(judged(own)),
                 speeds=rows_table(of("tok_s_gpu", own)),
                 memory=mean_error(of("mem_gib", own)),
                 memories=rows_table(of("mem_gib", own)),
@@ -214,7 +235,8 @@ def page() -> str:
             STEPS.format(
                 rows=len(of("step_s", steps)),
                 median=median_error(of("step_s", steps)),
-                alone=median((row.alone or 0.0) / row.reported - 1 for row in of("step_s", steps)),
+                alone=median(alone_errors(steps)),
+                alone_mean=mean(map(abs, alone_errors(steps))),
                 mean=mean_error(of("step_s", steps)),
                 table=steps_table(of("step_s", steps)),
                 refits=", ".join(f"<{by}>" for by in refits),

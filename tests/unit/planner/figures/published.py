@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,10 +133,16 @@ def gpu_gib(row: dict[str, Any], plan: RunPlan) -> float:
     return (states + passes * (1 + stage.waste)) / GIB
 
 
-def compare_training(assumed: Assumptions | None = None) -> list[Compared]:
-    """Speed and memory of all rows of training."""
+def compare_training(
+    assumed: Assumptions | None = None, *, settings: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> list[Compared]:
+    """Speed and memory of all rows of training.
+
+    Args:
+        settings: what a row is planned with, from what it has.
+    """
     found = []
-    for row in rows("train"):
+    for row in map(settings, rows("train")):
         plan, reported = training(row, assumed), row["reported"]
         tokens = row["sequences"] * row["length"]
         gpus = row["nodes"] * row["gpus_per_node"]

@@ -3,12 +3,13 @@
 Steps are NeMo RL's: `overlap` says whether engines have GPUs of their own and run ahead, with new weights in the middle of
 completions; `batches_under_way` how many batches' groups are generated at once (max_trajectory_age_steps). Otherwise learners and
 engines take turns on all GPUs, as vllm_mode=colocate does. NeMo RL scores the batch with the policy before every first update, so
-that a step here has that pass as well. Mean lengths are those reported; packs hold whole sequences.
+that a step here has that pass as well; since v0.7 not where there is one update only (`scores_policy` false). Mean lengths are those reported; packs hold whole sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from mgrpo.models.memory import holdings
 from mgrpo.moving import from_values, load_file
 from mgrpo.planner.engines.decoding import decoder, generation_time
 from mgrpo.planner.engines.engine_memory import engine_memory
+from mgrpo.planner.engines.public_steps import public_step
 from mgrpo.planner.engines.step_pace import pace
 from mgrpo.planner.engines.transfers import sync_seconds
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.work import Workload
 from tests.unit.planner.figures.nemo import beside
-from tests.unit.planner.figures.published import Compared, hardware, model, rows
+from tests.unit.planner.figures.published import Compared, hardware, model, of, rows
 
 MIB = 1 << 20
 CONFIGS = Path(__file__).parents[4] / "examples" / "configs"
@@ -47,7 +49,9 @@ def step(row: dict[str, Any], assumed: Assumptions | None = None) -> RunPlan:
         "total_episodes": settings["num_unique_prompts_rollout"] * settings["num_samples_per_prompt_rollout"],
     }
     config = from_values(values | settings | ahead)
-    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, top_entropy_quantile=0.99))
+    if row.get("scores_policy", True):
+        scored = dataclasses.replace(config.algorithm, top_entropy_quantile=0.99)
+        config = dataclasses.replace(config, algorithm=scored)
     cluster, shape = hardware(row, assumed), model(row["model"])
     engines = settings["vllm_num_engines"] * settings["vllm_tensor_parallel_size"]
     if row["overlap"]:
@@ -141,6 +145,9 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 """Runs of 2,048 answers of 8,704 tokens in the mean and at most 16,384; half of the GPUs are learners."""
 AHEAD = {"async_steps": 2, "max_staleness": 4, "inflight_updates": True}
+ONE_AHEAD = {"async_steps": 1, "inflight_updates": True}
+PUBLIC_PROMPT = 102
+"""Mean tokens of a prompt of NeMo RL's runs, as in their rows."""
 WIDE = {
     "vllm_num_engines": 4,
     "vllm_tensor_parallel_size": 4,
@@ -167,10 +174,29 @@ def large(name: str, **changes: Any) -> RunPlan:
     return plan_run(config, model(name.partition(",")[0].lower()), cluster, num_learners=learners)
 
 
+def shipped(file: str, nodes: int, assumed: Assumptions | None = None, **rollout: Any) -> RunPlan:
+    """The plan of a shipped configuration on H100, with these settings of its rollouts."""
+    config = load_file(CONFIGS / f"{file}.yaml", world_size=1)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **rollout))
+    shape, learners = model(Path(config.model_path).name.lower()), sum(config.parallel.num_learners_per_node)
+    cluster = Hardware(gpu=GPUS["H100"], nodes=nodes, assumed=assumed or Assumptions())
+    return plan_run(config, shape, cluster, num_learners=learners)
+
+
+def like_public(**rollout: Any) -> RunPlan:
+    """The shipped configuration of 235B with as many answers, as long in the mean, as the public run of that model."""
+    public = public_step(weights=235, has_experts=True, gpu="H100")
+    assert public is not None
+    answer = (public.tokens - PUBLIC_PROMPT) / 7168
+    groups = {"num_unique_prompts_rollout": public.sequences // 32, "num_samples_per_prompt_rollout": 32}
+    assumed = Assumptions(prompt_share=PUBLIC_PROMPT / 1024, response_share=answer)
+    return shipped("235b_a22b_32x8", public.gpus // 8, assumed, **groups, **rollout)
+
+
 def large_table() -> str:
     """Their steps, in turn and ahead, and with experts over copies of the attention; and those of shipped configurations."""
     lines = [
-        "| run | engines | steps | mean tokens | generation s | learners s | s per step | tokens a second and GPU |",
+        "| run | engines | steps | answers, mean tokens | generation s | learners s | s per step | tokens a second and GPU |",
         "|---|---|---|---|---|---|---|---|",
     ]
     plans: list[tuple[str, str, str, RunPlan]] = []
@@ -184,14 +210,16 @@ def large_table() -> str:
             for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD))
         ]
     for file, nodes in (("32b_16x8", 16), ("235b_a22b_32x8", 32)):
-        config = load_file(CONFIGS / f"{file}.yaml", world_size=1)
-        shape, learners = model(Path(config.model_path).name.lower()), sum(config.parallel.num_learners_per_node)
-        for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD)):
-            changed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **ahead))
-            plan = plan_run(changed, shape, Hardware(gpu=GPUS["H100"], nodes=nodes), num_learners=learners)
-            plans.append((f"`{file}.yaml`", "configured", steps, plan))
+        plans += [
+            (f"`{file}.yaml`", "configured", steps, shipped(file, nodes, **ahead))
+            for steps, ahead in (("in turn", {}), ("2 ahead", AHEAD))
+        ]
+    plans += [
+        ("the same with the public run's answers", "configured", steps, like_public(**ahead))
+        for steps, ahead in (("in turn", {}), ("1 ahead", ONE_AHEAD), ("2 ahead", AHEAD))
+    ]
     for name, form, steps, plan in plans:
-        tokens = f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f}"
+        tokens = f"{plan.work.sequences:,} x ({plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f})"
         lines.append(
             f"| {name} | {form} | {steps} | {tokens} | {plan.phases['generate']:.0f} | {plan.learners.total:.0f} | {plan.pace_s:.0f} | {plan.tokens_s_gpu:.0f} |"
         )
@@ -221,6 +249,11 @@ def compare_steps(assumed: Assumptions | None = None) -> list[Compared]:
             if "model" in row
         ]
     return found
+
+
+def alone_errors(compared: Iterable[Compared]) -> list[float]:
+    """Errors of steps without what only their program does: those of `mgrpo plan`."""
+    return [row.alone / row.reported - 1 for row in of("step_s", compared) if row.alone is not None]
 
 
 def _compare_step(row: dict[str, Any], plan: RunPlan) -> list[Compared]:
