@@ -5,7 +5,7 @@
 # make test-e2e     more runs and engines than make test starts; make test-all runs all of these and the slow ones
 # make test-kills   twenty kills of whole runs and single processes at random moments, each resumed to the bit: about 20 minutes
 # make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
-# make test-packages  agents of the OpenAI Agents SDK, in an environment of its own
+# make test-packages  agents of the OpenAI Agents SDK and tasksets of verifiers, in environments of their own
 # make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy, clang-format, hadolint and shellcheck
 # make docs         the documentation as a site, into build/site (installs only what that needs)
@@ -63,9 +63,10 @@ $(PACKAGES)/%/.installed: requirements/%.txt
 	$(PACKAGES)/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
 
-test-packages: $(VENV)/.installed-dev $(PACKAGES)/agents/.installed
+test-packages: $(VENV)/.installed-dev $(PACKAGES)/agents/.installed $(PACKAGES)/verifiers_v1/.installed
 	MGRPO_TEST_AGENTS_PYTHON=$(CURDIR)/$(PACKAGES)/agents/bin/python \
-		$(PYTEST) tests/unit/environments/endpoint/test_clients.py \
+	MGRPO_TEST_VERIFIERS_V1_PYTHON=$(CURDIR)/$(PACKAGES)/verifiers_v1/bin/python \
+		$(PYTEST) tests/unit/environments/endpoint/test_clients.py tests/unit/environments/test_verifiers_v1.py \
 		tests/e2e/test_agent_examples.py::test_an_agent_of_the_agents_sdk_learns
 
 # On a machine without a GPU. GPU_VENV is the place of an environment that several checkouts share.

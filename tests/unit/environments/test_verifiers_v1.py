@@ -58,7 +58,7 @@ def played(served: Served, monkeypatch: pytest.MonkeyPatch, row: Mapping[str, An
         try:
             await pool.start()
             instance = await pool.acquire(row, seed=0, trajectory="0/0")
-            endpoint = {"base_url": session["base_url"], "api_key": session["api_key"]}
+            endpoint = {name: session[name] for name in ("base_url", "api_key", "reward_key")}
             return await instance.run_agent(endpoint, truth={}, limit_s=LIMIT_S)
         finally:
             await pool.close()
