@@ -287,8 +287,9 @@ def test_what_a_batch_and_an_evaluation_promise_comes_out_of_them():
     # The pool of environments measures these, which a batch knows nothing of.
     of_the_pool = {"time/tools", "time/env_acquire", "env/replaced", "env/timeouts"}
     assert promised("Tools, environments and rubrics") - found == of_the_pool
-    entropies = {"policy/entropy_avg", "policy/entropy_coef", "loss/entropy_avg", "policy/routing_differs"}
-    measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}"} | entropies
+    entropies = {"policy/entropy_avg", "policy/entropy_coef", "loss/entropy_avg"}
+    experts = {"policy/routing_differs", "moe/load_max/{layer}", "moe/idle_experts"}
+    measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}"} | entropies | experts
     assert promised("Loss", "Engine and trainer") - found == measured
 
 
