@@ -338,8 +338,10 @@ def gather_as_rank(rank: int, port: int, model: ModelShape, train: Layout, found
 
     dist.init_process_group("gloo", store=connect_store(HOST, port, TIMEOUT_S), rank=rank, world_size=GATHERING)
     boxes = [piece.box for own in local_parameters(model, train, rank).values() for piece in own.pieces]
+    group = dist.group.WORLD
+    assert group is not None
     dist.barrier()
-    seconds, _ = timed(lambda: gather_held(boxes, Tensors(hf_tensors(model)), dist.group.WORLD))
+    seconds, _ = timed(lambda: gather_held(boxes, Tensors(hf_tensors(model)), group))
     if rank == 0:
         found.put(seconds)
     dist.barrier()
