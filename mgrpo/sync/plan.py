@@ -104,7 +104,7 @@ class ReshardPlan:
     def num_sources(self, engine: int) -> list[int]:
         """For each worker of an engine, the ranks that send to it."""
         pairs = {(self.kinds[share.kind].worker, rank) for share, rank in self.shares(engine)}
-        return np.bincount([worker for worker, *_ in pairs], minlength=len(self.workers)).tolist()
+        return np.bincount([worker for worker, _ in pairs], minlength=len(self.workers)).tolist()
 
     def learners(self, engine: int) -> list[int]:
         """The ranks that send to an engine, ascending."""
@@ -115,9 +115,9 @@ class ReshardPlan:
 
         Engines that are served alike have the same of these, and differ in the ranks alone.
         """
-        learners = self.learners(engine)
-        place = {rank: number for number, rank in enumerate(learners)}
-        return learners, tuple((share, place[rank]) for share, rank in self.shares(engine))
+        shares = self.shares(engine)
+        place = {rank: number for number, rank in enumerate(sorted({rank for _, rank in shares}))}
+        return [*place], tuple((share, place[rank]) for share, rank in shares)
 
     def source_places(self, seated: Seated) -> np.ndarray:
         """`[slices, 1]` int64, of each slice the place of the rank that sends it."""

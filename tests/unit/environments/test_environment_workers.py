@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from mgrpo.environments.loop.instance import Ending
+from mgrpo.environments.loop.instance import Ending, Instance
 from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.workers import link
+from mgrpo.environments.workers.pool import EnvironmentPool
 from tests.unit.environments.pooled import ROW, asked, call, pool, run, taken, until
 
 
@@ -97,6 +98,15 @@ def test_a_worker_with_a_call_that_cannot_be_ended_lets_others_finish_and_is_rep
     run(go())
 
 
+async def check_that_it_stays(environments: EnvironmentPool, instance: Instance, before: list[int]) -> None:
+    """The worker goes on with this trajectory and takes the next one."""
+    assert (await asked(instance, "echo", text="a")).observation.text == "a"
+    await instance.release()
+    assert (await asked(await taken(environments), "echo", text="b")).observation.text == "b"
+    assert environments.pids == before
+    await environments.close()
+
+
 def test_a_worker_whose_late_call_ends_by_itself_stays() -> None:
     """A search that takes a second too long must not cost thirty other trajectories their environments."""
 
@@ -107,11 +117,7 @@ def test_a_worker_whose_late_call_ends_by_itself_stays() -> None:
         instance = await taken(environments)
         assert (await asked(instance, "sleep", seconds=0.7)).timed_out
         await asyncio.sleep(0.4)
-        assert (await asked(instance, "echo", text="a")).observation.text == "a"
-        await instance.release()
-        assert (await asked(await taken(environments), "echo", text="b")).observation.text == "b"
-        assert environments.pids == before
-        await environments.close()
+        await check_that_it_stays(environments, instance, before)
 
     run(go())
 
@@ -125,11 +131,7 @@ def test_a_thread_that_an_environment_keeps_is_not_a_call_that_hangs() -> None:
         before = environments.pids
         instance = await taken(environments)
         assert (await asked(instance, "keep_a_thread", seconds=1)).observation.text == "kept"
-        assert (await asked(instance, "echo", text="a")).observation.text == "a"
-        await instance.release()
-        assert (await asked(await taken(environments), "echo", text="b")).observation.text == "b"
-        assert environments.pids == before
-        await environments.close()
+        await check_that_it_stays(environments, instance, before)
 
     run(go())
 
