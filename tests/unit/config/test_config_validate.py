@@ -1,20 +1,17 @@
 """What is impossible about a configuration."""
 
 import dataclasses
-import itertools
 import typing
 
 import pytest
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import layout_of, widest_cut, with_routing
-from mgrpo.config.fields import alternatives, build, flat, problem_of, section_types, settings
+from mgrpo.config.derived import layout_of, widest_cut
+from mgrpo.config.fields import alternatives, build, flat, settings
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
 from mgrpo.moving import from_values, parse
-
-SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
-FULL = SMALL | {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152, "num_hidden_layers": 30}
+from tests.unit.config.model_sizes import HEADS, SIZES
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def problems_of(model, values, *, world_size=1, **context):
 def test_the_defaults_are_sound_once_model_and_data_are_named(model):
     """A default that the validator refuses would end every run of a newcomer."""
     assert problems_of(model, {}) == []
-    assert problems_of(model, {}, hf_config=FULL) == []
+    assert problems_of(model, {}, hf_config=SIZES) == []
 
 
 def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
@@ -127,7 +124,7 @@ def test_all_problems_come_in_one_list(model):
     """A user would otherwise start the run once for each mistake."""
     values = {"temperature": -1, "beta": 0.1, "load_ref_policy": False, "pack_length": 10, "top_p": 0.9}
     config = from_values({"model_name_or_path": model} | values)
-    text = str(ConfigError(problems(config, world_size=3, hf_config=SMALL | {"num_hidden_layers": 4})))
+    text = str(ConfigError(problems(config, world_size=3, hf_config=HEADS | {"num_hidden_layers": 4})))
     assert text.startswith("5 problems in the configuration:")
     for word in ("temperature", "load_ref_policy", "pack_length", "top_p", "dataset_mixer_list is empty"):
         assert word in text
@@ -147,7 +144,7 @@ def test_a_caller_with_its_own_data_and_rewards_needs_neither(model):
 
 def test_heads_that_do_not_split_are_named_with_the_sizes_that_do(model):
     """The message must hold the next thing to try."""
-    found = problems_of(model, {"tensor_model_parallel_size": 2}, world_size=2, hf_config=SMALL)
+    found = problems_of(model, {"tensor_model_parallel_size": 2}, world_size=2, hf_config=HEADS)
     assert found == [
         "tensor_model_parallel_size=2 does not divide num_attention_heads=9; choose from {1, 3, 9}",
         "tensor_model_parallel_size=2 neither divides nor is a multiple of num_key_value_heads=3; choose from {1, 3, 9}",
@@ -156,12 +153,12 @@ def test_heads_that_do_not_split_are_named_with_the_sizes_that_do(model):
 
 def test_the_sizes_offered_pass_every_rule_of_the_model(model):
     """Nine ranks divide the heads but not the vocabulary: following the advice must not lead to the next error."""
-    found = problems_of(model, {"tensor_model_parallel_size": 2}, world_size=2, hf_config=FULL)
+    found = problems_of(model, {"tensor_model_parallel_size": 2}, world_size=2, hf_config=SIZES)
     assert all("choose from {1, 3}" in sentence for sentence in found)
     for size in (1, 3):
         values = {"tensor_model_parallel_size": size}
-        assert problems_of(model, values, world_size=size, hf_config=FULL) == []
-    nine = problems_of(model, {"tensor_model_parallel_size": 9}, world_size=9, hf_config=FULL)
+        assert problems_of(model, values, world_size=size, hf_config=SIZES) == []
+    nine = problems_of(model, {"tensor_model_parallel_size": 9}, world_size=9, hf_config=SIZES)
     assert [sentence.split(";")[0].split("divide ")[1] for sentence in nine] == [
         "intermediate_size=1536",
         "padded vocabulary=49152",
@@ -187,7 +184,7 @@ def test_the_vocabulary_is_judged_after_padding(model):
 def test_layers_and_engines_are_judged_too(model):
     """An uneven pipeline or an engine that cannot split dies in another process, far from the cause."""
     values = {"pipeline_model_parallel_size": 4, "vllm_tensor_parallel_size": 2}
-    found = problems_of(model, values, world_size=4, hf_config=FULL)
+    found = problems_of(model, values, world_size=4, hf_config=SIZES)
     assert found[0].startswith("vllm_tensor_parallel_size=2 does not divide num_attention_heads=9; choose from {1, 3}")
     assert found[-1] == (
         "pipeline_model_parallel_size=4 does not divide num_hidden_layers=30; choose from {1, 2, 3, 5, 6, 10, 15, 30}"
@@ -246,48 +243,6 @@ def test_every_number_has_a_range():
         assert bool({int, float} & set(alternatives(setting.type))) == (setting.range is not None), name
 
 
-GARBAGE = (
-    None,
-    "",
-    "x",
-    "1",
-    True,
-    0,
-    1,
-    -1,
-    2**70,
-    10**400,
-    0.5,
-    float("nan"),
-    float("-inf"),
-    (),
-    ("a",),
-    [],
-)
-WITH_RANKS = ("experiment", "rollout", "parallel")
-"""Sections that rules compare with the number of ranks."""
-
-
-def test_no_value_of_any_field_makes_the_validator_raise():
-    """A crash in the validator shows a traceback where a sentence was promised."""
-    for section, value in itertools.product(section_types(), GARBAGE):
-        own = [setting for setting in settings().values() if setting.section == section]
-        accepted = [setting.name for setting in own if not problem_of(setting, value)]
-        # What its own field refuses reaches no rule, so a section may hold it in several fields at once.
-        refused = {setting.name: value for setting in own if setting.name not in accepted}
-        assert len(problems(build(refused), world_size=6, hf_config=FULL)) >= len(refused)
-        for name in accepted:
-            for world_size in (0, 1, 6) if section in WITH_RANKS else (6,):
-                assert isinstance(problems(build({name: value}), world_size=world_size, hf_config=FULL), list)
-
-
-def test_a_wrong_type_is_one_sentence_for_every_field():
-    """Values of a wrong type must be caught by their own field, not by a rule that trips over them."""
-    for name in settings():
-        found = problems(build({name: object()}), world_size=1, hf_config=FULL)
-        assert sum(sentence.startswith(f"{name}=<object") for sentence in found) == 1
-
-
 def test_the_layout_follows_the_parallel_section():
     """Sequence parallelism on auto belongs to tensor parallelism: alone it is an error in Megatron."""
     values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
@@ -298,185 +253,6 @@ def test_the_layout_follows_the_parallel_section():
         expected, sequence_parallel=False
     )
     assert layout_of(Config(), 2).sequence_parallel is False
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"dataset_mixer_list": ["a", "1"]}, "amount 1 of a means a single row; 1.0 is the whole dataset"),
-        ({"warmup_ratio": 0.1, "warm_up_steps": 5}, "warm_up_steps=5 is ignored"),
-        ({"vllm_num_engines": 17}, "without work"),
-        (
-            {"num_mini_batches": 16, "num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
-            "16 completions per step in num_mini_batches=16 parts leave some of 2",
-        ),
-        ({"learning_rate": 1e-5}, "learning_rate=1e-05 is high"),
-        ({"delta": 1.1}, "delta=1.1 is not above 1 + clip_higher = 1.2"),
-        ({"aggregation": "luspo"}, "aggregation=luspo is meant for ratio_level=sequence, got token"),
-        (
-            {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
-            "the baseline is the mean of the batch",
-        ),
-        ({"alpha": 0.3}, "alpha=0.3 has no effect without ref_policy_update_freq"),
-        ({"async_steps": 0, "max_staleness": 4}, "max_staleness=4 has no effect without async_steps above 0"),
-        ({"vllm_server_timeout": 9}, "vllm_server_timeout=9 has no effect without vllm_mode=server"),
-        (
-            {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_kv_cache_mb": 9},
-            "vllm_kv_cache_mb=9 has no effect without engines that the run starts (vllm_mode=ray or colocate)",
-        ),
-        (
-            {"cast_lm_head_to_fp32": True, "model_dtype": "float32"},
-            "cast_lm_head_to_fp32=true has no effect without a model_dtype of 16 bits",
-        ),
-        ({"inflight_kv": "keep"}, "inflight_kv=keep has no effect without inflight_updates=true"),
-        (
-            {"async_steps": 2, "policy_loss": "package.module:loss"},
-            "is trained on tokens of policies up to 2 steps older and has to correct for that itself",
-        ),
-        ({"rho_mask_upper_bound": 3.0}, "rho_mask_upper_bound=3 has no effect without use_rho_correction=true"),
-        (
-            {"policy_loss": "reinforce", "ratio_level": "sequence"},
-            "ratio_level=sequence has no effect without a policy",
-        ),
-        ({"lr_scheduler_type": "constant", "warm_up_steps": 3}, "warm_up_steps=3 has no effect without another lr_"),
-        (
-            {"tensor_model_parallel_size": 2, "pack_length": 513},
-            "pack_length=513 is rounded up to 514, a multiple of 2:",
-        ),
-        ({"context_parallel_size": 2, "pack_length": 513}, "pack_length=513 is rounded up to 516, a multiple of 4:"),
-        ({"cp_strategy": "ulysses"}, "cp_comm_type=a2a has no effect without context_parallel_size above 1"),
-        (
-            {"recompute_granularity": "full", "recompute_modules": ["mlp", "moe"]},
-            "recompute_modules=mlp moe has no effect without recompute_granularity=selective",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
-            "recompute_modules: moe has no effect on a model without experts",
-        ),
-        (
-            {"zero_stage": 0, "overlap_param_gather": False},
-            "overlap_param_gather=false has no effect without zero_stage=1",
-        ),
-        (
-            {
-                "activation_offloading": True,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-            },
-            "activation_offloading=true has no effect on chunks of one layer, the last of which stays on the GPU",
-        ),
-        (
-            {"optimizer_offload_fraction": 0.5},
-            "optimizer_offload_fraction=0.5 has no effect without optimizer_cpu_offload=true",
-        ),
-        (
-            {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
-            "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 has no effect without use_precision_aware_optimizer=true",
-        ),
-        (
-            {"routing_replay": "learner", "num_epochs": 2},
-            "routing_replay=learner has no effect on a model without experts",
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "num_mini_batches": 16,
-                "num_samples_per_prompt_rollout": 1,
-                "filter_zero_std_samples": False,
-            },
-            "interleaved stages take that many at a time, so some are empty",
-        ),
-        ({"tensor_model_parallel_size": 2, "num_learners_per_node": [1, 1]}, "some matrices are split across nodes"),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "num_mini_batches": 16,
-                "num_samples_per_prompt_rollout": 1,
-                "filter_zero_std_samples": False,
-            },
-            "16 completions per step make fewer micro-batches than pipeline_model_parallel_size=2",
-        ),
-    ],
-)
-def test_what_is_probably_not_meant_is_a_warning(model, values, words):
-    """Legal, and almost always a mistake."""
-    base = {"model_name_or_path": model, "dataset_mixer_list": ["a", "1.0"], "learning_rate": 1e-6}
-    context = {"world_size": 2, "hf_config": {"hidden_size": 4096, "num_hidden_layers": 4}}
-    assert warnings(from_values(base), **context) == []
-    config = from_values(base | values)
-    assert problems(config, **context) == []
-    found = warnings(config, **context)
-    assert [words in sentence for sentence in found].count(True) == 1
-    assert len(found) == 1 or values["num_samples_per_prompt_rollout"] == 1
-
-
-SERVERS = {"vllm_mode": "server", "vllm_server_base_url": ["http://h:1"]}
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"num_epochs": 2}, None),
-        ({"num_mini_batches": 2}, None),
-        ({}, "without a second optimizer step on the same batch (num_epochs, num_mini_batches)"),
-        ({"num_epochs": 2, "use_vllm_logprobs": True}, "with use_vllm_logprobs=true"),
-    ],
-)
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_routing_is_replayed_where_there_is_something_to_replay(values, words, key):
-    """The first update sees the weights that chose the experts: replaying their choice changes nothing."""
-    config = from_values({"routing_replay": "learner"} | values)
-    found = warnings(config, world_size=1, hf_config={key: 8})
-    assert len(found) == (words is not None)
-    assert all(words in sentence for sentence in found)
-
-
-@pytest.mark.parametrize(
-    ("hf_config", "values", "on_gpu", "mode", "words"),
-    [
-        ({}, {}, True, "auto", None),
-        ({"num_experts": 8}, {}, True, "rollout", "are also those that are trained"),
-        ({"num_local_experts": 8}, {}, False, "rollout", "are also those that are trained"),
-        (
-            {"num_experts": 8},
-            {"vllm_enable_prefix_caching": False},
-            True,
-            "none",
-            "vllm_enable_prefix_caching=true alone",
-        ),
-        (
-            {"num_experts": 8},
-            {"vllm_enable_prefix_caching": False},
-            False,
-            "rollout",
-            "are also those that are trained",
-        ),
-        ({"num_experts": 8}, SERVERS, True, "none", "if they were started for it"),
-        ({"num_experts": 8}, SERVERS | {"routing_replay": "rollout"}, True, "rollout", None),
-        ({"num_experts": 8}, {"routing_replay": "learner"}, True, "learner", None),
-    ],
-)
-def test_who_sets_nothing_replays_what_engines_can_say(hf_config, values, on_gpu, mode, words, monkeypatch):
-    """Without replay a mixture trains other experts than those that sampled: its user must see which of both it is, and why."""
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    config = with_routing(from_values(values), hf_config, on_gpu=on_gpu)
-    assert config.parallel.routing_replay == mode
-    said = [note for note in config.notes if note.startswith("routing_replay is ")]
-    assert len(said) == (words is not None)
-    assert all(note.startswith(f"routing_replay is {mode}") and words in note for note in said)
-    assert (config.provenance.sources.get("routing_replay") == "derived") == (words is not None)
-
-
-@pytest.mark.parametrize(
-    ("context", "tensor", "length"), [(1, 1, None), (2, 1, 604), (2, 4, 608), (3, 2, 606), (1, 4, 604)]
-)
-def test_a_pack_length_that_is_rounded_up_is_said(context, tensor, length):
-    """Packs longer than what was asked for explain an out-of-memory."""
-    values = {"context_parallel_size": context, "tensor_model_parallel_size": tensor, "pack_length": 601}
-    found = [line for line in warnings(from_values(values), world_size=12 * tensor) if "rounded" in line]
-    assert len(found) == (length is not None)
-    assert all(f"pack_length=601 is rounded up to {length}," in line for line in found)
 
 
 def test_settings_that_need_reward_functions_or_must_not_have_them():
@@ -510,36 +286,6 @@ def test_rubrics_that_cannot_evolve_are_refused(model, values, words):
     assert not any("rubric" in problem for problem in problems_of(model, values | {"max_active_rubrics": 3}))
     (found,) = warnings(from_values({"max_active_rubrics": 3}), world_size=1)
     assert found == "max_active_rubrics=3 has no effect without apply_evolving_rubric_reward"
-
-
-def test_functions_replace_all_that_only_verifiers_read():
-    """Who sets a weight, a judge or a limit of programs believes that it counts."""
-    replaced = {
-        "apply_evolving_rubric_reward": True,
-        "code_api_url": "http://h",
-        "code_apply_perf_penalty": True,
-        "llm_judge_model": "m",
-        "max_length_verifier_max_length": 9,
-        "non_stop_penalty": True,
-        "remap_verifier": ("a=b",),
-        "remote_verifier_concurrency": 2,
-        "rubric_judge_model": "m",
-        "verification_reward": 2.0,
-        "verifier_modules": ["mine"],
-        "verifier_weights": ["math=2"],
-    }
-    kept = {"verifier_timeout": 3.0, "verifier_memory_mb": 999, "verifier_workers": 2, "apply_verifiable_reward": False}
-    functions = {"reward_funcs": ["accuracy_reward"]}
-    names = ", ".join(replaced)
-    assert warnings(from_values(replaced | kept), world_size=1) == []
-    assert warnings(from_values(functions | kept), world_size=1) == []
-    assert warnings(from_values(replaced | kept | functions), world_size=1) == [
-        f"{names} has no effect: rewards come from reward_funcs alone"
-    ]
-    for own in (replaced | kept, kept | functions):
-        (found,) = warnings(from_values(own), world_size=1, num_reward_funcs=1)
-        expected = names if "verifier_modules" in own else "reward_funcs"
-        assert found == f"{expected} has no effect: rewards come from the functions passed to mgrpo.train alone"
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():
