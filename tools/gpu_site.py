@@ -3,7 +3,6 @@
 Python imports that in every process. Nothing is imported here before the process itself imports it.
 """
 
-import functools
 import importlib.abc
 import importlib.util
 import inspect
@@ -13,22 +12,36 @@ from types import ModuleType
 from typing import Any
 
 VARLEN = "torch.nn.attention.varlen"
+GROUPED = ("varlen_attn", "_varlen_attn")
+"""Its functions to which torch 2.13 added `enable_gqa`; the other arguments of mgrpo's calls are those of torch 2.11."""
 
 
-def with_grouped_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`varlen_attn` of torch before 2.13, with the argument `enable_gqa`: it is given each key and value head as often as needed.
+def complete(module: ModuleType) -> None:
+    """Add the argument `enable_gqa` to the functions of `VARLEN` that lack it."""
+    for name in GROUPED:
+        attend = getattr(module, name, None)
+        if attend is not None and "enable_gqa" not in signature_of(attend).parameters:
+            setattr(module, name, with_enable_gqa(attend))
 
-    Args:
-        attend: takes query `[rows, heads, dim]`, key and value with as many heads.
+
+def signature_of(attend: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function, or of the function that a custom op was made of."""
+    return inspect.signature(getattr(attend, "_init_fn", attend))
+
+
+def with_enable_gqa(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend` with the argument `enable_gqa`, which is dropped.
+
+    Torch before 2.13 does not compare the numbers of heads, and its kernels take fewer heads of key and value than of query,
+    forwards and backwards, so that none is repeated.
     """
 
-    @functools.wraps(attend)
-    def grouped(query: Any, key: Any, value: Any, *args: Any, enable_gqa: bool = False, **settings: Any) -> Any:
-        if enable_gqa:
-            times = query.shape[1] // key.shape[1]
-            key, value = (heads.repeat_interleave(times, dim=1) for heads in (key, value))
-        return attend(query, key, value, *args, **settings)
+    def grouped(*args: Any, enable_gqa: bool = False, **settings: Any) -> Any:
+        return attend(*args, **settings)
 
+    own = signature_of(attend)
+    added = inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    grouped.__signature__ = own.replace(parameters=[*own.parameters.values(), added])  # type: ignore[attr-defined]
     return grouped
 
 
@@ -45,12 +58,11 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         execute = spec.loader.exec_module
 
-        def complete(module: ModuleType) -> None:
+        def execute_and_complete(module: ModuleType) -> None:
             execute(module)
-            if "enable_gqa" not in inspect.signature(module.varlen_attn).parameters:
-                module.varlen_attn = with_grouped_heads(module.varlen_attn)  # type: ignore[attr-defined]
+            complete(module)
 
-        spec.loader.exec_module = complete  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_complete  # type: ignore[method-assign]
         return spec
 
 

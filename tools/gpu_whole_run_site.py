@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import gpu_check
 import tomllib
@@ -69,20 +69,25 @@ class Site:
 
 
 def join(place: Place, site: Site) -> Outcome:
-    """Check the pieces in `pieces`, put them together, and make mgrpo known to vLLM, which looks for its entry point."""
+    """Unpack the archives of which `pieces` has every piece, and make mgrpo known to vLLM, which looks for its entry point.
+
+    Failed if a piece is damaged or no archive is complete; those whose pieces are still to come are named.
+    """
     pieces = site.folder / "pieces"
     if place.device == "cpu" and not pieces.exists():
         return Outcome(status="skipped", note="nothing was carried: the packages are installed")
     sums: dict[str, list[dict[str, Any]]] = json.loads((pieces / SUMS).read_text())
-    joined, problems, is_new = [], [], False
+    joined, incomplete, is_damaged, is_new = [], [], False, False
     for archive, records in sums.items():
         done = site.packages / f"{archive}.joined"
         if done.exists():
             joined.append(archive)
             continue
-        found = [problem for record in records if (problem := piece_problem(pieces / record["name"], record))]
-        if found:
-            problems.append(f"{archive}: {', '.join(found)}")
+        missing = [f"{record['name']} is not here" for record in records if not (pieces / record["name"]).is_file()]
+        damaged = [problem for record in records if (problem := damage(pieces / record["name"], record))]
+        is_damaged |= bool(damaged)
+        if missing or damaged:
+            incomplete.append(f"{archive} is not complete yet: {', '.join(missing + damaged)}")
             continue
         stream: Any = Joined([pieces / record["name"] for record in records])
         with lzma.open(stream) as packed, tarfile.open(fileobj=packed, mode="r|") as content:
@@ -95,17 +100,15 @@ def join(place: Place, site: Site) -> Outcome:
         introduce(site.packages)
         # Every stage imports vLLM in several processes.
         compileall.compile_dir(site.packages, quiet=2, workers=0)
-    first = next(iter(sums))
-    return Outcome(status="passed" if first in joined else "failed", note="; ".join([*joined, *problems]))
+    status: Literal["passed", "failed"] = "passed" if joined and not is_damaged else "failed"
+    return Outcome(status=status, note="; ".join([*joined, *incomplete]))
 
 
-def piece_problem(piece: Path, record: dict[str, Any]) -> str:
-    """The problem with a piece, in words; "" if there is none."""
-    if not piece.is_file():
-        return f"{piece.name} is not here"
-    if hashlib.sha256(piece.read_bytes()).hexdigest() != record["sha256"]:
-        return f"{piece.name} is damaged ({piece.stat().st_size} bytes of {record['bytes']})"
-    return ""
+def damage(piece: Path, record: dict[str, Any]) -> str:
+    """How a piece that is there differs from what was packed, in words; "" if it does not."""
+    if not piece.is_file() or hashlib.sha256(piece.read_bytes()).hexdigest() == record["sha256"]:
+        return ""
+    return f"{piece.name} is damaged ({piece.stat().st_size} bytes of {record['bytes']})"
 
 
 class Joined:
