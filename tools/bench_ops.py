@@ -1,10 +1,11 @@
-"""Compares time, memory and accuracy of the ops with their alternatives: one process, the same inputs, in turns.
+"""Compare time, memory and accuracy of the ops with their alternatives: one process, the same inputs, in turns.
 
-    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head kept loss experts] [--tokens N] [--vocab N] [--hidden N]
-    python tools/bench_ops.py --markdown        # measures nothing; writes the JSON files' figures into benchmarks/README.md
+    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head kept loss experts] [--dtypes float32 bfloat16]
+                              [--tokens N] [--vocab N] [--hidden N] [--repeat N]
+    python tools/bench_ops.py --markdown        # measure nothing; write the JSON files' figures into benchmarks/README.md
 
-bench_ops_methods.py, bench_ops_kept.py and bench_ops_experts.py hold what is compared. Writes benchmarks/ops-<device>.json, for single groups
-benchmarks/<groups>-<device>.json. benchmarks/README.md describes how it is measured and how to install the other libraries.
+The methods are in bench_ops_methods.py, bench_ops_kept.py and bench_ops_experts.py. Writes benchmarks/ops-<device>.json, for
+single groups benchmarks/<groups>-<device>.json. benchmarks/README.md has the protocol and the installation of the peers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from bench_ops_experts import EXPERT_LAYER
 from bench_ops_kept import KEPT
-from bench_ops_methods import HEAD, LOGITS, LOGITS_CHUNK, LOSS, Case, Group, Shape
+from bench_ops_methods import DTYPES, HEAD, LOGITS, LOGITS_CHUNK, LOSS, Case, Group, Shape
 from torch import Tensor
 
 from mgrpo.ops import build_info
@@ -37,7 +38,8 @@ COPY_GOAL = 0.85
 README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` -->"
 README_END = "<!-- end of figures -->"
 PROTOCOL = (
-    "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
+    "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, a "
+    "peer once more before that, which compiles it; then "
     "the methods take turns; for each method the round with the least forward + backward is reported. Time: {clock}. Memory: "
     "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
     "inputs, largest absolute error of a logprob, largest error of a gradient, or of the experts' result, divided by its "
@@ -115,7 +117,7 @@ class Run:
 
 
 def examine(call: Callable[..., tuple[Tensor | None, ...]], case: Case, device: torch.device) -> dict[str, Any]:
-    """Memory and accuracy of one run, which also warms up what the method compiles or caches."""
+    """Memory and accuracy of one run."""
     run = Run(call, case)
     peak = peak_bytes(device, run.both)
     outputs, gradients = [y.detach() for y in run.outputs], [gradient.detach() for gradient in run.gradients]
@@ -135,6 +137,8 @@ def run_case(
         if method.name not in calls or (case.labels.get("entropy") and not method.has_entropy):
             continue
         try:
+            if method.is_peer:  # compiles and tunes, which may take memory
+                Run(calls[method.name], case).both()
             found[method.name] = examine(calls[method.name], case, device)
         except Exception as error:  # other libraries may not support this machine: report it and continue
             if not method.is_peer:
@@ -202,7 +206,7 @@ def add_bandwidth(rows: list[dict[str, Any]], gb_per_s: float) -> None:
 
 
 def goals(rows: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-    """The goals of the logits group, each with its worst row."""
+    """The goals of the logits group, each with its worst row among the dtypes that were measured."""
 
     def worst(method: str, entropy: bool | None, figure: str, pick: Callable) -> float:
         chosen = [row for row in rows if row["method"] == method and entropy in (None, row["entropy"])]
@@ -429,13 +433,15 @@ def chosen_shape(args: argparse.Namespace, group: Group) -> Shape:
     )
 
 
-def run_group(group: Group, shape: Shape, device: torch.device, copy_gb_per_s: float) -> tuple[dict, list[dict]]:
+def run_group(
+    group: Group, shape: Shape, device: torch.device, *, dtypes: Sequence[torch.dtype], copy_gb_per_s: float
+) -> tuple[dict, list[dict]]:
     """The report's description of a group, and its rows, printed as they are measured."""
     calls, absent = load(group, device)
     size = ", ".join(f"{name} {getattr(shape, name)}" for name in ("tokens", "vocab", "hidden") if getattr(shape, name))
     print(f"\n{group.title}: {size}; best of {shape.rounds} rounds")
     rows: list[dict[str, Any]] = []
-    for case in group.cases(shape, device):
+    for case in group.cases(shape, device, dtypes):
         case_rows = run_case(group, calls, case, shape.rounds, device, absent)
         if device.type == "cuda" and group.is_bandwidth_bound:
             add_bandwidth(case_rows, copy_gb_per_s)
@@ -457,6 +463,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="the group loss is always float32"
+    )
     parser.add_argument("--tokens", type=int, help="default: depends on group and device, see benchmarks/README.md")
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--hidden", type=int, help="hidden size of the group head")
@@ -482,7 +491,11 @@ def main() -> None:
     groups, rows = {}, []
     for name in args.groups:
         about, group_rows = run_group(
-            GROUPS[name], chosen_shape(args, GROUPS[name]), device, copy_gb_per_s=where["copy_gb_per_s"]
+            GROUPS[name],
+            chosen_shape(args, GROUPS[name]),
+            device,
+            dtypes=[DTYPES[dtype] for dtype in args.dtypes],
+            copy_gb_per_s=where["copy_gb_per_s"],
         )
         groups[name] = about
         rows += group_rows

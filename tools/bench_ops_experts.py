@@ -1,15 +1,15 @@
-"""The experts of one layer in bench_ops.py: matrices multiplied together, against one product an expert."""
+"""Group `experts` of bench_ops.py: the experts of a layer by grouped products, compared with one product an expert."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_ops_methods import DTYPES, Case, Group, Method, Shape
+from bench_ops_methods import Case, Group, Method, Shape
 from torch import Tensor
 
 EXPERTS = 32
@@ -45,9 +45,9 @@ def load_grouped(device: torch.device) -> Callable[..., tuple[Tensor]]:
     return call
 
 
-def expert_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+def expert_cases(shape: Shape, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
     """Half the size and the whole; the inner width is `hidden`. The last expert has 60 times the rows of the first."""
-    for divisor, dtype in itertools.product((2, 1), DTYPES):
+    for divisor, dtype in itertools.product((2, 1), dtypes):
         torch.manual_seed(0)
         count, hidden = shape.tokens // divisor, shape.hidden // divisor
         sizes = torch.linspace(0, 1, EXPERTS + 1).square().mul(count).round().long().diff()

@@ -1,14 +1,13 @@
-"""The group `kept` of bench_ops.py: logprobs over kept sets, against a masked softmax and against the whole vocabulary."""
+"""Group `kept` of bench_ops.py: logprobs over kept sets, compared with a masked softmax and with the whole vocabulary."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from bench_ops_methods import (
-    DTYPES,
     LOGITS_CHUNK,
     Case,
     Group,
@@ -37,9 +36,9 @@ def masked(logits: Tensor, targets: Tensor, kept: KeptSets, with_entropy: bool) 
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
-    """As of the group head, with a set of `SIZE` for each token."""
-    for dtype, with_entropy in itertools.product(DTYPES, (False, True)):
+def cases(shape: Shape, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
+    """Cases of the group `head`, with a set of `SIZE` for each token."""
+    for dtype, with_entropy in itertools.product(dtypes, (False, True)):
         torch.manual_seed(0)
         hidden = torch.empty(shape.tokens, shape.hidden, dtype=dtype, device=device).normal_()
         weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device=device).normal_(std=3 / shape.hidden**0.5)

@@ -1,13 +1,13 @@
-"""The cases of bench_ops.py: each group's methods, the problems they solve, and float64 answers to these.
+"""Methods and cases of bench_ops.py's groups, with float64 answers to each case.
 
-Another library is imported when its method is loaded. Nothing is timed or printed here.
+A peer library is imported when its method is loaded. Nothing is timed or printed here.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, token_logprobs
 
 Scores = tuple[Tensor, Tensor | None]
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHECKED_ROWS = 128
 ORACLE_TOKENS = 1024
 LOGITS_CHUNK = {"cpu": 4096, "cuda": 16384}
@@ -39,7 +39,7 @@ class Method:
     """A row of the table. `load` imports what the method needs and returns it; `call(*arguments)` gives its outputs.
 
     An output is `[tokens]`, or a scalar for a method that only returns a loss. A peer that cannot be loaded or fails is
-    reported and left out; one of ours ends the benchmark. A method without accuracy solves another problem.
+    reported and left out; a failure of any other method ends the benchmark. A method without accuracy solves another problem.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Group:
     name: str
     title: str
     methods: list[Method]
-    cases: Callable[[Shape, torch.device], Iterator[Case]]
+    cases: Callable[[Shape, torch.device, Sequence[torch.dtype]], Iterator[Case]]
     shapes: dict[str, Shape]
     is_bandwidth_bound: bool
 
@@ -129,13 +129,18 @@ def largest_errors(
     }
 
 
-def logits_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
-    """Logits given. The oracle looks at up to `CHECKED_ROWS` rows from first to last: in float64 all would be too many."""
-    for dtype, with_entropy in itertools.product(DTYPES, (False, True)):
+def logits_cases(shape: Shape, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
+    """Logits given. The oracle covers up to `CHECKED_ROWS` rows from first to last: in float64 all would be too many.
+
+    The last row weighs nothing, as at the end of a sequence, where no token follows: Liger's loss expects such a row.
+    """
+    for dtype, with_entropy in itertools.product(dtypes, (False, True)):
         torch.manual_seed(0)
         source = torch.empty(shape.tokens, shape.vocab, dtype=dtype, device=device).normal_(std=3)
         targets = torch.randint(0, shape.vocab, (shape.tokens,), device=device)
         weights = cotangents(shape.tokens, with_entropy, device)
+        for weight in weights:
+            weight[-1] = 0
         rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_ROWS), device=device).long()
         exact = source[rows].double().requires_grad_()
         oracle = expected(scores(exact, targets[rows], with_entropy), tuple(w[rows] for w in weights), (exact,))
@@ -145,7 +150,8 @@ def logits_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
             return source.detach().requires_grad_().clone(), targets, with_entropy
 
         def errors(outputs: list[Tensor], gradients: list[Tensor], oracle: Any = oracle, rows: Tensor = rows) -> dict:
-            return largest_errors([output[rows] for output in outputs], [gradients[0][rows]], oracle)
+            checked = [output[rows] if output.dim() else output for output in outputs]
+            return largest_errors(checked, [gradients[0][rows]], oracle)
 
         yield Case(
             labels={"dtype": str(dtype).removeprefix("torch."), "entropy": with_entropy},
@@ -156,9 +162,9 @@ def logits_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         )
 
 
-def head_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+def head_cases(shape: Shape, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
     """Hidden states and weight given, both differentiated, such that the logits have a standard deviation of 3."""
-    for dtype, with_entropy in itertools.product(DTYPES, (False, True)):
+    for dtype, with_entropy in itertools.product(dtypes, (False, True)):
         torch.manual_seed(0)
         hidden = torch.empty(shape.tokens, shape.hidden, dtype=dtype, device=device).normal_()
         weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device=device).normal_(std=3 / shape.hidden**0.5)
@@ -210,6 +216,13 @@ def by_logsumexp(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
     return x.gather(1, targets[:, None])[:, 0] - lse, entropy
 
 
+def load_compiled(device: torch.device, *, call: Callable[..., Scores]) -> Callable[..., Scores]:
+    """`call` under torch.compile; it is compiled when it first runs, once for each dtype, with and without an entropy."""
+    if torch._dynamo.config.disable:
+        raise RuntimeError("torch.compile is disabled (TORCH_COMPILE_DISABLE)")
+    return torch.compile(call, fullgraph=True, dynamic=False)
+
+
 def ours(logits: Tensor, targets: Tensor, with_entropy: bool, *, inplace: bool) -> Scores:
     return token_logprobs(logits, targets, with_entropy=with_entropy, inplace=inplace)
 
@@ -245,6 +258,29 @@ def load_trl(device: torch.device) -> Callable[..., Scores]:
         if with_entropy:
             return selective_log_softmax_and_entropy(logits, targets)
         return selective_log_softmax(logits, targets), None
+
+    return call
+
+
+def load_liger_logits(device: torch.device) -> Callable[..., Scores]:
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    loss = LigerCrossEntropyLoss(reduction="none")
+    return lambda logits, targets, with_entropy: (-loss(logits, targets), None)
+
+
+def load_liger_logits_grpo(device: torch.device) -> Callable[..., Scores]:
+    """Liger's loss with ratio 1 and advantage -1, whose gradient is that of the log-probability, summed as `token_weights`.
+
+    It takes logits `[1, tokens, vocab]` with targets `[1, tokens - 1]`: the last row is not scored.
+    """
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    def call(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        advantages = torch.full((1,), -1.0, device=logits.device)
+        scored = targets[None, :-1].contiguous()
+        losses = triton_grpo_loss(logits[None], None, None, scored, advantages, temperature=1.0, beta=0.0)[0]
+        return (losses[0] * token_weights(len(targets), logits.device)[:-1]).sum(), None
 
     return call
 
@@ -381,8 +417,8 @@ def our_loss(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tensor]:
     return (loss,)
 
 
-def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
-    """PPO's clip, KL estimator 2 and truncated importance sampling, from logprobs."""
+def loss_cases(shape: Shape, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
+    """PPO's clip, KL estimator 2 and truncated importance sampling, from logprobs, which are always float32."""
     operands = loss_operands(shape, device)
     logprobs, one = operands.pop("logprobs"), torch.ones((), device=device)
     doubles = {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
@@ -403,7 +439,7 @@ def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
 
 
 def given(call: Callable[..., Scores]) -> Callable[[torch.device], Callable[..., Scores]]:
-    """A loader of what needs no import."""
+    """Loader of a method that needs no import."""
     return lambda device: call
 
 
@@ -413,6 +449,12 @@ LOGITS = Group(
     methods=[
         Method(name="log_softmax + gather", load=given(by_log_softmax)),
         Method(name="gather - logsumexp", load=given(by_logsumexp)),
+        Method(
+            name="log_softmax + gather, compiled",
+            load=functools.partial(load_compiled, call=by_log_softmax),
+            is_peer=True,
+            note="torch.compile by Inductor, compiled outside the clock",
+        ),
         Method(
             name="Megatron cross entropy",
             load=load_megatron,
@@ -433,6 +475,21 @@ LOGITS = Group(
             is_peer=True,
             note="with entropy selective_log_softmax_and_entropy; on a CPU bfloat16 logits are computed in bfloat16",
         ),
+        Method(
+            name="Liger cross entropy",
+            load=load_liger_logits,
+            is_peer=True,
+            has_entropy=False,
+            note="LigerCrossEntropyLoss(reduction='none'), Triton; makes the gradients in forward, in the caller's logits, "
+            "which are lost",
+        ),
+        Method(
+            name="Liger GRPO loss",
+            load=load_liger_logits_grpo,
+            is_peer=True,
+            has_entropy=False,
+            note="triton_grpo_loss, a whole loss: returns no logprobs; the gradients overwrite the logits in backward",
+        ),
         Method(name="mgrpo, new buffer", load=given(functools.partial(ours, inplace=False))),
         Method(name="mgrpo, in place", load=given(functools.partial(ours, inplace=True))),
     ],
@@ -449,6 +506,12 @@ HEAD = Group(
     methods=[
         Method(name="matmul, log_softmax", load=given(head_by_log_softmax)),
         Method(
+            name="matmul, log_softmax, compiled",
+            load=functools.partial(load_compiled, call=head_by_log_softmax),
+            is_peer=True,
+            note="torch.compile by Inductor, compiled outside the clock",
+        ),
+        Method(
             name="torch linear_cross_entropy",
             load=functools.partial(load_torch_head, is_chunked=False),
             is_peer=True,
@@ -461,7 +524,12 @@ HEAD = Group(
             has_entropy=False,
             note="linear_cross_entropy(options=LinearCrossEntropyOptions())",
         ),
-        Method(name="TRL ChunkedLogProbFunction", load=load_trl_head, is_peer=True),
+        Method(
+            name="TRL ChunkedLogProbFunction",
+            load=load_trl_head,
+            is_peer=True,
+            note="what TRL's GRPOTrainer takes its logprobs from, always with the entropy; Triton on a GPU, torch elsewhere",
+        ),
         Method(
             name="Liger chunk_forward",
             load=load_liger_head,
