@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mgrpo.parallel.packed import varlen
+
 _MORE = 8
 """More dimensions of a head: of one that is needed, CUDA's kernels make a multiple of 8."""
 
@@ -60,18 +62,8 @@ def flash_with_sinks(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Variable-length flash attention with sinks, by kernels without them.
-
-    Args:
-        query: `[queries, heads, dim]` bfloat16 or float16.
-        key, value: `[keys, kv_heads, dim]`.
-        sinks: `[heads]`.
-        lengths: `cu_seqlens_q`, `cu_seqlens_kv` (int32), the longest sequence of queries and of keys.
-        window: keys that a query sees, its own included; None: all up to its own.
-    Returns:
-        `[queries, heads, dim]`.
-    """
-    return _FlashWithSinks.apply(query, key, value, sinks, tuple(lengths), scale, -1 if window is None else window - 1)
+    """As `varlen.attend` with sinks `[heads]`, by kernels without them."""
+    return _FlashWithSinks.apply(query, key, value, sinks, tuple(lengths), scale, window)
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -90,51 +82,23 @@ class _FlashWithSinks(torch.autograd.Function):
         sinks: torch.Tensor,
         lengths: tuple[Any, ...],
         scale: float,
-        left: int,
+        window: int | None,
     ) -> torch.Tensor:
-        out, lse, random = varlen_forward(query, key, value, lengths, scale, left)
+        out, lse, random = varlen.forward(query, key, value, lengths, scale=scale, window=window)
         share = kept_share(lse, sinks)
         out = (out * share.T[:, :, None]).to(out.dtype)
         with_sink = torch.logaddexp(lse, sinks.float()[:, None].expand_as(lse))
         ctx.save_for_backward(query, key, value, sinks, out, with_sink, share, random)
-        ctx.call = lengths, scale, left
+        ctx.lengths, ctx.scale, ctx.window = lengths, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, out, lse, share, random = ctx.saved_tensors
         dout = gradients[0].contiguous()
-        dq, dk, dv = varlen_backward(dout, query, key, value, out, lse, random, *ctx.call)
+        dq, dk, dv = varlen.backward(
+            dout, query, key, value, out, lse.contiguous(), random, ctx.lengths, scale=ctx.scale, window=ctx.window
+        )
         products = torch.linalg.vecdot(dout.float(), out.float())
         dsinks = -((1 - share) * products.T).sum(1).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None
-
-
-def varlen_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[Any, ...], scale: float, left: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Causal attention of torch's `varlen_attn`: the output, lse `[heads, queries]` float32, and the state of a dropout of 0."""
-    from torch.nn.attention import varlen
-
-    has_groups = query.shape[1] != key.shape[1]
-    return varlen._varlen_attn(query, key, value, *lengths, left < 0, scale, [left, 0], has_groups)
-
-
-def varlen_backward(
-    dout: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    random: torch.Tensor,
-    lengths: tuple[Any, ...],
-    scale: float,
-    left: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value by the kernel of `varlen_forward`, for this output and lse."""
-    from torch.nn.attention import varlen
-
-    return varlen._varlen_attn_backward(
-        dout, query, key, value, out, lse.contiguous(), *lengths, left < 0, random, scale, [left, 0]
-    )

@@ -1,20 +1,25 @@
 """Attention sinks by kernels without them, against the softmax that they are defined by.
 
-torch's flash attention for CPUs, its own forward and backward kernels, stands for the kernel of variable-length attention:
-what is proved is that the backward of a kernel that knows nothing of sinks makes the gradients with them.
+On the CPU `varlen_stand_ins` stands for the kernel of variable-length attention: what is proved is that the backward of a
+kernel that knows nothing of sinks makes the gradients with them, called with the arguments of torch 2.11 and of torch 2.13.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+import importlib
+import inspect
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from mgrpo.parallel import backend
+from tests.unit.parallel import varlen_stand_ins
 from tests.unit.parallel.test_attention_kernels import (
     BRANCHED,
     HEAD_DIM,
@@ -30,8 +35,7 @@ MODELS = [{}, {"window": 5}, {"window": 100, "scale": 0.3}]
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
-flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,54 +43,24 @@ def stand_in() -> None:
     backend.install()
 
 
-@pytest.fixture(params=["cpu", CUDA])
+@pytest.fixture(params=["2.13", "2.11", CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the test runs; on the CPU with a stand-in for the kernel that only CUDA has."""
-    from mgrpo.parallel.packed import attention_sinks
-
-    monkeypatch.setattr(backend, "device", lambda: torch.device(request.param))
-    if request.param == "cpu":
-        monkeypatch.setattr(attention_sinks, "varlen_forward", varlen_forward)
-        monkeypatch.setattr(attention_sinks, "varlen_backward", varlen_backward)
-    return request.param
-
-
-def sequences(query: torch.Tensor, key: torch.Tensor, lengths: tuple, left: int) -> Any:
-    """Of each sequence its rows, its keys and the mask, which is added to scores."""
-    for q, k in zip(pairwise(lengths[0].tolist()), pairwise(lengths[1].tolist()), strict=True):
-        ahead = torch.arange(k[1] - k[0]) - (torch.arange(q[1] - q[0])[:, None] + (k[1] - k[0]) - (q[1] - q[0]))
-        is_seen = (ahead <= 0) & ((ahead >= -left) if left >= 0 else True)
-        mask = torch.zeros(is_seen.shape, dtype=query.dtype).masked_fill(~is_seen, -torch.inf)
-        yield slice(*q), slice(*k), mask[None, None]
+    """Where the test runs; on the CPU with the functions of a version of torch, 2.11 as `tools/gpu_site.py` completes it."""
+    name = "cuda" if request.param == "cuda" else "cpu"
+    monkeypatch.setattr(backend, "device", lambda: torch.device(name))
+    if request.param == "2.13":
+        install(monkeypatch, varlen_stand_ins.forward_2_13)
+    if request.param == "2.11":
+        install(monkeypatch, varlen_stand_ins.forward_2_11)
+        monkeypatch.syspath_prepend(str(TOOLS))
+        importlib.import_module("gpu_site").complete(varlen)
+    return name
 
 
-def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[tokens, heads or kv_heads, dim]` -> `[1, heads, tokens, dim]`."""
-    return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)[None].contiguous()
-
-
-def varlen_forward(query, key, value, lengths, scale, left):
-    """As `attention_sinks.varlen_forward`."""
-    heads, parts = query.shape[1], []
-    for rows, keys, mask in sequences(query, key, lengths, left):
-        own = (by_head(x, heads) for x in (query[rows], key[keys], value[keys]))
-        parts.append(flash_cpu(*own, 0.0, False, attn_mask=mask, scale=scale))
-    out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
-    return out, torch.cat([lse[0] for _, lse in parts], dim=1), torch.zeros(2)
-
-
-def varlen_backward(dout, query, key, value, out, lse, random, lengths, scale, left):
-    """As `attention_sinks.varlen_backward`."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for rows, keys, mask in sequences(query, key, lengths, left):
-        own = [by_head(x, heads) for x in (dout[rows], query[rows], key[keys], value[keys], out[rows])]
-        gradients = flash_cpu_backward(*own, lse[None, :, rows].contiguous(), 0.0, False, attn_mask=mask, scale=scale)
-        q, k, v = (gradient[0].transpose(0, 1) for gradient in gradients)
-        dq[rows] = q
-        dk[keys] += k.unflatten(1, (kv_heads, -1)).sum(2)
-        dv[keys] += v.unflatten(1, (kv_heads, -1)).sum(2)
-    return dq, dk, dv
+def install(monkeypatch: pytest.MonkeyPatch, forward: Any, backward: Any = varlen_stand_ins.backward) -> None:
+    """Put these functions in the place of torch's."""
+    monkeypatch.setattr(varlen, "_varlen_attn", forward)
+    monkeypatch.setattr(varlen, "_varlen_attn_backward", backward)
 
 
 def attention(*, window: int | None = None, scale: float | None = None) -> Any:
@@ -157,12 +131,17 @@ def test_the_padded_call_has_sinks(documents: list[list[int]], model: dict) -> N
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_a_kernel_without_sinks_makes_their_gradients(device: str, model: dict) -> None:
+def test_a_kernel_without_sinks_makes_their_gradients(
+    device: str, model: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its backward knows the softmax by lse alone: with the lse of keys without sink every gradient is wrong, none is missing."""
     core, pack, leaves = attention(**model), described(PLAIN), leaves_of(PLAIN, device)
 
+    monkeypatch.setattr(backend, "flash_attention", lambda dtype, head_dim: "FA2")
+    monkeypatch.setattr(core, "_padded", None)
+
     def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return core._flash(q, k, v, pack, pack.all_queries, s)
+        return core.attend(q, k, v, pack, pack.all_queries, s)
 
     compare(flash, defined(PLAIN, **model), leaves, has_backward=True)
     if device == "cpu":
@@ -198,9 +177,11 @@ def test_flex_attention_has_sinks(device: str, documents: list[list[int]], model
 
 
 def test_the_kernels_of_variable_length_attention_take_these_arguments() -> None:
-    """They are not public; torch checks types and number, and what comes back must fit."""
+    """They are not public; torch checks types and names, and what comes back must fit."""
+    from mgrpo.parallel.packed import varlen as calls
     from mgrpo.parallel.packed.attention_sinks import flash_with_sinks
 
+    assert calls.can_attend(with_lse=True) and calls.can_attend(with_lse=False)
     with FakeTensorMode():
         shapes = ((9, HEADS, 64), (9, 2, 64), (9, 2, 64), (HEADS,))
         leaves = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
@@ -210,3 +191,64 @@ def test_the_kernels_of_variable_length_attention_take_these_arguments() -> None
         gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert out.shape == shapes[0] and out.dtype == torch.bfloat16
     assert [tuple(gradient.shape) for gradient in gradients] == list(shapes)
+
+
+STAND_INS = {"2.11": varlen_stand_ins.forward_2_11, "2.13": varlen_stand_ins.forward_2_13}
+
+
+@pytest.mark.skipif(torch.__version__[:4] not in STAND_INS, reason="there is no stand-in for this version of torch")
+def test_the_stand_ins_have_the_signatures_of_torch() -> None:
+    """With other names they would prove calls that fail on a GPU."""
+    pairs = (
+        (STAND_INS[torch.__version__[:4]], varlen._varlen_attn),
+        (varlen_stand_ins.backward, varlen._varlen_attn_backward),
+    )
+    for own, op in pairs:
+        assert inspect.signature(own) == inspect.signature(op._init_fn)
+
+
+def backward_renamed(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, causal, rng_state, scale):
+    """A backward of which one argument has another name, and another is gone."""
+    raise AssertionError
+
+
+def forward_with_more(*, philox: torch.Tensor, **operands: Any) -> varlen_stand_ins.Outputs:
+    """A forward that requires an argument which no version had."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "difference"),
+    [
+        (
+            varlen_stand_ins.forward_2_11,
+            varlen_stand_ins.backward,
+            "_varlen_attn: got an unexpected keyword argument 'enable_gqa'",
+        ),
+        (
+            varlen_stand_ins.forward_2_13,
+            backward_renamed,
+            "_varlen_attn_backward: missing a required argument: 'causal'",
+        ),
+        (forward_with_more, varlen_stand_ins.backward, "_varlen_attn: missing a required argument: 'philox'"),
+        (None, varlen_stand_ins.backward, "_varlen_attn: None is not a callable object"),
+    ],
+    ids=["2.11", "renamed", "more", "gone"],
+)
+def test_a_torch_whose_functions_differ_takes_the_padded_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forward: Any, backward: Any, difference: str
+) -> None:
+    """A call that fails in the first step costs the run; one that is silently slower costs more."""
+    from mgrpo.parallel.packed import varlen as calls
+
+    calls._take_calls.cache_clear()
+    install(monkeypatch, forward, backward)
+    monkeypatch.setattr(backend, "flash_attention", lambda dtype, head_dim: "FA2")
+    core, pack, leaves = attention(window=5), described(PLAIN), leaves_of(PLAIN, "cpu")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            compare_exactly(
+                lambda q, k, v, s: core.attend(q, k, v, pack, pack.all_queries, s), defined(PLAIN, window=5), leaves
+            )
+    (warning,) = caplog.messages
+    assert f"torch {torch.__version__} differs" in warning and difference in warning
