@@ -2,6 +2,7 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-learners  learners' optimizers, precisions, offloads and saved states in every layout, and rehearsed steps
+# make test-kernels Liger's kernels of a model's layers, in Triton's interpreter on a CPU (installs 200 MB into build/kernels)
 # make test-e2e     more runs and engines than make test starts; make test-all runs all of these and the slow ones
 # make test-kills   twenty kills of whole runs and single processes at random moments, each resumed to the bit: about 20 minutes
 # make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
@@ -13,7 +14,7 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-learners test-e2e test-all test-kills test-packages test-gpu-config record-gpu-config lint docs bench parity install dev clean
+.PHONY: quickstart test test-learners test-kernels test-e2e test-all test-kills test-packages test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -44,6 +45,15 @@ test: $(VENV)/.installed-dev
 
 test-learners: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and learners" $(ON_ALL_CORES) tests/ranks tests/unit/rehearsal
+
+# Apart from $(VENV): with Triton there, vLLM's CPU build would take other kernels.
+KERNELS := build/kernels
+$(KERNELS)/.installed: requirements/kernels.txt $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --upgrade --target $(KERNELS) -r $<
+	touch $@
+
+test-kernels: $(KERNELS)/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(PYTEST) tests/unit/policy/test_liger.py
 
 test-e2e: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" tests/e2e $(addprefix --ignore ,$(MAIN))

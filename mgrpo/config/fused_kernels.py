@@ -11,13 +11,26 @@ from mgrpo.config.schema import Config, Parallel
 OLDEST, BELOW = (2, 9), (2, 12)
 """Releases of Transformer Engine that megatron-core 0.16 is made for."""
 REMEDY = "pip install --no-build-isolation -r requirements/te.txt"
+OLDEST_LIGER = (0, 8, 5)
+"""Release of Liger Kernel whose SwiGLU takes gate and up as one tensor without a copy."""
+NO_GPUS = " needs GPUs, of which there are none here;"
 
 
 def transformer_engine() -> str | None:
     """The installed version of Transformer Engine."""
-    if find_spec("transformer_engine") is None:
+    return _installed("transformer_engine", "transformer_engine", "transformer_engine_torch")
+
+
+def liger() -> str | None:
+    """The installed version of Liger Kernel."""
+    return _installed("liger_kernel", "liger-kernel", "liger-kernel-nightly")
+
+
+def _installed(module: str, *distributions: str) -> str | None:
+    """The version of the first of these distributions, if the module is there; "unknown" without any of them."""
+    if find_spec(module) is None:
         return None
-    for name in ("transformer_engine", "transformer_engine_torch"):
+    for name in distributions:
         try:
             return version(name)
         except PackageNotFoundError:
@@ -25,18 +38,33 @@ def transformer_engine() -> str | None:
     return "unknown"
 
 
+def _release(found: str, parts: int) -> tuple[int, ...]:
+    """The first numbers of a version; all 0 where they are none."""
+    try:
+        return tuple(int(part) for part in found.split(".")[:parts])
+    except ValueError:
+        return (0,) * parts
+
+
 def transformer_engine_lack() -> str | None:
     """Why Transformer Engine cannot be used on this machine."""
     found = transformer_engine()
     if found is None:
         return "Transformer Engine is not installed"
-    try:
-        major, minor = (int(part) for part in found.split(".")[:2])
-    except ValueError:
-        major = minor = 0
-    if not OLDEST <= (major, minor) < BELOW:
+    if not OLDEST <= _release(found, 2) < BELOW:
         oldest, below = (".".join(map(str, release)) for release in (OLDEST, BELOW))
         return f"Transformer Engine {found} is installed, but Megatron needs at least {oldest} and below {below}"
+    return None
+
+
+def liger_lack() -> str | None:
+    """Why the kernels of Liger cannot be used on this machine."""
+    found, oldest = liger(), ".".join(map(str, OLDEST_LIGER))
+    remedy = f"pip install --no-deps liger-kernel=={oldest}"
+    if found is None or find_spec("triton") is None:
+        return f"{'Triton' if found else 'liger-kernel'} is not installed; {remedy}"
+    if _release(found, 3) < OLDEST_LIGER:
+        return f"liger-kernel {found} is installed, but {oldest} or newer is needed; {remedy}"
     return None
 
 
@@ -46,7 +74,7 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         lack = transformer_engine_lack()
         problem = lack and f": {lack}; {REMEDY}, or"
     else:
-        problem = " needs GPUs, of which there are none here;"
+        problem = NO_GPUS
     if problem and config.parallel.transformer_impl == "transformer_engine":
         yield f"transformer_impl=transformer_engine{problem} use auto or local"
     if problem and config.parallel.fp8 != "none":
@@ -55,6 +83,9 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         yield f"tp_comm_overlap=true{problem} use false"
     if problem and config.parallel.use_precision_aware_optimizer:
         yield f"use_precision_aware_optimizer=true{problem} leave it out"
+    problem = f": {lack}, or" if has_gpus and (lack := liger_lack()) else "" if has_gpus else NO_GPUS
+    if problem and config.parallel.fused_layers is True:
+        yield f"fused_layers=true{problem} use auto or false"
     if config.parallel.moe_token_dispatcher_type == "flex":
         name = config.parallel.moe_flex_dispatcher_backend
         lack = exchange_lack(name) if has_gpus else "GPUs, of which there are none here"
@@ -79,6 +110,13 @@ def uses_transformer_engine(settings: Parallel, *, has_cuda: bool) -> bool:
     return settings.transformer_impl == "transformer_engine"
 
 
+def uses_liger(settings: Parallel, *, has_cuda: bool) -> bool:
+    """Whether a layer's norms, SwiGLU and rotary embeddings are Liger's kernels."""
+    if settings.fused_layers == "auto":
+        return has_cuda and liger_lack() is None
+    return settings.fused_layers
+
+
 def has_apex() -> bool:
     """Whether NVIDIA's apex is installed; the package of that name on PyPI is another one."""
     return find_spec("amp_C") is not None
@@ -93,5 +131,7 @@ def kernel_line(settings: Parallel, *, has_cuda: bool) -> str:
         if has_cuda:
             chosen = "transformer_impl=local" if settings.transformer_impl == "local" else transformer_engine_lack()
             layers += f" ({chosen})"
+    if uses_liger(settings, has_cuda=has_cuda):
+        layers += f" with norms, SwiGLU and rotary embeddings of Liger {liger()}"
     source = "Transformer Engine" if transformer_engine() else "apex" if has_apex() else "torch"
     return f"{layers}, Adam of {source}"

@@ -89,6 +89,9 @@ class Parallel:
     transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], MEGATRON] = "auto"
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA;
     auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
+    fused_layers: bool | Literal["auto"] = "auto"
+    """Compute norms, SwiGLU and rotary embeddings by the Triton kernels of Liger (liger-kernel); auto: where it is installed
+    and learners have GPUs; false: by torch's own and compiled ones. It has not run on GPUs here."""
     fp8: Annotated[Literal["none", "hybrid", "e4m3"], MEGATRON] = "none"
     """8-bit matrix products of attention's projections, MLPs and experts, by Transformer Engine: hybrid rounds weights and activations
     to e4m3 and gradients to e5m2, e4m3 all of them. Attention itself, routers and the LM head keep model_dtype. It has not run on
@@ -114,8 +117,8 @@ class Parallel:
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
     """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384."""
     shared_prompt_packing: bool | Literal["auto"] = "auto"
-    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
-    GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+    """Pack a group as one prompt with branches instead of repeating the prompt; auto: where that is less work. On GPUs
+    documents with branches take FlexAttention in place of flash attention. Not with context_parallel_size above 1."""
 
     @property
     def tokens_multiple_of(self) -> int:

@@ -499,6 +499,8 @@ class Keywords(TypedDict, total=False):
     """Type of Adam's second moment with use_precision_aware_optimizer. (default: float32)"""
     transformer_impl: Literal["auto", "local", "transformer_engine"]
     """Source of a layer's matrix products and norms: Megatron's own (local) or Transformer Engine's, which need CUDA; auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it. (default: auto)"""
+    fused_layers: bool | Literal["auto"]
+    """Compute norms, SwiGLU and rotary embeddings by the Triton kernels of Liger (liger-kernel); auto: where it is installed and learners have GPUs; false: by torch's own and compiled ones. It has not run on GPUs here. (default: auto)"""
     fp8: Literal["none", "hybrid", "e4m3"]
     """8-bit matrix products of attention's projections, MLPs and experts, by Transformer Engine: hybrid rounds weights and activations to e4m3 and gradients to e5m2, e4m3 all of them. Attention itself, routers and the LM head keep model_dtype. It has not run on GPUs here. (default: none)"""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"]
@@ -518,7 +520,7 @@ class Keywords(TypedDict, total=False):
     logits_chunk: int | Literal["auto"]
     """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384. (default: auto)"""
     shared_prompt_packing: bool | Literal["auto"]
-    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1. (default: auto)"""
+    """Pack a group as one prompt with branches instead of repeating the prompt; auto: where that is less work. On GPUs documents with branches take FlexAttention in place of flash attention. Not with context_parallel_size above 1. (default: auto)"""
     vllm_num_engines: int
     """Number of vLLM engines. (default: 1)"""
     vllm_tensor_parallel_size: int

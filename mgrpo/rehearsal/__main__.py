@@ -57,9 +57,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     config = parse(request["argv"])
     stands_in = needs_stand_in(config)
+    # Triton's kernels take no tensors without values; those that torch computes with instead keep as much.
+    parallel = dataclasses.replace(config.parallel, fused_layers=False)
     if stands_in:
-        parallel = dataclasses.replace(config.parallel, transformer_impl="transformer_engine")
-        config = dataclasses.replace(config, parallel=parallel)
+        parallel = dataclasses.replace(parallel, transformer_impl="transformer_engine")
+    config = dataclasses.replace(config, parallel=parallel)
     job = RehearsalJob(
         config=config,
         shape=shape_of(request["hf_config"]),

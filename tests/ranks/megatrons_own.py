@@ -59,7 +59,7 @@ def own_model(hf: dict[str, Any]) -> torch.nn.Module:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mgrpo.parallel.norms import RMSNorm
+    from mgrpo.policy.layers.norms import RMSNorm
 
     rope = hf["rope_parameters"]
     settings = _of_gpt_oss(hf) if hf["model_type"] == "gpt_oss" else _of_hybrid(hf)
@@ -175,7 +175,7 @@ def _layer(config: Any, hf: dict[str, Any], layer: int) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from mgrpo.parallel.norms import RMSNorm
+    from mgrpo.policy.layers.norms import RMSNorm
 
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",

@@ -26,16 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from mgrpo.parallel import backend
+from mgrpo.parallel.packed import varlen
 from mgrpo.parallel.packed.attention_sinks import flash_with_sinks, kept_share, with_sink_key
 from mgrpo.parallel.packed.packs import PackedDocuments, Queries
-
-
-def shared_prompts_pay() -> bool:
-    """Whether documents with branches are known to be cheaper on this machine.
-
-    On CUDA they take FlexAttention in place of flash attention: whether the tokens saved outweigh that is not measured.
-    """
-    return not backend.has_cuda()
 
 
 def attention_remarks(dtype: torch.dtype, head_dim: int) -> list[str]:
@@ -135,6 +128,8 @@ class PackedAttention(MegatronModule):
             return self._padded(query, key, value, pack, queries, sinks)
         if queries.has_branches or self.cap is not None:
             return self._flex(query, key, value, queries, sinks)
+        if not varlen.can_attend(with_lse=sinks is not None):
+            return self._padded(query, key, value, pack, queries, sinks)
         return self._flash(query, key, value, pack, queries, sinks)
 
     def _padded(
@@ -196,8 +191,6 @@ class PackedAttention(MegatronModule):
         queries: Queries,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         lengths: Sequence[Any] = (pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.max_seqlen_q, pack.max_seqlen_kv)
         if not queries.are_all:
             assert pack.stretches is not None
@@ -208,16 +201,7 @@ class PackedAttention(MegatronModule):
         v_dim = value.shape[-1]
         if v_dim != key.shape[-1]:  # Its kernels take one size for all.
             value = F.pad(value, (0, key.shape[-1] - v_dim))
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            *lengths,
-            scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, torch.Tensor)  # A tuple only where auxiliary outputs are asked for.
+        out = varlen.attend(query, key, value, lengths, scale=self.scale, window=self.window)
         return out[..., :v_dim]
 
     def _flex(

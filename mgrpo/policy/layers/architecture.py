@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mgrpo.config.fused_kernels import uses_transformer_engine
+from mgrpo.config.fused_kernels import uses_liger, uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.megatron_names import router_settings
@@ -26,22 +27,22 @@ from mgrpo.parallel.moe import dispatcher
 from mgrpo.parallel.moe.clamped_experts import ClampedExperts
 from mgrpo.parallel.moe.experts import GroupedExperts
 from mgrpo.parallel.moe.routers import BiasedRouter
-from mgrpo.parallel.norms import NormThenAdd, RMSNorm
 from mgrpo.parallel.packed.attention import PackedAttention
 from mgrpo.parallel.packed.context import core_attention
 from mgrpo.policy.layers import transformer_engine
 from mgrpo.policy.layers.delta_net import GatedDeltaNet
 from mgrpo.policy.layers.latent_attention import LatentSelfAttention
+from mgrpo.policy.layers.norms import LayerConfig, NormThenAdd, RMSNorm
 from mgrpo.policy.layers.rotary import RotaryAttention
 
 
 def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, settings: Parallel | None = None
-) -> TransformerConfig:
+) -> LayerConfig:
     """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
     settings = settings or Parallel()
     uses_te = uses_transformer_engine(settings, has_cuda=backend.has_cuda())
-    config = TransformerConfig(
+    config = LayerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
         **_pipeline(layout, shape.num_layers),
@@ -64,7 +65,11 @@ def transformer_config(
         autocast_dtype=None,
         enable_autocast=False,
         perform_initialization=False,
+        uses_liger=uses_liger(settings, has_cuda=backend.has_cuda()),
     )
+    if _activation(config, shape) is not None:
+        # Megatron's name for an activation that takes gate and up together, from `block`; its constructor knows fewer.
+        config.use_te_activation_func, config.bias_activation_fusion = True, False
     # Of all linear layers and routers. The constructor excludes it beside expert tensor ranks, where Megatron's experts add
     # their bias on each; ours do not.
     config.add_bias_linear = shape.out_bias
@@ -106,6 +111,23 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
         }
     return settings
+
+
+def _activation(config: LayerConfig, shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Activation of gate and up in one kernel, where Megatron's is not to be used: on GPUs."""
+    if shape.activation == "gelu_pytorch_tanh":
+        return backend.compiled(_geglu) if backend.has_cuda() else None
+    if config.uses_liger:
+        from mgrpo.policy.layers import liger
+
+        return liger.swiglu
+    return None
+
+
+def _geglu(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up`: `[tokens, 1, 2 * ffn]`, gate before up, -> `[tokens, 1, ffn]`."""
+    gate, up = gate_and_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _axes(layout: Layout) -> dict[str, Any]:
@@ -171,7 +193,7 @@ def _finalize_without_scaling(
 
 
 def block(
-    config: TransformerConfig, shape: ModelShape, layers: range, settings: Parallel | None = None
+    config: LayerConfig, shape: ModelShape, layers: range, settings: Parallel | None = None
 ) -> TransformerBlockSubmodules:
     """Megatron's description of the layers of one chunk of a stage."""
     settings = settings or Parallel()
@@ -184,7 +206,7 @@ def block(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:
+def _layer(config: LayerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:
     experts = shape.experts if shape.has_experts(layer) else None
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.count if experts else None)
     modules = spec.submodules
@@ -196,15 +218,21 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         modules.self_attention = ModuleSpec(GatedDeltaNet, params={"delta": shape.delta})
     else:
         modules.self_attention = _attention(modules.self_attention, config, shape, layer, core)
+    mlp = _parts(modules.mlp)
     if experts:
-        # megatron-core 0.19 has a partial in place of a ModuleSpec.
-        mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
         mlp.experts = _experts(config)
         if experts.clamp is not None:
             mlp.experts = ModuleSpec(ClampedExperts, params={"clamp": experts.clamp})
         if experts.choice_bias:
             mlp.router = BiasedRouter
+        mlp = _parts(mlp.shared_experts)
+    mlp.activation_func = _activation(config, shape)
     return spec
+
+
+def _parts(spec: Any) -> Any:
+    """The submodules of a description, which megatron-core 0.19 has as a partial in place of a ModuleSpec."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _experts(config: TransformerConfig) -> type[GroupedExperts]:

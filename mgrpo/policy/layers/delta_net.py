@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.models.shape import DeltaNet
 from mgrpo.parallel import backend
-from mgrpo.parallel.norms import GatedNorm
 from mgrpo.parallel.packed.context import heads_for_tokens, tokens_for_heads
 from mgrpo.parallel.packed.delta_rule import Chunks, causal_convolution, gated_delta_rule
 from mgrpo.parallel.packed.packs import PackedDocuments
+from mgrpo.policy.layers.norms import GatedNorm
 
 
 class GatedDeltaNet(MegatronModule):

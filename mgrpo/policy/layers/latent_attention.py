@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.models.shape import LatentAttention
 from mgrpo.parallel import backend
-from mgrpo.parallel.norms import RMSNorm
 from mgrpo.parallel.packed.attention import PackedAttention
+from mgrpo.policy.layers.norms import RMSNorm
 from mgrpo.policy.layers.rotary import turned_neighbours
 
 

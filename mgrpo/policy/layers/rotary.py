@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from mgrpo.models.rope import Rope
 from mgrpo.parallel import backend
-from mgrpo.parallel.norms import HeadsNorm
+from mgrpo.policy.layers.norms import HeadsNorm, LayerConfig
 
 
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ class RotaryAttention(SelfAttention):
 
     def __init__(self, *args: Any, rope: int, has_whole_norms: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rope = rope
+        self.rope, self.turn = rope, _turn(self.config)
         if has_whole_norms:
             # In the spec, megatron-core 0.19 wants `qk_layernorm` as well, which sums their gradients over tensor ranks.
             config, size = self.config, self.hidden_size_per_attention_head
@@ -103,8 +103,16 @@ class RotaryAttention(SelfAttention):
             # Where several ranks have a copy of a key-value head, Megatron leaves them the gates of all its heads.
             shares = gate[0].split(query.shape[2], dim=2)
             gate = [shares[parallel_state.get_tensor_model_parallel_rank() % len(shares)]]
-        query, key = backend.compiled(turned)(query, key, *self._turns)
+        query, key = self.turn(query, key, *self._turns)
         return query, key, value, *gate
+
+
+def _turn(config: LayerConfig) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    if config.uses_liger:
+        from mgrpo.policy.layers import liger
+
+        return liger.turned
+    return backend.compiled(turned)
 
 
 def turned(

@@ -11,7 +11,6 @@ from mgrpo.algo.training_samples import train_samples
 from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.parallel.packed.attention import shared_prompts_pay
 from mgrpo.run.records import Batch, Rollouts
 
 
@@ -53,9 +52,6 @@ def make_batch(
         policy_version=policy_version if config.is_off_policy else None,
         distillation_only=config.distillation.distillation_only,
     )
-    share_prompts = parallel.shared_prompt_packing
-    if share_prompts == "auto" and not shared_prompts_pay():
-        share_prompts = False
     padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
     plan = [
         mini_batch
@@ -66,7 +62,7 @@ def make_batch(
             dp=layout.data,
             num_mini_batches=algorithm.num_mini_batches,
             micro_batches_multiple_of=layout.micro_batches_multiple_of,
-            share_prompts=share_prompts,
+            share_prompts=parallel.shared_prompt_packing,
             cost=packing.Cost.of_width(hidden),
             epoch=epoch,
             seed=config.experiment.seed + policy_version,

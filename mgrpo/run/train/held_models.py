@@ -24,6 +24,7 @@ from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.models.shape import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.packed.attention import attention_remarks
+from mgrpo.parallel.packed.delta_rule import delta_rule_remarks
 from mgrpo.policy.policy import Policy
 from mgrpo.policy.untrained_policy import UntrainedPolicy
 from mgrpo.policy.weights import Read
@@ -107,7 +108,10 @@ class HeldModels:
         """Lines for the user about how they compute. Not collective."""
         if self.logits_chunk:
             yield f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised"
-        yield from attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
+        dtype = getattr(torch, self.config.model.model_dtype)
+        yield from attention_remarks(dtype, self.shape.head_dim)
+        if self.shape.delta:
+            yield from delta_rule_remarks(dtype)
         yield from self.teachers.remarks()
 
     def _load_adapters(self, *, base: Read, trained: Read | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mgrpo.config import fused_kernels
 from mgrpo.config.derived import layout_of
-from mgrpo.config.fused_kernels import kernel_line, kernel_problems, uses_transformer_engine
+from mgrpo.config.fused_kernels import kernel_line, kernel_problems, uses_liger, uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.moving import from_values
 
@@ -138,6 +138,41 @@ def test_a_run_says_what_its_layers_are_made_of(installed, setting, found, has_c
     settings = Parallel(transformer_impl=setting)
     assert kernel_line(settings, has_cuda=has_cuda) == expected
     assert uses_transformer_engine(settings, has_cuda=has_cuda) == expected.startswith("layers of")
+
+
+LIGER = " with norms, SwiGLU and rotary embeddings of Liger"
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "has_triton", "has_cuda", "is_used", "problem"),
+    [
+        ("auto", "0.8.5", True, True, True, None),
+        ("auto", "0.8.5", True, False, False, None),
+        ("auto", "0.8.4", True, True, False, None),
+        ("auto", None, True, True, False, None),
+        ("auto", "0.8.5", False, True, False, None),
+        (True, "0.9.0.dev1", True, True, True, None),
+        (True, "0.10", True, True, True, None),
+        (True, None, True, True, True, "liger-kernel is not installed;"),
+        (True, "0.8.5", False, True, True, "Triton is not installed;"),
+        (True, "0.8.4", True, True, True, "liger-kernel 0.8.4 is installed, but 0.8.5 or newer is needed;"),
+        (True, "0.8.5", True, False, True, "needs GPUs, of which there are none here; use auto or false"),
+        (False, "0.8.5", True, True, False, None),
+    ],
+)
+def test_layers_are_ligers_where_its_kernels_run(monkeypatch, setting, found, has_triton, has_cuda, is_used, problem):
+    """A Triton kernel on a CPU, or a release without the fused SwiGLU, ends a run in its first layer."""
+    modules = {name for name, is_there in {"triton": has_triton, "liger_kernel": found}.items() if is_there}
+    monkeypatch.setattr(fused_kernels, "find_spec", lambda name: object() if name in modules else None)
+    monkeypatch.setattr(fused_kernels, "version", lambda name: found)
+    settings = Parallel(fused_layers=setting)
+    assert uses_liger(settings, has_cuda=has_cuda) == is_used
+    problems = list(kernel_problems(from_values({"fused_layers": setting}), has_gpus=has_cuda))
+    assert len(problems) == (problem is not None)
+    if problem:
+        assert problems[0].startswith("fused_layers=true") and problem in problems[0]
+    else:
+        assert (f"{LIGER} {found}," in kernel_line(settings, has_cuda=has_cuda)) == is_used
 
 
 def test_the_apex_of_pypi_is_not_nvidias(installed):

@@ -48,7 +48,6 @@ UNREACHED = {
     "backend.py device_name": "is asked when a run starts",
     "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
     "model.py build": "the same",
-    "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
     "group.py is_due": "a peer does not answer",
     "compiled.py ops_for": "kernels for CUDA are taken to be built",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,24 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mgrpo.parallel import backend
+
+
+@dataclass
+class LayerConfig(TransformerConfig):
+    """Megatron's configuration of a model's layers, and the source of their kernels."""
+
+    uses_liger: bool = False
+    """Norms, SwiGLU and rotary embeddings are those of `liger`."""
+
 
 class RMSNorm(torch.nn.Module):
     """Over the last dimension; multiplies by 1 + weight where `config.layernorm_zero_centered_gamma`."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: LayerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
         self.eps, self.is_zero_centred = eps, config.layernorm_zero_centered_gamma
+        self.normed = _rms_norm(config)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums gradients over tensor ranks only for parameters that carry this mark.
         marked: Any = self.weight
@@ -29,10 +41,24 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` -> same."""
-        if not self.is_zero_centred:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        # 1 + weight would lose the weight's last bits in bf16.
-        return F.rms_norm(x.float(), (x.shape[-1],), 1 + self.weight.float(), self.eps).to(x.dtype)
+        return self.normed(x, self.weight, self.eps, is_zero_centred=self.is_zero_centred)
+
+
+def _rms_norm(config: LayerConfig) -> Callable[..., torch.Tensor]:
+    if config.uses_liger:
+        from mgrpo.policy.layers import liger
+
+        return liger.rms_norm
+    # torch's own is one kernel; only around it there is something to fuse.
+    return backend.compiled(rms_norm) if config.layernorm_zero_centered_gamma else rms_norm
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, is_zero_centred: bool) -> torch.Tensor:
+    """`[..., hidden]` -> same, times weight, or 1 + weight, `[hidden]`."""
+    if not is_zero_centred:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # 1 + weight would lose the weight's last bits in bf16.
+    return F.rms_norm(x.float(), (x.shape[-1],), 1 + weight.float(), eps).to(x.dtype)
 
 
 class HeadsNorm(torch.nn.Module):
@@ -54,13 +80,20 @@ class HeadsNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, 1, heads/tp, head_dim]` -> same. Collective over tensor ranks: 4 bytes per token."""
-        wide = x.float()
-        squares = wide.square().sum((-2, -1), keepdim=True)
+        squares = backend.compiled(_squares)(x)
         if self.group.size() > 1:
             # All ranks use the sum, so its gradient is a sum over them as well.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-        weight = self.weight.float().view(x.shape[-2:])
-        return (wide * torch.rsqrt(squares / self.num_elements + self.eps) * weight).to(x.dtype)
+        return backend.compiled(_scaled)(x, squares / self.num_elements + self.eps, self.weight.view(x.shape[-2:]))
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """`[tokens, 1, heads, dim]` -> float32 `[tokens, 1, 1, 1]`, the sum of squares."""
+    return x.float().square().sum((-2, -1), keepdim=True)
+
+
+def _scaled(x: torch.Tensor, mean_squares: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x.float() * torch.rsqrt(mean_squares) * weight.float()).to(x.dtype)
 
 
 class GatedNorm(torch.nn.Module):
@@ -84,7 +117,7 @@ class GatedNorm(torch.nn.Module):
 class NormThenAdd(torch.nn.Module):
     """Replaces Megatron's sum of a layer's output and its residual: the output is normalised before it is added."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
