@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpu_check_report import markdown, mode_problems
+from gpu_check_report import markdown, mode_problems, numbered
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "tools"
@@ -263,6 +263,7 @@ def train_modes(
     command: Sequence[str | Path], names: Sequence[str], place: Place, *, mode_limit_s: float = MODE_LIMIT_S
 ) -> list[dict[str, Any]]:
     """A record for each mode. Where the process dies or hangs in one, another goes on with the next."""
+    names = [*numbered(names)]
     records: list[dict[str, Any]] = []
     lines = place.scratch / "modes.jsonl"
     while len(records) < len(names):

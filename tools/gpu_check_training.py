@@ -1,10 +1,11 @@
 """Trains models made on the spot in every mode that one GPU has, one mode after another. Started by tools/gpu_check.py.
 
-    python tools/gpu_check_training.py --device cuda --out FILE --folder FOLDER [MODE ...]
+    python tools/gpu_check_training.py --device cuda --out FILE --folder FOLDER [--profile FILE] [MODE ...]
 
-The learner is that of a run, on packs of made-up samples; there are no engines. Before a mode a line with its name is
-written to FILE, after it one with its figures: what starts this program sees where it has died. It ends after the first
-mode that fails, because a device that has failed may answer the next one wrongly.
+The learner is that of a run, on packs of made-up samples; there are no engines. A mode may be named several times: its
+second run is `MODE (2)`. Before a mode a line with its name is written to FILE, after it one with its figures: what starts
+this program sees where it has died. It ends after the first mode that fails, because a device that has failed may answer the
+next one wrongly.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -36,9 +40,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from gpu_check_models import GIB, SIZES, WORK, Kind, Work, size_for, work_settings, write_model  # noqa: E402
+from gpu_check_report import covered, kernel_table, numbered, time_shares  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
+from torch.profiler import ProfilerActivity  # noqa: E402
 
 from mgrpo import packing  # noqa: E402
 from mgrpo.config.derived import layout_of  # noqa: E402
+from mgrpo.config.fused_kernels import kernel_line  # noqa: E402
 from mgrpo.models.family import shape_of  # noqa: E402
 from mgrpo.models.hf_config import read_hf_config  # noqa: E402
 from mgrpo.models.shape import ModelShape  # noqa: E402
@@ -62,6 +70,8 @@ class Mode:
     """Optimizer steps' worth of batches; the first is not timed."""
     equals: str | None = "fp32"
     """The mode whose first step has the same loss and gradient norm, but for rounding."""
+    uses_fla: bool = True
+    """Whether gated delta nets take flash-linear-attention's kernels where they are installed."""
 
 
 MODES: dict[str, Mode] = {
@@ -93,10 +103,22 @@ MODES: dict[str, Mode] = {
     ),
     "softcap": Mode(model="softcap", equals="softcap fp32"),
     "softcap fp32": Mode(model="softcap", settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "gpt-oss": Mode(model="gpt-oss", equals="gpt-oss fp32"),
+    "gpt-oss fp32": Mode(model="gpt-oss", settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "DeepSeek-V3": Mode(model="DeepSeek-V3", equals="DeepSeek-V3 fp32"),
+    "DeepSeek-V3 fp32": Mode(model="DeepSeek-V3", settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "Qwen3-Next": Mode(model="Qwen3-Next", equals="Qwen3-Next fp32"),
+    "Qwen3-Next without fla": Mode(model="Qwen3-Next", uses_fla=False, equals="Qwen3-Next fp32"),
+    "Qwen3-Next fp32": Mode(model="Qwen3-Next", settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "GLM-4.5": Mode(model="GLM-4.5", equals="GLM-4.5 fp32"),
+    "GLM-4.5 fp32": Mode(model="GLM-4.5", settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "activation_offloading": Mode(settings={"activation_offloading": True}),
+    "fused_layers off": Mode(settings={"fused_layers": False}),
+    "fused_layers": Mode(settings={"fused_layers": "auto"}),
 }
 
 
-def config_of(mode: Mode, folder: Path, work: Work) -> Config:
+def config_of(mode: Mode, folder: Path, work: Work, *, steps: int) -> Config:
     """The run's configuration; losses compare with the engine's logprobs, so that they depend on the model."""
     return from_values(
         {
@@ -104,7 +126,7 @@ def config_of(mode: Mode, folder: Path, work: Work) -> Config:
             "model_dtype": "bfloat16",
             "lr_scheduler_type": "constant",
             **work_settings(work),
-            "total_episodes": mode.steps * work.prompts * work.samples,
+            "total_episodes": steps * work.prompts * work.samples,
             **mode.settings,
         }
     )
@@ -183,27 +205,43 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
         backend.leave_process_groups()
 
 
-def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[str, Any]:
+def train(
+    name: str, mode: Mode, folder: Path, work: Work, device: torch.device, profile: Path | None
+) -> dict[str, Any]:
     """Figures of one mode.
 
+    Args:
+        name: title of its part of the profile.
+        profile: file for the costliest kernels of one more step, which is not timed.
     Raises:
         ValueError: a loss or gradient is not finite, or a step changed nothing.
     """
-    config = config_of(mode, folder, work)
+    config = config_of(mode, folder, work, steps=mode.steps + (profile is not None))
     shape = shape_of(read_hf_config(config.model_path))
     samples = made_up_samples(work, shape.vocab)
     index, own, lengths = packed(samples, config)
     before = reset_memory(device)
-    with one_rank() as host_group:
+    figures: dict[str, Any] = {}
+    # Delta nets ask for the kernel in every forward pass.
+    plain = nullcontext() if mode.uses_fla else patch.object(backend, "delta_rule_kernel", lambda dtype: None)
+    with one_rank() as host_group, plain:
         from mgrpo.run.train.learner import Learner
 
         learner = Learner(config, shape=shape, layout=layout_of(config, 1), host_group=host_group)
         steps = [one_step(learner, index, own, step, device) for step in range(1, mode.steps + 1)]
+        if profile:
+            figures["profile"] = profiled(
+                partial(one_step, learner, index, own, mode.steps + 1, device), name, profile, device
+            )
+        if shape.delta:
+            kernel = backend.delta_rule_kernel(getattr(torch, config.model.model_dtype))
+            figures["delta_rule"] = "torch" if kernel is None else "fla"
         del learner
     seconds = min(step["seconds"] for step in steps[1:])
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    rates = Throughput(config, shape, num_learners=1, device_name=name).metrics(lengths, seconds)
-    return {
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    rates = Throughput(config, shape, num_learners=1, device_name=device_name).metrics(lengths, seconds)
+    return figures | {
+        "kernels": kernel_line(config.parallel, has_cuda=device.type == "cuda"),
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         "seconds": seconds,
@@ -214,6 +252,36 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
         "mfu": rates.get("learner_mfu") if config.model.model_dtype == "bfloat16" else None,
         **memory_figures(plan_of(config, shape, samples), steps, before),
     }
+
+
+def profiled(step: Callable[[], dict[str, Any]], name: str, file: Path, device: torch.device) -> dict[str, Any]:
+    """Shares of a step's time by class of kernel; the costliest kernels are appended to `file`.
+
+    On a CPU torch's operations stand for kernels, each without those that it calls.
+
+    Args:
+        step: trains once, as `one_step`.
+    """
+    on_cuda = device.type == "cuda"
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+        wall_s = step()["seconds"]
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
+    events = [event for event in profiler.events() if event.device_type == kind and not event.is_user_annotation]
+    for event in events:
+        seconds[event.name] += (event.time_range.elapsed_us() if on_cuda else event.self_cpu_time_total) / 1e6
+        calls[event.name] += 1
+    if on_cuda:
+        busy_s = covered((event.time_range.start, event.time_range.end) for event in events) / 1e6
+    else:
+        busy_s = sum(seconds.values())
+    shares = time_shares(seconds, busy_s=busy_s, wall_s=wall_s)
+    lines = [f"{name}: {wall_s * 1e3:.1f} ms, {busy_s * 1e3:.1f} ms with kernels, {sum(calls.values())} calls"]
+    lines += [f"{share:8.1%}  {kind}" for kind, share in shares.items()]
+    with file.open("a") as table:
+        table.write("\n".join([*lines, *kernel_table(seconds, calls), ""]) + "\n")
+    return {"wall_s": wall_s, "busy_s": busy_s, "shares": shares}
 
 
 def one_step(
@@ -272,6 +340,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the modes and train nothing")
     parser.add_argument("--out", type=Path, help="file that a line of JSON is appended to for each mode")
     parser.add_argument("--folder", type=Path, required=True, help="where the models are, or are written")
+    parser.add_argument(
+        "--profile", type=Path, help="file that the costliest kernels of each mode's last step are appended to"
+    )
     parser.add_argument("--size", choices=list(SIZES), help="of the models; default: what the device trains in seconds")
     parser.add_argument("modes", nargs="*", default=list(MODES), metavar="MODE")
     args = parser.parse_args()
@@ -287,14 +358,14 @@ def main() -> None:
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    for name in args.modes:
+    for name in numbered(args.modes):
         write({"mode": name})
         start = time.perf_counter()
         try:
-            mode = MODES[name]
+            mode = MODES[name.partition(" (")[0]]
             if not (args.folder / mode.model).exists():
                 write_model(args.folder / mode.model, mode.model, size, device)
-            figures = train(mode, args.folder, WORK[size], device)
+            figures = train(name, mode, args.folder, WORK[size], device, args.profile)
         except Exception as err:
             traceback.print_exc()
             write({"mode": name, "status": "failed", "error": f"{type(err).__name__}: {err}", "size": size})
