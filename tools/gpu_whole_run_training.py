@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -38,6 +39,9 @@ MINI_BATCHES = "--num_mini_batches 4 --use_vllm_logprobs false"
 TRAINED = "QUICKSTART"
 TEACHER = f"--teacher_model_name_or_path {TRAINED} --distillation_only true"
 """The last export of the stage quickstart teaches the model that this began with."""
+ASLEEP = re.compile(r"It took ([\d.]+) seconds to (fall asleep|wake up tags \S+)")
+"""What vLLM's log says of a sleep, and of each of the two parts of a wake."""
+TRL = ROOT / "tools" / "gpu_book_trl.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,31 @@ VARIANTS = {
 SAVES = ("--checkpoint_state_freq", "4")
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of the run of a stage `big`."""
+
+    shape: str
+    """Of tools/gpu_book_model.py."""
+    steps: int
+    prompts: int = 32
+    samples: int = 8
+    prompt_tokens: int = 256
+    """Tokens of the longest prompt."""
+    response_tokens: int = 512
+    """Tokens of every completion."""
+    pack_length: int = 16384
+    kv_cache_mb: int = 30_000
+
+
+BIG = {"big": Size("0.5b", steps=5), "big_1.5b": Size("1.5b", steps=3)}
+EVALUATION_SETTINGS = ("dataset_mixer_eval_list", "local_eval_every", "eval_pass_at_k", "verification_reward")
+"""Settings of `CONFIG` that the run of a stage `big` has no use for."""
+BIG_ON_CPU = Size(
+    "tiny", steps=4, prompts=4, samples=4, prompt_tokens=32, response_tokens=32, pack_length=512, kv_cache_mb=64
+)
+
+
 def variant(place: Place, site: Site, name: str) -> Outcome:
     """The run of `VARIANTS` of that name."""
     chosen = VARIANTS[name]
@@ -132,9 +161,15 @@ def resume(place: Place, site: Site) -> Outcome:
 
 
 def train(
-    place: Place, site: Site, name: str, *flags: str, apart: float | None = None, continues: bool = False
+    place: Place,
+    site: Site,
+    name: str,
+    *flags: str,
+    config: Path = CONFIG,
+    apart: float | None = None,
+    continues: bool = False,
 ) -> Outcome:
-    """A whole run of `CONFIG` with these flags.
+    """A whole run of a configuration with these flags.
 
     Args:
         apart: in place of `APART`.
@@ -143,14 +178,14 @@ def train(
     out = site.runs / name
     if not continues:
         shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "mgrpo", "train", "--config", CONFIG, "--output_dir", out, *flags, *site.flags]
+    command = [sys.executable, "-m", "mgrpo", "train", "--config", config, "--output_dir", out, *flags, *site.flags]
     status, output = site.run(command, place)
     if status != 0:
         return outcome_of(status, output[-gpu_check.TAIL // 2 :] + engine_errors(out))
     figures = run_figures(out)
     if problems := run_problems(figures, apart):
         return Outcome(status="failed", note="; ".join(problems), figures=figures, output=output[-gpu_check.TAIL :])
-    heldout = " to ".join(f"{100 * score:.1f}" for score in figures["heldout"])
+    heldout = " to ".join(f"{100 * score:.1f}" for score in figures["heldout"]) or "-"
     note = (
         f"{figures['steps']} steps, reward {figures['first_reward']:.3f} to {figures['last_reward']:.3f}, held-out {heldout} %, "
         f"engine and learner {figures['logprob_difference']:.2g} apart, {figures['tokens_per_s']:,.0f} tokens/s sampled"
@@ -189,6 +224,86 @@ def model(place: Place, site: Site) -> Outcome:
     return train(place, site, "model", *settings, apart=MODEL_APART)
 
 
+def big(place: Place, site: Site, name: str) -> Outcome:
+    """A random model of a real size by turns, with CUDA graphs, completions of the full length and rewards drawn at random."""
+    if place.device == "cpu" and name != "big":
+        return Outcome(status="skipped", note="there is no GPU")
+    size = BIG[name] if place.device == "cuda" else BIG_ON_CPU
+    folder = site.folder / "models" / size.shape
+    if not (folder / "train.jsonl").exists():
+        make = [ROOT / "tools" / "gpu_book_model.py", folder, "--shape", size.shape]
+        status, output = site.run([sys.executable, *make, "--prompt_tokens", str(size.prompt_tokens)], place)
+        if status != 0:
+            return outcome_of(status, output)
+    settings = {
+        name: value for name, value in yaml.safe_load(CONFIG.read_text()).items() if name not in EVALUATION_SETTINGS
+    } | {
+        "model_name_or_path": str(folder),
+        "tokenizer_name_or_path": str(folder / "tokenizer"),
+        "dataset_mixer_list": [str(folder / "train.jsonl"), "1.0"],
+        "reward_funcs": [f"{TRL}:draw"],
+        "num_unique_prompts_rollout": size.prompts,
+        "num_samples_per_prompt_rollout": size.samples,
+        "total_episodes": size.steps * size.prompts * size.samples,
+        "max_prompt_token_length": size.prompt_tokens,
+        "response_length": size.response_tokens,
+        "pack_length": size.pack_length,
+        "learning_rate": 1e-6,
+        "vllm_kv_cache_mb": size.kv_cache_mb,
+        "vllm_enforce_eager": False,
+        "weight_sync_check_every": 0,
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    outcome = train(place, site, name, config=config, apart=MODEL_APART)
+    if outcome.status == "passed":
+        outcome.note = big_note(outcome.figures)
+        if outcome.figures["shortest"] < size.response_tokens:
+            outcome.status = "failed"
+            outcome.note = f"a completion has {outcome.figures['shortest']} tokens, expected {size.response_tokens}: {outcome.note}"
+    return outcome
+
+
+def big_note(figures: dict[str, Any]) -> str:
+    """The figures of a step in words."""
+    parts = ("generate", "train", "sync", "sleep", "wake")
+    split = ", ".join(f"{part} {figures[f'{part}_s']:.3g}" for part in parts if figures[f"{part}_s"] is not None)
+    mfu = f", MFU {100 * figures['mfu']:.1f} %" if figures["mfu"] else ""
+    memory = f", learner's peak {figures['allocated_gib']:.1f} GiB" if figures["allocated_gib"] else ""
+    return (
+        f"a step {figures['total_s']:.3g} s ({split}), {figures['tokens_per_s']:,.0f} tokens/s sampled, "
+        f"{figures['learner_tokens_per_s']:,.0f} tokens/s trained{mfu}{memory}"
+    )
+
+
+def trl(place: Place, site: Site) -> Outcome:
+    """The work of the stage big by TRL with vLLM on the same GPU, or else without vLLM: tools/gpu_book_trl.py."""
+    config = site.runs / "big" / "config.yaml"
+    if not config.exists():
+        return Outcome(status="skipped", note="it needs the stage big, whose configuration it reads")
+    command = [sys.executable, TRL, "--config", config, "--device", place.device]
+    ways = [[], ["--transformers"]] if place.device == "cuda" else [["--transformers"]]
+    for options in ways:
+        status, output = site.run([*command, *options], place)
+        if status == 0:
+            break
+    if status != 0:
+        return outcome_of(status, output)
+    figures = last_json(output)
+    if "skipped" in figures:
+        return Outcome(status="skipped", note=figures["skipped"])
+    figures |= {name: median(figures[name][2:]) for name in ("step_s", "generate_s")} | {"steps_s": figures["step_s"]}
+    expected = yaml.safe_load(config.read_text())["response_length"]
+    if figures["shortest"] < expected:
+        why = f"a completion has {figures['shortest']:.0f} tokens, expected {expected}"
+        return Outcome(status="failed", note=why, figures=figures)
+    note = (
+        f"{figures['trainer']}, sampled by {figures['sampled_by']}: a step {figures['step_s']:.3g} s, of which sampling and "
+        f"sync {figures['generate_s']:.3g}"
+    )
+    return Outcome(status="passed", note=note, figures=figures)
+
+
 def words(name: str, value: Any) -> list[str]:
     """A setting on the command line."""
     return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
@@ -217,10 +332,17 @@ def run_figures(out: Path) -> dict[str, Any]:
         "logprob_difference": mean([step["debug/vllm_vs_local_logprob_diff_mean"] for step in steps]),
         "engine_starts": max(engine["starts"] for engine in engine_states(out / "engines.jsonl")),
         "tokens_per_s": median([step["time/actor_tokens_per_second"] for step in measured]),
+        "learner_tokens_per_s": middle(measured, "time/learner_tokens_per_second_per_gpu"),
+        "mfu": middle(measured, "learner_mfu"),
+        "allocated_gib": max((step.get("perf/max_memory_allocated_gb") or 0 for step in steps), default=0) or None,
+        "shortest": min(
+            (step["completions/min_length"] for step in steps if "completions/min_length" in step), default=None
+        ),
         **{
             f"{part}_s": median([step[f"time/{part}"] for step in measured])
             for part in ("generate", "train", "sync", "total")
         },
+        **sleep_figures(out),
         "rewards": [round(step["reward"], 4) for step in steps],
     }
 
@@ -238,6 +360,25 @@ def run_problems(figures: dict[str, Any], apart: float | None = None) -> list[st
     if figures["steps"] >= STEPS_TO_RISE and figures["last_reward"] < figures["first_reward"] + RISE:
         found.append(f"the reward has not risen: {figures['first_reward']:.3f} to {figures['last_reward']:.3f}")
     return found
+
+
+def sleep_figures(out: Path) -> dict[str, float | None]:
+    """Median seconds of an engine's sleeps and of its wakes, weights and cache together; None where its log has none."""
+    seconds: dict[str, list[float]] = {}
+    for log in out.glob("engine_logs/*.txt"):
+        for number, what in ASLEEP.findall(log.read_text(errors="replace")):
+            seconds.setdefault(what, []).append(float(number))
+    sleeps = seconds.pop("fall asleep", [])
+    return {
+        "sleep_s": median(sleeps) if sleeps else None,
+        "wake_s": sum(median(times) for times in seconds.values()) if seconds else None,
+    }
+
+
+def middle(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Median of a metric that not every run has."""
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return median(values) if values else None
 
 
 def engine_states(file: Path) -> list[dict[str, Any]]:

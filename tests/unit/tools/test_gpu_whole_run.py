@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,10 @@ def made_run(tmp_path: Path) -> Path:
             "reward": 0.28 + 0.02 * n,
             "debug/vllm_vs_local_logprob_diff_mean": 0.002,
             "time/actor_tokens_per_second": 1000 * n,
+            "time/learner_tokens_per_second_per_gpu": 500 * n,
+            "learner_mfu": 0.01 * n,
+            "perf/max_memory_allocated_gb": 40 - n,
+            "completions/min_length": 40 - n,
             **{f"time/{part}": 0.1 for part in ("generate", "train", "sync", "total")},
         }
         for n in range(1, 21)
@@ -40,6 +45,14 @@ def made_run(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text("model_dtype: bfloat16\n")
     (tmp_path / "engines.jsonl").write_text(json.dumps({"engines": [{"engine": 0, "starts": 1}]}) + "\n")
+    lines = [
+        f"INFO 11-29 12:00:00 [abstract.py:390] It took {second}.250000 seconds to fall asleep.\n"
+        f"INFO 11-29 12:00:01 [abstract.py:408] It took {second}.500000 seconds to wake up tags ['weights'].\n"
+        f"INFO 11-29 12:00:02 [abstract.py:408] It took 0.{second}00000 seconds to wake up tags ['kv_cache'].\n"
+        for second in (3, 1, 2)
+    ]
+    (tmp_path / "engine_logs").mkdir()
+    (tmp_path / "engine_logs" / "engine_0.txt").write_text("".join(lines))
     return tmp_path
 
 
@@ -48,6 +61,10 @@ def test_a_run_that_learns_has_its_figures(whole_run: ModuleType, made_run: Path
     figures = whole_run.run_figures(made_run)
     assert figures["first_reward"] == pytest.approx(0.34) and figures["last_reward"] == pytest.approx(0.64)
     assert figures["tokens_per_s"] == 12000 and figures["heldout"] == [0.3, 0.7]
+    assert figures["learner_tokens_per_s"] == 6000 and figures["mfu"] == pytest.approx(0.12)
+    assert figures["allocated_gib"] == 39 and figures["shortest"] == 20
+    # Of 3.25, 1.25 and 2.25 s; a wake is that of the weights and that of the cache.
+    assert figures["sleep_s"] == 2.25 and figures["wake_s"] == pytest.approx(2.5 + 0.2)
     assert whole_run.run_problems(figures) == []
 
 
@@ -131,7 +148,7 @@ def test_stages_at_the_same_time_each_have_an_outcome(tmp_path: Path) -> None:
 
     assert run("masks").returncode == 0
     both = run("join+ops_tests")
-    assert both.returncode == 1 and "join failed after 0 s: a: a.00 is not here" in both.stdout
+    assert both.returncode == 1 and "join failed after 0 s: a is not complete yet: a.00 is not here" in both.stdout
     parts = json.loads((out / "whole-run.json").read_text())["parts"]
     outcomes = {name: (part["status"], part["figures"]) for name, part in parts.items()}
     assert outcomes == {
@@ -139,3 +156,51 @@ def test_stages_at_the_same_time_each_have_an_outcome(tmp_path: Path) -> None:
         "join": ("failed", {"beside": ["ops_tests"]}),
         "ops_tests": ("skipped", {"beside": ["join"]}),
     }
+
+
+def test_a_run_without_a_gpu_has_no_figures_of_one(whole_run: ModuleType, made_run: Path) -> None:
+    """MFU and memory are measured on GPUs alone, and an engine that never slept has no times."""
+    lines = [json.loads(line) for line in (made_run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("learner_mfu", None), line.pop("perf/max_memory_allocated_gb", None)
+    (made_run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (made_run / "engine_logs" / "engine_0.txt").unlink()
+    figures = whole_run.run_figures(made_run)
+    assert [figures[name] for name in ("mfu", "allocated_gib", "sleep_s", "wake_s")] == [None] * 4
+    assert whole_run.big_note(figures) == (
+        "a step 0.1 s (generate 0.1, train 0.1, sync 0.1), 12,000 tokens/s sampled, 6,000 tokens/s trained"
+    )
+
+
+def fake_trl(folder: Path, shortest: int) -> Path:
+    """A program in the place of tools/gpu_book_trl.py, which fails where it is to use vLLM."""
+    file = folder / "trl_program.py"
+    found = {"trainer": "trl 1", "sampled_by": "transformers", "step_s": [9, 9, 3, 1, 2], "generate_s": [5, 5, 1, 1, 1]}
+    file.write_text(
+        "import sys\n"
+        f"print({json.dumps(json.dumps(found | {'shortest': shortest}))})\n"
+        "sys.exit('--transformers' not in sys.argv)\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize(
+    ("shortest", "status", "note"),
+    [
+        (512, "passed", "trl 1, sampled by transformers: a step 2 s, of which sampling and sync 1"),
+        (511, "failed", "a completion has 511 tokens, expected 512"),
+    ],
+)
+def test_trl_samples_by_itself_where_vllm_fails(
+    whole_run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shortest: int, status: str, note: str
+) -> None:
+    """TRL names the versions of vLLM that it knows; a quarter hour must not end without its figure."""
+    site_module = importlib.import_module("gpu_whole_run_site")
+    place = importlib.import_module("gpu_check").Place("cuda", True, tmp_path, time.monotonic() + 60)
+    site = site_module.Site(tmp_path, (), "trl")
+    assert whole_run.trl(place, site).note == "it needs the stage big, whose configuration it reads"
+    (tmp_path / "runs" / "big").mkdir(parents=True)
+    (tmp_path / "runs" / "big" / "config.yaml").write_text("response_length: 512\n")
+    monkeypatch.setattr(whole_run, "TRL", fake_trl(tmp_path, shortest))
+    outcome = whole_run.trl(place, site)
+    assert (outcome.status, outcome.note) == (status, note)
