@@ -100,6 +100,9 @@ class Engine:
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
     """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first
     step."""
+    max_initial_mismatch: Annotated[float | Literal["auto"] | None, POSITIVE] = "auto"
+    """Mean difference between the log-probabilities of learner and engines, in nats, that ends the run before its first update; auto: ten
+    times what rounding explains (1e-3 in float32, 1 in bfloat16); none: no limit. What rounding does not explain is a warning."""
 
     @property
     def num_workers(self) -> int:

@@ -575,6 +575,8 @@ class Keywords(TypedDict, total=False):
     """Seconds that one weight sync may take; an engine that has not answered by then counts as dead. (default: 120)"""
     weight_sync_check_every: int
     """Steps between comparisons of the weights in trainer and engines by digest, at the next weight sync; 0: only before the first step. (default: 50)"""
+    max_initial_mismatch: float | Literal["auto"] | None
+    """Mean difference between the log-probabilities of learner and engines, in nats, that ends the run before its first update; auto: ten times what rounding explains (1e-3 in float32, 1 in bfloat16); none: no limit. What rounding does not explain is a warning. (default: auto)"""
     save_freq: int
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end. (default: 200)"""
     save_final: bool

@@ -231,6 +231,15 @@ def learn(
     return learned.metrics | {"steps": len(learned.results), "grad_norm": grad_norm, "state": state}
 
 
+def mismatch(model_dir: str, settings: dict[str, Any], groups: list) -> dict[str, float]:
+    """The first comparison with the engines, and the metrics of the step that then trains on the same tokens."""
+    trainer = trainer_of(model_dir, settings, groups)
+    batch = trainer.source.next(1, 0)
+    found = trainer.learner.mismatch(batch.index, batch.slice)
+    learned = trainer.learner.learn(batch.index, batch.slice, step=1)
+    return learned.metrics | found._asdict()
+
+
 def save_again(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str) -> None:
     """Load a state and save it at once, in the config's `output_dir`."""
     trainer = trainer_of(model_dir, settings, groups, resume_from)

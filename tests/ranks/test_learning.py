@@ -150,6 +150,28 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, {}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (2, {"context_parallel_size": 2}),
+        (2, {}),
+    ],
+    ids=["one", "tp2", "pp2", "cp2", "dp2"],
+)
+def test_the_first_comparison_with_engines_is_of_the_same_numbers(run_ranks, model, world_size, layout):
+    """A comparison that misses tokens, or counts some twice, lets another model pass or ends a healthy run."""
+    settings = SETTINGS | layout | {"num_mini_batches": 1, "num_epochs": 1}
+    for rank in run_ranks(
+        world_size, run_cases.mismatch, model_dir=str(model), settings=settings, groups=scored_groups()
+    ):
+        assert rank["mean"] == pytest.approx(rank["debug/vllm_vs_local_logprob_diff_mean"], rel=1e-5)
+        assert rank["largest"] == pytest.approx(rank["debug/vllm_vs_local_logprob_diff_max"], rel=1e-5)
+        assert rank["mean"] > 1e-3
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, variant):
     """Denominators, thresholds and controllers that look at one rank's tokens only would show here."""

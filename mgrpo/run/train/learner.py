@@ -29,6 +29,7 @@ from mgrpo.policy.weights import Read
 from mgrpo.run.records import Learned, is_due
 from mgrpo.run.train.finite import not_finite
 from mgrpo.run.train.held_models import HeldModels
+from mgrpo.run.train.mismatch import SCORE, Mismatch, differences, mismatch_of
 from mgrpo.types import PackedBatch
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -152,6 +153,21 @@ class Learner:
             learning_rate=results[-1].learning_rate if results else self.policy.learning_rate(),
             not_finite=self.not_finite() if results else [],
         )
+
+    def mismatch(self, index: dict[str, np.ndarray], own: np.ndarray) -> Mismatch | None:
+        """The difference from the engines in the first mini-batch with a trained token; None if there is none.
+
+        Args:
+            index, own: as in `learn`.
+        """
+        passes = zip(packing.from_slice(index, own), index["num_trained_tokens"].tolist(), strict=True)
+        packs = next((packs for packs, num_trained in passes if num_trained), None)
+        if packs is None:
+            return None
+        batches = self.policy.microbatches(packs)
+        self.policy.score(batches, SCORE, replays_routing=self.config.parallel.routing_replay == "rollout")
+        everyones = gather_json(differences(batches) if self.policy.reports_metrics else [], self.host_group)
+        return mismatch_of([part for parts in everyones for part in parts])
 
     def not_finite(self) -> list[str]:
         """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""

@@ -30,7 +30,7 @@ from mgrpo.parallel import backend
 from mgrpo.run.inputs.snapshots import origin
 from mgrpo.run.produce.source import SilentSource, Source
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.records import evaluates_after, is_due, pauses_after, syncs_after
+from mgrpo.run.records import Batch, evaluates_after, is_due, pauses_after, syncs_after
 from mgrpo.run.report.reporter import Reporter, SilentReporter
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.step_metrics import Clock
@@ -38,6 +38,7 @@ from mgrpo.run.train.engine_weights import EngineWeights
 from mgrpo.run.train.gpu_turns import GpuTurns
 from mgrpo.run.train.health import Health
 from mgrpo.run.train.learner import Learner
+from mgrpo.run.train.mismatch import fatal_of, limit_of, sentence
 from mgrpo.run.train.profile import Profiler
 from mgrpo.run.train.resume import States
 
@@ -190,6 +191,8 @@ class Trainer:
             return False
         with self.profiler.step(step):
             with self.part(f"step {step}, training", "train"):
+                if not self.version:
+                    self.compare_with_engines(batch)
                 learned = self.learner.learn(batch.index, batch.slice, step=step)
                 self.health.check(learned, step)
             self.done, self.is_followed_up = step, False
@@ -207,6 +210,20 @@ class Trainer:
         if not goes_on:
             raise Stopped
         return True
+
+    def compare_with_engines(self, batch: Batch) -> None:
+        """Warn if learner and engines compute different models, or end the run, before its first update.
+
+        Raises:
+            ValueError: they differ by more than `max_initial_mismatch`.
+        """
+        found = self.learner.mismatch(batch.index, batch.slice)
+        limit = limit_of(self.config, has_experts=self.learner.shape.experts is not None)
+        if found is None or not found.exceeds(limit):
+            return
+        if found.exceeds(fatal_of(self.config, limit)):
+            raise ValueError(f"{sentence(found, limit)}; max_initial_mismatch=none trains nevertheless")
+        self.reporter.say(f"warning: {sentence(found, limit)}")
 
     @contextmanager
     def part(self, name: str, split: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ backend.install()
 
 from mgrpo.policy.policy import StepResult  # noqa: E402  after the CPU stand-in
 from mgrpo.run.train import trainer as of_run  # noqa: E402
+from mgrpo.run.train.mismatch import Mismatch  # noqa: E402
 
 
 class Ears(SilentReporter):
@@ -116,8 +118,8 @@ def learned(step: int) -> Learned:
     return Learned(results=results, metrics={}, learning_rate=0.0, not_finite=[])
 
 
-def seven_steps(tmp_path, monkeypatch, **settings) -> of_run.Trainer:
-    """The trainer of a run of seven steps, whose weights and source are one object."""
+def seven_steps(tmp_path, monkeypatch, found=None, **settings) -> of_run.Trainer:
+    """The trainer of a run of seven steps, whose weights and source are one object; learner and engines differ by `found`."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(of_run, "export_hf", lambda *_, **__: None)
     own = config(
@@ -133,7 +135,13 @@ def seven_steps(tmp_path, monkeypatch, **settings) -> of_run.Trainer:
     trainer = of_run.Trainer(
         own,
         lead=SimpleNamespace(share=lambda make: make(), pulse=pulse),
-        learner=SimpleNamespace(policy=None, host_group=None, learn=lambda *_, step: learned(step)),
+        learner=SimpleNamespace(
+            policy=None,
+            host_group=None,
+            shape=SimpleNamespace(experts=None),
+            mismatch=lambda *batch: hands.heard.append(("compare",)) or found,
+            learn=lambda *_, step: learned(step),
+        ),
         source=hands,
         weights=hands,
         reporter=Ears(99),
@@ -152,7 +160,43 @@ def handed(tmp_path, monkeypatch, **settings) -> list[tuple]:
     trainer = seven_steps(tmp_path, monkeypatch, **settings)
     trainer.send_weights(check=True)
     trainer.fit()
-    return trainer.weights.heard
+    return [entry for entry in trainer.weights.heard if entry != ("compare",)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "limit", "outcome"),
+    [
+        ("float32", 9e-5, "auto", "silent"),
+        ("float32", 2e-4, "auto", "warned"),
+        ("float32", 2e-3, "auto", "ended"),
+        ("float32", 2e-3, None, "warned"),
+        ("float32", math.nan, None, "ended"),
+        ("bfloat16", 0.05, "auto", "silent"),
+        ("bfloat16", 0.3, "auto", "warned"),
+        ("bfloat16", 0.3, 0.2, "ended"),
+    ],
+)
+def test_a_run_whose_engines_have_another_model_ends_before_its_first_update(
+    tmp_path, monkeypatch, dtype, mean, limit, outcome
+):
+    """Every ratio of such a run is wrong from the first step, and nothing else shows it."""
+    found = Mismatch(mean=mean, largest=3.5, token=17, num_tokens=40)
+    trainer = seven_steps(tmp_path, monkeypatch, found, model_dtype=dtype, max_initial_mismatch=limit)
+    said: list[str] = []
+    monkeypatch.setattr(trainer.reporter, "say", said.append, raising=False)
+    trainer.send_weights(check=True)
+    if outcome == "ended":
+        with pytest.raises(
+            ValueError, match=r"learner and engines differ .* 3\.5, of token 17\..*max_initial_mismatch"
+        ):
+            trainer.fit()
+        assert trainer.done == 0
+        return
+    trainer.fit()
+    assert trainer.weights.heard.count(("compare",)) == 1
+    assert [text[:36] for text in said if "differ" in text] == ["warning: learner and engines differ "] * (
+        outcome == "warned"
+    )
 
 
 def test_engines_receive_weights_every_few_steps_and_before_each_evaluation(tmp_path, monkeypatch):
