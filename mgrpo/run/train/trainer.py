@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mgrpo.checkpoint.saving.schedule import Due, Schedule
 from mgrpo.checkpoint.space import OutputError, wait_for_room
 from mgrpo.config import Config
+from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import flat
 from mgrpo.model_io.hf_export import export_bytes, export_hf
 from mgrpo.parallel import backend
@@ -215,14 +216,14 @@ class Trainer:
         """Warn if learner and engines compute different models, or end the run, before its first update.
 
         Raises:
-            ValueError: they differ by more than `max_initial_mismatch`.
+            ConfigError: they differ by more than `max_initial_mismatch`.
         """
         found = self.learner.mismatch(batch.index, batch.slice)
         limit = limit_of(self.config, has_experts=self.learner.shape.experts is not None)
         if found is None or not found.exceeds(limit):
             return
         if found.exceeds(fatal_of(self.config, limit)):
-            raise ValueError(f"{sentence(found, limit)}; max_initial_mismatch=none trains nevertheless")
+            raise ConfigError([f"{sentence(found, limit)}; max_initial_mismatch=none trains nevertheless"])
         self.reporter.say(f"warning: {sentence(found, limit)}")
 
     @contextmanager
