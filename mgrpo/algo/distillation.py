@@ -127,8 +127,10 @@ def divergence(student: Tensor, teacher: Tensor, is_token: Tensor, settings: Dis
 
 def _with_rest(logprobs: Tensor, is_token: Tensor) -> Tensor:
     """And that of all other tokens `[n, tokens + 1]`, at least what rounding leaves of a sum of 1; without a gradient there."""
-    rest = 1 - logprobs.exp().where(is_token, 0.0).sum(1, keepdim=True)
-    return torch.cat((logprobs, rest.clamp(min=8 * torch.finfo(rest.dtype).eps).log()), 1)
+    # In float32 the sum would lose the digits of a sharp teacher's rest, which reverse_kl takes the logarithm of.
+    rest = 1 - logprobs.double().exp().where(is_token, 0.0).sum(1, keepdim=True)
+    least = 8 * torch.finfo(logprobs.dtype).eps
+    return torch.cat((logprobs, rest.clamp(min=least).log().to(logprobs.dtype)), 1)
 
 
 def _agrees(student: Tensor, teacher: Tensor, is_token: Tensor) -> Tensor:

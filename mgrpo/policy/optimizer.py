@@ -70,6 +70,7 @@ class PolicyOptimizer:
         """Discard the gradients of the previous step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.has_summed_gradients = False
         self._megatron.zero_grad()
 
     def learning_rate(self, step: int) -> float:

@@ -240,6 +240,26 @@ def mismatch(model_dir: str, settings: dict[str, Any], groups: list) -> dict[str
     return learned.metrics | found._asdict()
 
 
+def accumulate(model_dir: str, settings: dict[str, Any], groups: list) -> str:
+    """The error of a second backward pass before an update; "" if there is none."""
+    from mgrpo import packing
+    from mgrpo.policy import passes
+
+    trainer = trainer_of(model_dir, settings, groups)
+    policy, batch = trainer.learner.policy, trainer.source.next(1, 0)
+    (packs,) = packing.from_slice(batch.index, batch.slice)
+    microbatches = policy.microbatches(packs)
+    policy.optimizer.zero_gradients()
+    for _ in range(2):
+        try:
+            passes.forward_backward(
+                policy.chunks, microbatches, lambda logprobs, *rest: (-logprobs.sum(), None), routing=policy.routing
+            )
+        except AssertionError as err:
+            return str(err)
+    return ""
+
+
 def save_again(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str) -> None:
     """Load a state and save it at once, in the config's `output_dir`."""
     trainer = trainer_of(model_dir, settings, groups, resume_from)

@@ -172,6 +172,19 @@ def test_the_first_comparison_with_engines_is_of_the_same_numbers(run_ranks, mod
         assert rank["mean"] > 1e-3
 
 
+@pytest.mark.parametrize(("zero_stage", "is_refused"), [(0, True), (1, True), (2, False), (3, False)])
+def test_gradients_are_summed_over_ranks_once(run_ranks, model, zero_stage, is_refused):
+    """A second backward pass would count the first one's gradients once for each rank: a wrong update without an error."""
+    settings = SETTINGS | {
+        "num_mini_batches": 1,
+        "num_epochs": 1,
+        "zero_stage": zero_stage,
+        "overlap_grad_reduce": False,
+    }
+    for error in run_ranks(2, run_cases.accumulate, model_dir=str(model), settings=settings, groups=scored_groups()):
+        assert error.startswith("two backward passes before an update") == is_refused
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, variant):
     """Denominators, thresholds and controllers that look at one rank's tokens only would show here."""

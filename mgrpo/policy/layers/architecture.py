@@ -185,7 +185,12 @@ def _finalize_without_scaling(
     model: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: Any
 ) -> None:
     """Sum gradients over the axes; `num_tokens` is ignored, as the loss is already divided by its global denominator."""
-    if model[0].ddp_config.use_megatron_fsdp and kwargs.get("pg_collection"):
+    first: Any = model[0]
+    if not first.ddp_config.use_megatron_fsdp:
+        # Summed again they would count earlier backward passes once for each rank; Megatron-FSDP sums each pass by itself.
+        assert not getattr(first, "has_summed_gradients", False), "two backward passes before an update: zero_gradients"
+        first.has_summed_gradients = True
+    elif kwargs.get("pg_collection"):
         # First and last stage shard their copies of a tied embedding differently; PolicyOptimizer sums these gradients.
         kwargs["pg_collection"] = copy.copy(kwargs["pg_collection"])
         kwargs["pg_collection"].embd = SimpleNamespace(size=lambda: 1)

@@ -285,6 +285,31 @@ def test_no_mass_outside_of_the_tokens_stays_finite(name):
     assert values.isfinite().all() and gradient.isfinite().all() and values.abs().max() < 40
 
 
+def test_the_rest_of_a_sharp_teacher_keeps_its_digits_in_float32():
+    """reverse_kl takes the rest's logarithm; in a float32 sum a rest of 4e-6 has two digits, and the gradient is off by as much."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 256, 4096, generator=generator, dtype=torch.float64)
+    logits[0, :, :16] += 6.2  # the student: a rest of a third
+    logits[1, :, :16] += 18.0  # the teacher: 4e-6
+    student, teacher = logits.log_softmax(-1)[..., :16].unbind()
+    assert 2e-6 < (1 - teacher.exp().sum(1)).median() < 8e-6
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        leaf = student.detach().to(dtype).requires_grad_()
+        values = divergence(
+            leaf,
+            teacher.to(dtype),
+            torch.ones_like(student, dtype=torch.bool),
+            settings(distillation_loss="reverse_kl"),
+        )
+        (gradient,) = torch.autograd.grad(values.sum(), leaf)
+        found[dtype] = values.detach().double(), gradient.double()
+    (value, gradient), (exact, exact_gradient) = found[torch.float32], found[torch.float64]
+    # Rounding of 16 log-probabilities to float32 moves the rest by 6e-9 and its logarithm by 1.5e-3.
+    assert ((value - exact) / exact).abs().median() < 3e-4
+    assert (gradient - exact_gradient).norm() < 6e-4 * exact_gradient.norm()
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_small_rest_counts(name):
     """Where nearly all is said by a few tokens, the others still decide whether the policy may leave them."""
