@@ -20,7 +20,7 @@ import numpy as np
 
 from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Mistake, Row
-from mgrpo.data.encoding import Encoder, Recipe
+from mgrpo.data.encoding import Encoder, MessageCheck, Recipe
 from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, largest_token, num_tokens, open_prompts
 from mgrpo.data.sources import DataSource
 from mgrpo.data.statistics import statistics_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 1000
 _BATCH_CHARS = 4 * 2**20
 _ANNOUNCED_ROWS = 50_000
+_THINK_END = "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,8 @@ def build(
         print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
     num_threads = num_threads or _cores()
     with _no_progress_bars(), ThreadPoolExecutor(num_threads) as threads:
-        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, threads=threads, num_threads=num_threads)
+        check = MessageCheck(recipe, tokenizer)
+        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, check=check, threads=threads, num_threads=num_threads)
         _encode(folder, _batches(selection.sources, distinct), encoder, fingerprint)
 
     prompts = open_prompts(folder)
@@ -109,7 +111,11 @@ def build(
         [lengths[own] for own in places],
         max_tokens=recipe.max_tokens,
         overlong=recipe.overlong,
-    ) | {"largest_token": largest_token(prompts)}
+    ) | {
+        "largest_token": largest_token(prompts),
+        "left_out": _left_out(prompts),
+        "same_text": _same_texts(prompts, recipe),
+    }
     (folder / STATISTICS).write_text(json.dumps(statistics, indent=1) + "\n")
 
 
@@ -140,6 +146,7 @@ def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Enc
             tokens=List(Value("int32")),
             num_tokens=Value("int64"),
             problem=Value("large_string"),
+            left_out=Value("large_string"),
         ),
         cache_file_name=str(folder / PROMPTS),
         new_fingerprint=fingerprint,
@@ -187,6 +194,41 @@ def _raise_problems(prompts: pyarrow.Table, sources: Sequence[DataSource], recip
             f"prompts are longer than max_prompt_token_length={recipe.max_tokens}, which overlong_prompt_policy=error "
             "forbids; the first:\n  " + "\n  ".join(shown)
         )
+
+
+def _left_out(prompts: pyarrow.Table) -> list[dict[str, Any]]:
+    """For each source and sequence of roles that templates left out: the number of rows, and the line of the first."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for batch in prompts.select(["source", "line", "left_out"]).to_batches():
+        for source, line, roles in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            if roles:
+                first = {"source": source, "line": line, "what": roles, "rows": 0}
+                found.setdefault((source, roles), first)["rows"] += 1
+    return list(found.values())
+
+
+def _same_texts(prompts: pyarrow.Table, recipe: Recipe) -> dict[str, Any] | None:
+    """The rows whose messages differ from those of an earlier row with the same prompt: their number, and the first pair."""
+    hashes = np.concatenate(
+        [np.array([hash(text) for text in chunk.to_pylist()], np.int64) for chunk in prompts.column("text").chunks]
+    )
+    _, groups, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    repeated = np.flatnonzero((counts[groups] > 1) & (num_tokens(prompts) <= recipe.max_tokens))
+    firsts: dict[int, tuple[int, object]] = {}
+    pairs = []
+    for place in repeated.tolist():
+        asked = recipe.asked(json.loads(prompts.column("record")[place].as_py()))
+        if isinstance(asked, str):
+            continue
+        # Templates strip spaces, and the thinking of earlier turns.
+        own = [(message["role"], message["content"].rpartition(_THINK_END)[2].strip()) for message in asked]
+        first, other = firsts.setdefault(groups[place], (place, own))
+        if own != other:
+            pairs.append((first, place))
+    if not pairs:
+        return None
+    origins = [[prompts.column(name)[place].as_py() for name in ("source", "line")] for place in pairs[0]]
+    return {"rows": len(pairs), "first": origins}
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from mgrpo.data.trial import exceeded
 _log = logging.getLogger(__name__)
 
 # Part of every key of the cache: another number where the same rows would become other prompts.
-_TRANSFORM_VERSION = 3
+_TRANSFORM_VERSION = 4
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class Mixture:
                 f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
             )
 
-    def encode(self, tokenizer: Any, *, tools: ToolSchemas | None = None) -> PromptSet:
+    def encode(self, tokenizer: Any, *, tools: ToolSchemas | None = None, has_row_tools: bool = True) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 
         Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
@@ -163,14 +163,20 @@ class Mixture:
 
         Args:
             tools: what the template is told of, for each row.
+            has_row_tools: whether it is told of the schemas in rows' column `tools`; only without `tools`.
         """
         if not len(self):
             raise ValueError("there are no data; name them in dataset_mixer_list")
-        selection, recipe = self._selection, self._recipe(tokenizer, tools)
+        selection, recipe = self._selection, self._recipe(tokenizer, tools, has_row_tools=has_row_tools)
         if tools is not None and (recipe.template is None or "tools" not in recipe.template):
             _log.warning(
                 "the prompts do not tell the model of its tools: %s; describe them in a system message",
                 "there is no chat template" if recipe.template is None else "the chat template has no place for them",
+            )
+        if "strftime_now" in (recipe.template or "") and "date_string" not in recipe.template_kwargs:
+            _log.warning(
+                "the chat template writes the date (strftime_now): prepared prompts keep the day on which they were made, and another "
+                "day makes others; set it in chat_template_kwargs (date_string, in most templates)"
             )
         key = {
             "version": _TRANSFORM_VERSION,
@@ -193,9 +199,10 @@ class Mixture:
         folder = self._cache.find("prompts", key) or self._cache.make("prompts", key, write)
         prompts = PromptSet(folder, recipe, [source.name for source in selection.sources], named=self.counts)
         _warn_of_long_prompts(prompts.statistics)
+        _warn_of_lost_text(prompts.statistics, selection.sources, recipe.template_name)
         return prompts
 
-    def _recipe(self, tokenizer: Any, tools: ToolSchemas | None) -> Recipe:
+    def _recipe(self, tokenizer: Any, tools: ToolSchemas | None, *, has_row_tools: bool = True) -> Recipe:
         data, template = self._data, None
         sources = self._selection.sources
         conversation = next(
@@ -215,6 +222,8 @@ class Mixture:
             overlong=data.overlong_prompt_policy,
             contract=self._contract,
             tools=tools,
+            has_row_tools=has_row_tools,
+            template_name=data.chat_template_name,
         )
 
 
@@ -360,3 +369,25 @@ def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
                 fate,
                 statistics["max_prompt_token_length"],
             )
+
+
+def _warn_of_lost_text(statistics: Mapping[str, Any], sources: Sequence[DataSource], template: str) -> None:
+    for lost in statistics["left_out"]:
+        source = sources[lost["source"]]
+        _log.warning(
+            "the chat template (%s) leaves out text of %d rows of %s, first in %s: %s",
+            template,
+            lost["rows"],
+            source.name,
+            source.origin(lost["line"]),
+            lost["what"],
+        )
+    if same := statistics["same_text"]:
+        first, second = (sources[number].origin(line) for number, line in same["first"])
+        _log.warning(
+            "%d rows have other messages than an earlier row and the same prompt, first %s after %s; what tells them apart is not "
+            "in the prompt",
+            same["rows"],
+            second,
+            first,
+        )

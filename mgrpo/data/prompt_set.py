@@ -75,6 +75,21 @@ class PromptSet:
                 )
         raise AssertionError("the statistics are those of the prompts")
 
+    def num_without_first(self, token: int) -> int:
+        """The number of distinct prompts that begin with another token, without those that were left out or cut."""
+        found = 0
+        for batch in self._prompts.select(["tokens", "num_tokens"]).to_batches():
+            tokens, lengths = batch.column("tokens"), _view(batch.column("num_tokens"))
+            starts, values = _view(tokens.offsets), _view(tokens.values)
+            is_whole = (np.diff(starts) == lengths) & (lengths > 0)
+            found += int((values[starts[:-1][is_whole]] != token).sum())
+        return found
+
+    def num_ending_with(self, text: str) -> int:
+        """The number of distinct prompts that end with a text, and white space."""
+        chunks = self._prompts.column("text").chunks
+        return sum(prompt.rstrip().endswith(text) for chunk in chunks for prompt in chunk.to_pylist())
+
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """The prompt at the index of `prompt_id` (epoch, index)."""
         position, record = self._row(prompt_id)

@@ -2,22 +2,28 @@
 
 A row has `messages` (a list of {"role", "content"}) or else `prompt` (text, or such a list), `dataset` (the name of a
 verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). All other columns
-are for reward functions, and for a run's tools.
+are for reward functions, and for a run's tools. Messages, their tool calls and schemas of tools may be JSON text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 PROMPT = "prompt"
 VERIFIERS = "dataset"
+TOOLS = "tools"
 
 Message = dict[str, Any]
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's conversations, which no chat template knows."""
+_KEYS = tuple(
+    tuple(re.compile(rf"""['"]{key}['"]\s*:""") for key in keys) for keys in (("role", "content"), ("from", "value"))
+)
+"""The keys of a message, as JSON and Python write them."""
 
 
 class BadRow(ValueError):
@@ -50,6 +56,7 @@ class Contract:
         prompt, is_own = self._given(record), self.is_own_prompt(record)
         if isinstance(prompt, list):
             _check_messages(prompt, key=PROMPT if is_own else self.messages_key)
+            self.prompt(record)
         elif not is_own:
             raise BadRow(
                 f"{self.messages_key} {shown(prompt)}",
@@ -73,8 +80,7 @@ class Contract:
         if isinstance(prompt, str):
             return prompt
         assert isinstance(prompt, list)
-        # Tables give every message the keys of all others, with null.
-        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        messages = [_plain_message(message) for message in prompt]
         return messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
 
     def is_own_prompt(self, record: Mapping[str, object]) -> bool:
@@ -84,6 +90,8 @@ class Contract:
     def labels(self, record: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[object, ...]]:
         """Verifiers and their ground truths; in runs without verifiers the ground truth as it is, if there is one."""
         names, truth = record.get(VERIFIERS), record.get(self.ground_truths_key)
+        missing = "no" if truth is None else "NaN as"
+        truth = None if _is_nan(truth) else truth
         if not self.need_verifiers:
             return (), () if truth is None else (truth,)
         if isinstance(names, str) and names:
@@ -97,7 +105,7 @@ class Contract:
             )
         if truth is None:
             raise BadRow(
-                f"no {self.ground_truths_key}",
+                f"{missing} {self.ground_truths_key}",
                 "what the verifier compares with; name another column with ground_truths_key",
             )
         if isinstance(names, str) or (len(verifiers) == 1 and not isinstance(truth, list)):
@@ -106,6 +114,8 @@ class Contract:
             raise BadRow(
                 f"{self.ground_truths_key} {shown(truth)} for {len(verifiers)} verifiers", "a list with one value each"
             )
+        if any(each is None or _is_nan(each) for each in truth):
+            raise BadRow(f"{self.ground_truths_key} {shown(truth)}", "a value for each verifier: null and NaN are none")
         return verifiers, tuple(truth)
 
     def columns(self, record: Mapping[str, object]) -> dict[str, object]:
@@ -137,7 +147,30 @@ class Contract:
 
     def _given(self, record: Mapping[str, object]) -> object:
         messages = record.get(self.messages_key)
-        return record.get(PROMPT) if messages is None else messages
+        given = record.get(PROMPT) if messages is None else messages
+        return _read_messages(given) if isinstance(given, str) else given
+
+
+def row_schemas(record: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Schemas of tools in the column `tools`, as a list or as JSON text; none where it holds anything else, such as names.
+
+    Raises:
+        ValueError: only some of its entries are schemas.
+    """
+    given = _from_json(record.get(TOOLS))
+    entries = [_from_json(each) for each in (given if isinstance(given, list) else [given])]
+    schemas = [without_nulls(each) for each in entries if isinstance(each, dict)]
+    if schemas and len(schemas) < len(entries):
+        raise ValueError(f"tools: {shown(given)} has schemas and other entries; expected a list of schemas")
+    # One object that is no schema is a column of the user's own.
+    return schemas if isinstance(given, list) or any({"function", "parameters"} & one.keys() for one in schemas) else []
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that are null: tables give every object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def shown(value: object) -> str:
@@ -149,17 +182,62 @@ def _check_messages(messages: list, *, key: str) -> None:
     if not messages:
         raise BadRow(f"{key} []", "a list with at least one message")
     for message in messages:
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and _has_content(message)):
             is_sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
             cure = "; these are ShareGPT's names: rename them and the roles" if is_sharegpt else ""
             raise BadRow(f"message {shown(message)}", f'{{"role": text, "content": text}}{cure}')
         if message["role"] in SHAREGPT:
             raise BadRow(f"role {message['role']!r}", f"the chat template's name for it, {SHAREGPT[message['role']]!r}")
-        _check_text(message["content"])
+        _check_text(message.get("content") or "")
+
+
+def _has_content(message: dict) -> bool:
+    """Whether there is text, or calls in place of it; raises BadRow for calls that are none."""
+    calls = _from_json(message.get("tool_calls"))
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise BadRow(f"tool_calls {shown(calls)}", "a list of calls, or JSON text of one")
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and bool(calls) and message["role"] == "assistant")
+
+
+def _plain_message(message: Message) -> Message:
+    """A message without nulls, with text as its content and with its calls as a list."""
+    found = {"content": "", **without_nulls(message)}
+    return found if "tool_calls" not in found else {**found, "tool_calls": _from_json(found["tool_calls"])}
+
+
+def _read_messages(text: str) -> str | list:
+    """Messages that are written as JSON text, as in columns of CSV files and databases; any other text as it is."""
+    stripped = text.strip()
+    if stripped[:1] not in ("[", "{") or stripped[-1:] not in ("]", "}"):
+        return text
+    if not any(all(key.search(stripped) for key in keys) for keys in _KEYS):
+        return text
+    try:
+        found = json.loads(stripped)
+    except (ValueError, RecursionError) as err:
+        raise BadRow(
+            f"{shown(text)}, which looks like messages and is not JSON ({err})",
+            "a list of messages, or JSON text of one (json.dumps, not str)",
+        ) from err
+    if not isinstance(found, list):
+        raise BadRow(f"an object as JSON text, {shown(text)}", "a list of messages, or JSON text of one")
+    return found
+
+
+def _from_json(value: object) -> Any:
+    """A list or an object that is written as JSON text; any other value as it is."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_nan(value: object) -> bool:
+    """Whether this is the missing value of tables of numbers."""
+    return isinstance(value, float) and value != value
 
 
 def _check_text(text: str) -> None:

@@ -6,8 +6,10 @@ identified by its content. The check of a large one is cached; its rows are read
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,10 +21,10 @@ import numpy as np
 
 from mgrpo.data.cache import Cache
 from mgrpo.data.checking import Row, Summary, rows_of_lines, rows_of_records
-from mgrpo.data.rows import Contract
+from mgrpo.data.rows import PROMPT, VERIFIERS, Contract
 
 # Part of every key of the cache: another number where the same bytes would give other rows.
-_ROWS_VERSION = 3
+_ROWS_VERSION = 4
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".json", ".csv")
 # The check of a source above either size is cached.
 _KEPT_BYTES = 4 * 2**20
@@ -80,25 +82,26 @@ class SourceReader:
         if path.suffix in _DATA_SUFFIXES or path.is_absolute():
             raise ValueError(f"data file {name} does not exist (looked for {path.absolute()})")
         try:
-            dataset = _load(name, split=split)
+            dataset, is_csv = _load(name, split=split)
         except Exception as err:
             raise ValueError(
                 f"{name} is neither a file nor a folder, and could not be loaded as the name of a dataset "
                 f"(split {split!r}): {type(err).__name__}: {err}"
             ) from err
-        return self._arrow(name, dataset)
+        return self._arrow(name, dataset, is_csv=is_csv)
 
     def given(self, name: str, dataset: Iterable[Mapping[str, object]]) -> DataSource:
-        """Rows from Python: a `Dataset`, or any iterable of dicts, whose rows are then held in memory."""
+        """Rows from Python: a `Dataset`, or a table or any iterable of dicts, whose rows are then held in memory."""
         if isinstance(dataset, Mapping):
             columns = ", ".join(map(str, dataset)) or "nothing"
             raise ValueError(f"{name} is a mapping of {columns}, expected rows; pass one split, or a list of dicts")
-        if isinstance(dataset, (str, bytes)) or not isinstance(dataset, Iterable):
+        is_table = hasattr(dataset, "__arrow_c_stream__")
+        if isinstance(dataset, (str, bytes)) or not (is_table or isinstance(dataset, Iterable)):
             raise ValueError(f"{name} is {type(dataset).__name__}, expected a list of dicts or a Dataset")
         if _is_arrow(dataset):
             return self._arrow(name, dataset)
         summary, digest = Summary(), hashlib.sha256()
-        rows = list(summary.good(rows_of_records(dataset, self.contract), self.contract))
+        rows = list(summary.good(rows_of_records(_records(dataset), self.contract), self.contract))
         for row in rows:
             digest.update(row.text.encode() + b"\n")
         key = self._key({"rows": digest.hexdigest()})
@@ -111,9 +114,9 @@ class SourceReader:
         read = partial(_read_unchanged, path, stamp, partial(_read_local, path, split, self.contract))
         return self._checked(name, content, read, is_large=sum(size for *_, size in stamp) > _KEPT_BYTES)
 
-    def _arrow(self, name: str, dataset: Any) -> DataSource:
+    def _arrow(self, name: str, dataset: Any, *, is_csv: bool = False) -> DataSource:
         """A `Dataset`, identified by its fingerprint."""
-        read = partial(_rows_of_dataset, dataset, self.contract)
+        read = partial(_rows_of_dataset, dataset, self.contract, is_csv=is_csv)
         content = {"fingerprint": dataset._fingerprint}
         return self._checked(name, content, read, is_large=len(dataset) > _KEPT_ROWS)
 
@@ -144,6 +147,18 @@ def _is_arrow(dataset: object) -> bool:
     return (dataset.format or {}).get("type") != "custom"
 
 
+def _records(dataset: Any) -> Iterable[object]:
+    """The rows of a table of pandas, polars or pyarrow, without its missing values; anything else as it is."""
+    pandas = sys.modules.get("pandas")
+    if pandas is not None and isinstance(dataset, pandas.DataFrame):
+        return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+    if hasattr(dataset, "__arrow_c_stream__"):
+        import pyarrow
+
+        return pyarrow.table(dataset).to_pylist()
+    return dataset
+
+
 def _read_unchanged(path: Path, stamp: Stamp, read: Reader) -> Iterator[Row]:
     yield from read()
     if _stamp(path) != stamp:
@@ -164,14 +179,15 @@ def _read_local(path: Path, split: str, contract: Contract) -> Iterator[Row]:
             yield from rows_of_lines(file)
     else:
         try:
-            yield from _rows_of_dataset(_open(path, split), contract)
+            dataset, is_csv = _open(path, split)
+            yield from _rows_of_dataset(dataset, contract, is_csv=is_csv)
         except Exception as err:
             where = f" at split {split!r}" if path.is_dir() else ""
             raise ValueError(f"{path} cannot be read{where}: {type(err).__name__}: {err}") from err
 
 
-def _open(path: Path, split: str) -> Any:
-    """A file or folder, read by `datasets` without its cache, which identifies files by their names and times."""
+def _open(path: Path, split: str) -> tuple[Any, bool]:
+    """A file or folder, read by `datasets` without its cache, which identifies files by their names and times; see `_load`."""
     if path.is_file():
         return _load(str(path.absolute().parent), data_files=path.name, split="train", streaming=True)
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -180,31 +196,74 @@ def _open(path: Path, split: str) -> Any:
 
     saved = datasets.load_from_disk(str(path))
     if not isinstance(saved, Mapping):
-        return saved
+        return saved, False
     if split not in saved:
         raise ValueError(f"there is no such split, only {', '.join(saved)}")
-    return saved[split]
+    return saved[split], False
 
 
-def _load(path: str, **options: Any) -> Any:
+def _load(path: str, *, split: str, streaming: bool = False, **files: str) -> tuple[Any, bool]:
+    """What `datasets` loads, and whether it is a CSV file, all cells of which are text."""
     import datasets
+    from datasets.packaged_modules.csv.csv import Csv
 
-    return datasets.load_dataset(path, **options)
+    cells: dict[str, Any] = {}
+    builder = datasets.load_dataset_builder(path, **files)
+    if is_csv := isinstance(builder, Csv) and builder.config.features is None:
+        import pandas
+
+        # By itself pandas would read 022 as 22, and None and NA as missing.
+        own = builder.config.data_files
+        first = (own.get(split) or next(iter(own.values())))[0]
+        options = {name: value for name, value in builder.config.pd_read_csv_kwargs.items() if name != "chunksize"}
+        names = pandas.read_csv(first, **{**options, "nrows": 0}).columns
+        texts = datasets.Features({str(name): datasets.Value("string") for name in names})
+        cells = {"keep_default_na": False, "features": texts}
+        builder = datasets.load_dataset_builder(path, **files, **cells)
+    if streaming:
+        return builder.as_streaming_dataset(split=split), is_csv
+    return datasets.load_dataset(path, split=split, **files, **cells), is_csv
 
 
-def _rows_of_dataset(dataset: Any, contract: Contract) -> Iterator[Row]:
+def _rows_of_dataset(dataset: Any, contract: Contract, *, is_csv: bool = False) -> Iterator[Row]:
     # Pictures and sounds would be decoded when they are read, and nothing here uses them.
     media = [
         name
         for name, kind in (dataset.features or {}).items()
         if getattr(kind, "decode", False) and type(kind).__name__ != "Json"
     ]
+    dataset = dataset.with_format(None).remove_columns(media)
+    if not is_csv:
+        return rows_of_records(_read_batches(dataset), contract, lost_columns=media)
+    texts = {PROMPT, VERIFIERS, contract.messages_key}
+    for record in _read_batches(dataset):
+        for name in record.keys() - texts:
+            value = _of_cell(record[name])
+            # A label True is a word.
+            if isinstance(value, str) or (isinstance(value, bool) and name == contract.ground_truths_key):
+                texts.add(name)
     records = (
-        dict(zip(batch, values, strict=True))
-        for batch in dataset.with_format(None).remove_columns(media).iter(batch_size=_BATCH_ROWS)
-        for values in zip(*batch.values(), strict=True)
+        {name: cell or None if name in texts else _of_cell(cell) for name, cell in record.items()}
+        for record in _read_batches(dataset)
     )
     return rows_of_records(records, contract, lost_columns=media)
+
+
+def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(batch_size=_BATCH_ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+def _of_cell(text: str | None) -> str | float | bool | None:
+    """The number or truth value that is written exactly so, otherwise the text: 022, 1.50, nan; None for an empty cell."""
+    if not text or text in ("True", "False"):
+        return text == "True" if text else None
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            if str(value := kind(text)) == text and math.isfinite(value):
+                return value
+    return text
 
 
 def _files(path: Path) -> list[Path]:

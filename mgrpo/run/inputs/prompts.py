@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
@@ -86,9 +88,13 @@ def make_prompts(
     except ValueError as err:
         problems.append(str(err))
     if vocab and max(stop_ids, default=0) >= vocab:
+        origin = f"model_name_or_path={config.model.model_name_or_path}"
+        cure = "correct generation_config.json, or use the model's own tokenizer"
+        if not _names_eos(config.model_path):
+            origin = f"the tokenizer, which {origin} takes without one in generation_config.json or config.json,"
+            cure = "name the token that ends a completion in generation_config.json (eos_token_id)"
         problems.append(
-            f"eos_token_id={max(stop_ids)} of model_name_or_path={config.model.model_name_or_path} is not among the model's {vocab} tokens "
-            "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
+            f"eos_token_id={max(stop_ids)} of {origin} is not among the model's {vocab} tokens (vocab_size in config.json); {cure}"
         )
     sets: list[PromptSet | None] = []
     shown = toolset.shown(config) if toolset else None
@@ -97,7 +103,8 @@ def make_prompts(
         try:
             if len(mixture):
                 mixture.try_out(tokenizer, tools=shown)
-                made = mixture.encode(tokenizer, tools=shown) if is_sound or len(mixture) <= QUICK_ROWS else None
+                if is_sound or len(mixture) <= QUICK_ROWS:
+                    made = mixture.encode(tokenizer, tools=shown, has_row_tools=toolset is None)
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
@@ -135,3 +142,8 @@ def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
             f"{origin} has token {token} ({text!r}), but the model has only {vocab} (vocab_size in config.json): tokens were "
             "added to the tokenizer and not to the model; resize the model's embeddings, or use its own tokenizer"
         )
+
+
+def _names_eos(model_path: str) -> bool:
+    files = [Path(model_path) / name for name in ("generation_config.json", "config.json")]
+    return any(json.loads(file.read_text()).get("eos_token_id") is not None for file in files if file.is_file())

@@ -18,6 +18,7 @@ from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.registry import add_modules, find
 from mgrpo.rewards.rubrics.criteria import RUBRIC
+from mgrpo.run.inputs.prompt_notes import prompt_notes
 from mgrpo.run.inputs.row_labels import looked_at
 from mgrpo.run.inputs.row_teachers import row_teacher_problems
 from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
@@ -46,11 +47,12 @@ class Inputs:
     """The rows as tokens, once they have been made."""
 
     def notes(self, config: Config) -> list[str]:
-        """Notes of the verifiers, printed at start-up."""
-        if self.functions or not config.reward.apply_verifiable_reward:
-            return []
-        found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
-        return list(dict.fromkeys([*found, *self.about_labels]))
+        """Notes of the verifiers and on the prompts, printed at start-up."""
+        found = list(prompt_notes(config, self.prompts, self.functions)) if self.prompts else []
+        if not self.functions and config.reward.apply_verifiable_reward:
+            found += [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
+            found += self.about_labels
+        return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
         """The names of the verifiers that the rows ask for, in lower case."""

@@ -52,8 +52,8 @@ def test_text_prompts_are_encoded_as_they_are(encode, tokenizer) -> None:
 
 def test_messages_go_through_the_template_up_to_the_answer(encode, tokenizer) -> None:
     """A prompt that holds the answer is solved before it is asked; one without the opening of the turn is not answered."""
-    prompts = encode(rows([user("1+2="), ANSWER], [user("1"), ANSWER, user("2")], [ANSWER]))
-    assert texts(prompts) == ["<u>1+2=<a>", "<u>1<u>3<u>2<a>", "<u>3<a>"]
+    prompts = encode(rows([user("1+2="), ANSWER], [user("1"), ANSWER, user("2")]))
+    assert texts(prompts) == ["<u>1+2=<a>", "<u>1<u>3<u>2<a>"]
     opened, opening = tokenizer.convert_tokens_to_ids(["<u>", "<a>"])
     assert prompts.prompt((0, 0)).tokens.tolist() == [opened, 1, 10, 2, 11, opening]
 

@@ -41,6 +41,22 @@ MESSAGES = [user("1+1?")]
         ({"prompt": "1+1=", "dataset": "integer"}, "found no ground_truth"),
         ({**GOOD, "prompt": "a\ud800"}, "found half of a character in the prompt, '\\\\ud800'"),
         ({**GOOD, "messages": [user("\udfff")]}, "half of a character"),
+        ({**GOOD, "ground_truth": float("nan")}, "found NaN as ground_truth, expected what the verifier compares with"),
+        ({**GOOD, "dataset": ["math", "math"], "ground_truth": ["2", float("nan")]}, "null and NaN are none"),
+        ({**GOOD, "dataset": ["math", "math"], "ground_truth": [None, "2"]}, "null and NaN are none"),
+        (
+            {**GOOD, "prompt": str(MESSAGES)},
+            "which looks like messages and is not JSON .* expected .*json.dumps, not str",
+        ),
+        ({**GOOD, "messages": "[{'role': 'user'\n 'content': '1'}]"}, "which looks like messages and is not JSON"),
+        ({**GOOD, "prompt": json.dumps(MESSAGES[0])}, "found an object as JSON text, .* expected a list of messages"),
+        ({**GOOD, "prompt": json.dumps([{"from": "human", "value": "1"}])}, "these are ShareGPT's names"),
+        ({**GOOD, "prompt": json.dumps([{"role": "human", "content": "1"}])}, "found role 'human'"),
+        ({**GOOD, "messages": [*MESSAGES, {"role": "assistant", "content": None}]}, "found message"),
+        ({**GOOD, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": []}]}, "found message"),
+        ({**GOOD, "messages": [{"role": "user", "tool_calls": [{"id": "c"}]}]}, "found message"),
+        ({**GOOD, "messages": [{"role": "assistant", "tool_calls": "add"}]}, "found tool_calls 'add', expected a list"),
+        ({**GOOD, "messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "found tool_calls \\['add'\\]"),
     ],
 )
 def test_a_malformed_row_says_what_was_found_and_expected(record: object, message: str) -> None:
@@ -112,6 +128,57 @@ def test_messages_keep_their_own_keys_but_not_those_of_others() -> None:
     """Templates read more than role and content; tables fill in null for what a message does not have."""
     message = {"role": "user", "content": "hi", "name": "Ann", "tool_calls": None}
     assert CONTRACT.prompt({"messages": [message]}) == [{"role": "user", "content": "hi", "name": "Ann"}]
+
+
+def test_messages_may_be_json_text() -> None:
+    """Columns of CSV files and databases hold no lists; trained on as text, the braces are the question."""
+    text = json.dumps([*MESSAGES, {"role": "assistant", "content": "2"}])
+    for key in ("prompt", "messages"):
+        record = {"ground_truth": 2, "dataset": "integer", key: f" {text}\n"}
+        assert CONTRACT.check(record) == (True, ("integer",)) and CONTRACT.prompt(record) == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        "{}",
+        '{"from": "Rome", "to": "Paris"}',
+        '[{"role": "admin"}] Which role is it?',
+        'Read [{"role": "user", "content": "a"}]',
+        "{x | x > 0}",
+    ],
+)
+def test_other_json_in_a_prompt_is_text(text: str) -> None:
+    """Questions about JSON are questions."""
+    assert CONTRACT.check({**GOOD, "prompt": text}) == (False, ("integer",))
+    assert CONTRACT.prompt({**GOOD, "prompt": text}) == text
+
+
+def test_messages_keep_no_nulls_below_their_keys() -> None:
+    """A table gives each call the arguments of all others: the prompt from parquet would be another than from JSONL."""
+    function = {"name": "weather", "arguments": {"city": "Paris", "a": None, "days": [{"b": None}, None]}}
+    calls = [{"id": "c", "type": "function", "function": {**function, "strict": None}}]
+    found = CONTRACT.prompt({"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *MESSAGES]})
+    own = {"name": "weather", "arguments": {"city": "Paris", "days": [{}, None]}}
+    assert found[0]["tool_calls"] == [{"id": "c", "type": "function", "function": own}]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_may_stand_without_content(content: dict, as_text: bool) -> None:
+    """OpenAI's own form of a history with tools; templates join contents, so it is empty text for them."""
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 4}}}]
+    message = {"role": "assistant", "tool_calls": json.dumps(calls) if as_text else calls, **content}
+    record = {**GOOD, "messages": [*MESSAGES, message, {"role": "tool", "content": "22"}]}
+    assert CONTRACT.check(record) == (True, ("integer",))
+    expected = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert CONTRACT.prompt(record) == [*MESSAGES, expected, {"role": "tool", "content": "22"}]
+
+
+def test_a_label_that_is_nan_is_none_for_reward_functions() -> None:
+    """It is how pandas writes a missing value."""
+    assert FREE.labels({"prompt": "a", "ground_truth": float("nan")}) == ((), ())
 
 
 def test_columns_are_all_but_the_prompt() -> None:

@@ -104,6 +104,82 @@ def test_compressed_and_comma_separated_files_are_left_to_datasets(datasets, tmp
     assert [row["ground_truth"] for row in records(read(tmp_path / "b.jsonl.gz", "test", cache=cache))] == ["1", "2"]
 
 
+CELLS = """prompt,ground_truth,dataset,level,price,is_hard,answer,note
+4+18=,022,math,1,0.5,True,True,x
+"a,b",None,math,-22,1e-05,False,False,
+3,NA,math,,2.25,,None,nan
+4,nan,math,12345678901234567890123,,True,True,1.50
+"""
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "folder"])
+def test_cells_that_are_text_stay_text(datasets, tmp_path: Path, cache: Path, name: str) -> None:
+    """The label 022 that became 22 makes each right answer wrong, and None that became null is no label."""
+    import gzip
+
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / ("folder/train.csv" if name == "folder" else name)
+    path.write_bytes(gzip.compress(CELLS.encode()) if name.endswith("gz") else CELLS.encode())
+    found = records(read(tmp_path / name, cache=cache))
+    columns = {key: [row[key] for row in found] for key in found[0]}
+    assert columns == {
+        "prompt": ["4+18=", "a,b", "3", "4"],
+        "ground_truth": ["022", "None", "NA", "nan"],
+        "dataset": ["math"] * 4,
+        "level": [1, -22, None, 12345678901234567890123],
+        "price": [0.5, 1e-05, 2.25, None],
+        "is_hard": [True, False, None, True],
+        "answer": ["True", "False", "None", "True"],
+        "note": ["x", None, "nan", "1.50"],
+    }
+    assert [type(value) for value in columns["level"][:2]] == [int, int]
+
+
+def test_labels_of_a_csv_are_numbers_only_where_all_are(datasets, tmp_path: Path, cache: Path) -> None:
+    """The `integer` of clean columns stays one; words stay words; an empty cell is a missing label."""
+    (tmp_path / "a.csv").write_text("prompt,ground_truth,dataset\n1,22,m\n2,-7,m\n")
+    (tmp_path / "b.csv").write_text("prompt,ground_truth,dataset\n1,True,m\n2,False,m\n")
+    (tmp_path / "c.csv").write_text("prompt,ground_truth,dataset\n1,22,m\n2,,m\n")
+    (tmp_path / "d.tsv").write_text("prompt\tground_truth\tdataset\n1\t007\tm\n2\t8\tm\n")
+    labels = {
+        name: [row["ground_truth"] for row in records(read(tmp_path / name, cache=cache))]
+        for name in ("a.csv", "b.csv", "d.tsv")
+    }
+    assert labels == {"a.csv": [22, -7], "b.csv": ["True", "False"], "d.tsv": ["007", "8"]}
+    (mistake,) = read(tmp_path / "c.csv", cache=cache).summary.mistakes.values()
+    assert mistake.lines == [2] and "no ground_truth" in mistake.problem
+
+
+def test_messages_in_a_csv_are_messages(datasets, tmp_path: Path, cache: Path) -> None:
+    """A list is JSON text there."""
+    cell = json.dumps([user("1+1=")]).replace('"', '""')
+    (tmp_path / "a.csv").write_text(f'messages,ground_truth,dataset\n"{cell}",2,integer\n')
+    source = read(tmp_path / "a.csv", cache=cache)
+    assert source.summary.first_conversation == 1
+    assert Contract().prompt(records(source)[0]) == [user("1+1=")]
+
+
+def test_frames_and_tables_are_rows(datasets, cache: Path) -> None:
+    """What a notebook has at hand; a missing value is a missing label, and a number that is not missing stays one."""
+    import pandas
+    import pyarrow
+
+    frame = pandas.DataFrame(
+        {**{key: [row[key] for row in RECORDS] for key in RECORDS[0]}, "score": [0.5, None, 1, 2, 3]}
+    )
+    expected = [{**row, "score": score} for row, score in zip(RECORDS, (0.5, None, 1.0, 2.0, 3.0), strict=True)]
+    shuffled = frame.iloc[::-1]
+    assert records(given(frame, cache=cache)) == expected
+    assert records(given(shuffled, cache=cache)) == expected[::-1]
+    assert records(given(pyarrow.Table.from_pylist(expected), cache=cache)) == expected
+    mixed = pandas.DataFrame(
+        {"prompt": ["a", "b"], "ground_truth": [{"x": [1]}, float("nan")], "dataset": ["math"] * 2}
+    )
+    summary = given(mixed, cache=cache).summary
+    (mistake,) = summary.mistakes.values()
+    assert summary.num_rows == 1 and mistake.lines == [2] and "no ground_truth" in mistake.problem
+
+
 def test_labels_may_have_another_type_in_every_row(datasets, tmp_path: Path, cache: Path, size: str) -> None:
     """Arrow wants one type a column: a label that became text, or lost a key, makes every answer wrong."""
     write_lines(tmp_path / "a.jsonl", MIXED)
