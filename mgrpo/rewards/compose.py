@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.trajectory_rewards import TurnRewards, is_lost
+from mgrpo.rewards.trajectory_rewards import TurnRewards, held, is_lost
 from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 
@@ -121,7 +121,7 @@ def _score(
     else:
         given = config.verification_reward * verifier_sum if config.apply_verifiable_reward else 0.0
         reward = _reward(turns.total(completion, given), has_format, config)
-    return Score(reward=float(reward), parts=parts)
+    return Score(reward=held(float(reward), f"the scores {parts} and the settings of section reward"), parts=parts)
 
 
 def _reward(verified: float, has_format: bool, config: Reward) -> float:

@@ -22,9 +22,7 @@ import numpy as np
 
 from mgrpo.processes.background import Background, announced
 from mgrpo.processes.user_code import UserCodeError, definition, own_frames
-
-LARGEST = 1e100
-"""The largest reward: the square of one beyond 1e154 overflows, and with it the deviation of its whole group."""
+from mgrpo.rewards.verifier import LARGEST
 
 T = TypeVar("T")
 RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
@@ -232,6 +230,6 @@ def _numbers(call: FunctionCall, returned: object, num_completions: int) -> list
     for index, value in enumerate(values):
         number = math.nan if value is None else number_of(value)
         if number is None or abs(number) > LARGEST:
-            raise refused(f"{value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g}")
+            raise refused(f"{value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g} (float32)")
         results.append(number)
     return results

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import math
 import os
 import threading
 from collections import Counter
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.registry import find
-from mgrpo.rewards.verifier import Answer, Item, RemoteVerifier
+from mgrpo.rewards.verifier import Answer, Item, RemoteVerifier, check_score
 from mgrpo.rewards.worker_pool import NO_SCORE
 
 _log = logging.getLogger(__name__)
@@ -144,8 +143,7 @@ class RemoteScorer:
         async with self._slots:
             try:
                 score = float(await asyncio.wait_for(_asked(verifier, item.answer), verifier.limit_s))
-                if not math.isfinite(score):
-                    raise ValueError(f"the score is {score}")
+                check_score(score)
             except Exception as err:
                 self.errors[name] += 1
                 if self.errors[name] <= _LOGGED_PER_VERIFIER:

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.processes.user_code import UserCodeError
 from mgrpo.rewards.function_calls import FunctionCall, RewardFunction, Snapshot, call_all, innermost, number_of
 from mgrpo.rewards.trajectory_rewards import is_lost, told
+from mgrpo.rewards.verifier import LARGEST
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
@@ -125,6 +127,16 @@ def function_names(functions: Sequence[RewardFunction]) -> list[str]:
     return list(_named(functions))
 
 
+def renamed(functions: Sequence[RewardFunction]) -> list[str]:
+    """A note for each function whose values have another name than its own."""
+    return [
+        f"reward function {own} is called {name} in metrics, samples and the report: "
+        + (f"{own} is a name of the run's own" if own in _TAKEN_NAMES else f"another one is called {own}")
+        for name, function in _named(functions).items()
+        if (own := _own_name(function)) != name
+    ]
+
+
 def missing_arguments(
     functions: Sequence[RewardFunction], columns: Collection[str], *, has_environments: bool = False
 ) -> list[str]:
@@ -188,9 +200,16 @@ def _scores(
         present = [
             weight * value for weight, value in zip(weights, values, strict=True) if not math.isnan(weight * value)
         ]
+        reward = sum(present) if present else math.nan
+        if abs(reward) > LARGEST:
+            raise UserCodeError(
+                f"the reward {reward:g} of completion {index}, the sum over {', '.join(by_function)}, is more than {LARGEST:g} "
+                "(float32)",
+                f"reward_weights: {', '.join(f'{weight:g}' for weight in weights)}",
+            )
         scores.append(
             Score(
-                reward=sum(present) if present else math.nan,
+                reward=reward,
                 parts=dict(zip(by_function, values, strict=True)),
                 extras={column: noted[index] for column, noted in columns.items()},
             )
@@ -269,11 +288,15 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
 def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
     named: dict[str, RewardFunction] = {}
     for function in functions:
-        inner = innermost(function)
-        name = base = getattr(inner, "__name__", type(inner).__name__)
+        name = base = _own_name(function)
         number = 1
         while name in named or name in _TAKEN_NAMES:
             number += 1
             name = f"{base}_{number}"
         named[name] = function
     return named
+
+
+def _own_name(function: RewardFunction) -> str:
+    inner = innermost(function)
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,13 @@ from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.function_catalog import close_functions, load_functions, start_functions
 from mgrpo.rewards.overlong import overlong_penalty
 from mgrpo.rewards.registry import UNSCORED
-from mgrpo.rewards.reward_functions import TrainerState, function_names, score_with_functions
+from mgrpo.rewards.reward_functions import TrainerState, function_names, renamed, score_with_functions
 from mgrpo.rewards.rubrics.judging import score_evolving
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.trajectory_rewards import TurnRewards, with_turn_rewards
 from mgrpo.types import RewardContext, RewardScale, RolloutGroup, ScoredBatch, ScoredGroup
+
+_log = logging.getLogger(__name__)
 
 
 class Rewarder:
@@ -58,6 +61,8 @@ class Rewarder:
     def start(self) -> None:
         """Start the processes that score, without waiting for them."""
         if self.functions:
+            for note in renamed(self.functions):
+                _log.warning(note)
             start_functions(self.functions)
         else:
             self.scorer.start()

@@ -6,12 +6,16 @@ Completions of a single turn have no rewards of turns; what they are given is th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from mgrpo.rewards.verifier import LARGEST
 from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord, Turn
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,16 @@ class TurnRewards:
         last = earlier.pop() if earlier else 0.0
         if record.reward is not None:
             last = record.reward
-        return last + given + (sum(earlier) if self.aggregator == "sum" else 0.0)
+        total = last + given + (sum(earlier) if self.aggregator == "sum" else 0.0)
+        return held(total, f"the rewards {[*earlier, last]} of its environment and {given:g} of verifiers or functions")
+
+
+def held(reward: float, origin: str) -> float:
+    """The reward, or NaN with a warning where float32 does not hold it: one completion must not make a batch infinite."""
+    if abs(reward) <= LARGEST or math.isnan(reward):
+        return reward
+    _log.warning("a completion has no reward: %.200s make %g, beyond %g (float32)", origin, reward, LARGEST)
+    return math.nan
 
 
 def is_lost(completion: Completion) -> bool:

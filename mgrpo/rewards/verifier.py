@@ -7,6 +7,8 @@ ground truth, or a server that does not answer, is an exception: that sample has
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -14,6 +16,9 @@ from typing import ClassVar, NamedTuple
 from mgrpo.config.schema import Reward
 
 THINK_END = "</think>"
+LARGEST = 2.0**128 - 2.0**104
+"""The largest score and reward: beyond it float32, which holds them from here on, is infinite."""
+_THOUGHT = re.compile(r"(?<![\"'`])<think>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,12 @@ class RemoteVerifier(_Named):
         """Give back connections."""
 
 
+def check_score(score: float) -> None:
+    """ValueError for a score that is not finite, also in float32."""
+    if not abs(score) <= LARGEST:
+        raise ValueError(f"the score is {score:g}; expected a number of at most {LARGEST:g} (float32)")
+
+
 def single(ground_truth: object) -> object:
     """The label itself: data sets made for several verifiers per row wrap a single label into a list."""
     if isinstance(ground_truth, list) and len(ground_truth) == 1:
@@ -112,7 +123,8 @@ def single(ground_truth: object) -> object:
 def text_of(ground_truth: object) -> str:
     """A single label as text."""
     label = single(ground_truth)
-    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
+    is_missing = isinstance(label, float) and math.isnan(label)  # as pandas writes it
+    if isinstance(label, bool) or not isinstance(label, (str, int, float)) or is_missing:
         raise ValueError(f"ground_truth={shown(label)} is neither text nor a number")
     return str(label)
 
@@ -122,7 +134,17 @@ def shown(value: object) -> str:
     return repr(value)[:80]
 
 
+def after_thinking(completion: str) -> str:
+    """The text after the last `</think>`; "" where a thought is never ended."""
+    return "" if has_open_thought(completion) else completion.rpartition(THINK_END)[2]
+
+
+def has_open_thought(completion: str) -> bool:
+    """Whether a `<think>` that is not quoted has no `</think>` behind it: then there is no answer yet."""
+    return _THOUGHT.search(completion.rpartition(THINK_END)[2]) is not None
+
+
 def without_thinking(completion: str) -> str:
-    """The text after the last `</think>`, without `<answer>` tags and outer white space (Open Instruct's rule)."""
-    text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
+    """`after_thinking`, without `<answer>` tags and outer white space (Open Instruct's rule for thoughts that end)."""
+    text = after_thinking(completion.replace("<|assistant|>", ""))
     return text.replace("<answer>", "").replace("</answer>", "").strip()

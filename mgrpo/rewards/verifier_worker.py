@@ -9,7 +9,6 @@ first question without an answer is the culprit when the pool (`worker_pool`) ha
 from __future__ import annotations
 
 import functools
-import math
 import os
 
 from mgrpo.config.fields import build
@@ -17,7 +16,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.processes.json_lines import Message, limit_memory, serve
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
 from mgrpo.rewards.registry import add_modules, find
-from mgrpo.rewards.verifier import Answer, Verifier
+from mgrpo.rewards.verifier import Answer, Verifier, check_score
 
 
 def main() -> None:
@@ -55,8 +54,7 @@ def _score(question: Message, verifiers: dict[str, Verifier]) -> Message:
     number = question["id"]
     try:
         score = float(verifiers[question["verifier"]].score(Answer(**question["answer"])))
-        if not math.isfinite(score):
-            raise ValueError(f"the score is {score}")
+        check_score(score)
         if left := _end_what_it_started():
             raise RuntimeError(f"it left {left} processes running, which were killed")
     # SystemExit as well: a verifier that calls sys.exit() should not cost the worker.

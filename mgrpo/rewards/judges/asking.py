@@ -11,7 +11,7 @@ from mgrpo.rewards.judges.client import ChatClient
 from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
 from mgrpo.rewards.judges.judgements import Judgement, unused_mark
 from mgrpo.rewards.judges.prompt_context import shortened, token_counter
-from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
+from mgrpo.rewards.verifier import Answer, RemoteVerifier, after_thinking, single
 
 
 class Asker:
@@ -96,8 +96,8 @@ class Judge(AskingVerifier):
 
 
 def final_answer(completion: str) -> str:
-    """The last `<answer>...</answer>` after the last `</think>`, or everything after it."""
-    text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
+    """The last `<answer>...</answer>` after the last `</think>`, or everything after it; "" where a thought is never ended."""
+    text = after_thinking(completion.replace("<|assistant|>", ""))
     before, end, _ = text.rpartition("</answer>")
     _, start, answer = before.rpartition("<answer>")
     return (answer if start and end else text).strip()

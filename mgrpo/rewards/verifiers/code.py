@@ -13,12 +13,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard
 from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Reward
 from mgrpo.processes.reply_bodies import PLAIN, plain_body
-from mgrpo.rewards.verifier import Answer, RemoteVerifier, shown
+from mgrpo.rewards.verifier import Answer, RemoteVerifier, after_thinking, shown
+from mgrpo.rewards.verifiers.answers.asserts import read_test
+from mgrpo.rewards.verifiers.answers.programs import extract_program, has_block
 from mgrpo.sandbox.cases import assert_tests, stdio_tests
 from mgrpo.sandbox.local import borrow_app, give_back_app
 from mgrpo.sandbox.sandbox import Sandbox, client_limit_s
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 
     from mgrpo.sandbox.isolation import Isolation
 
-_BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 _SPACE = re.compile(r"\s")
+_COMPRESSED = re.compile(r"\s*[A-Za-z0-9+/]+=*\s*")
+# A compressed label of more characters may take a second to read; one of a hundred tests takes a millisecond.
+_LONGEST_LOOKED_AT = 2**14
+_MOST_LOOKED_AT = 100
 _CONNECTIONS = 100
 _CONNECT_S = 10.0
 # A test's result and runtime in a reply, with white space; and what else may stand in one.
@@ -74,8 +79,8 @@ class Code(RemoteVerifier):
 
     async def score(self, answer: Answer) -> float:
         tests = self.tests(answer.ground_truth)
-        program = extract_program(answer.completion)
-        if not _is_source(program):
+        program = self._program(answer)
+        if not program.strip() or not _is_source(program):
             return 0.0
         limit_s = self.settings.code_max_execution_time
         question = {"program": program, "tests": tests, "max_execution_time": limit_s}
@@ -99,14 +104,34 @@ class Code(RemoteVerifier):
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
-        # Compressed ones can take a second each.
-        if not isinstance(ground_truth, str) or ground_truth.lstrip()[:1] in ("", "[", "{"):
-            cls.tests(ground_truth)
-        return ""
+        if _is_compressed(ground_truth) and len(ground_truth) > _LONGEST_LOOKED_AT:
+            return ""
+        cls.tests(ground_truth)
+        return cls._left_out(ground_truth)
 
-    @staticmethod
-    def _tests(label: object) -> list:
-        return assert_tests(label)
+    @classmethod
+    def _left_out(cls, label: object) -> str:
+        tests = [read_test(test) for test in _asserts(label)[:_MOST_LOOKED_AT]]
+        if not all(test.checks for test in tests):
+            return "hold a test that checks nothing, which is left out"
+        return (
+            "" if all(test.is_python for test in tests) else "hold a test that is not Python, which no program passes"
+        )
+
+    @classmethod
+    def _tests(cls, label: object) -> list:
+        tests = [read_test(test) for test in _asserts(label)]
+        checking = [test.source for test in tests if test.checks]
+        if tests and not checking:
+            raise ValueError(
+                f"ground_truth={shown(label)} checks nothing: every program would pass; expected assert statements about "
+                "names of the program, or functions test_... without parameters that hold some"
+            )
+        return checking
+
+    def _program(self, answer: Answer) -> str:
+        called = [read_test(test).called for test in _asserts(answer.ground_truth)]
+        return program_of(answer.completion, frozenset().union(*called))
 
     def metrics(self) -> dict[str, float]:
         """The number of tests run, and of those that the program's own process has decided."""
@@ -174,15 +199,39 @@ class CodeStdio(Code):
     name: ClassVar[str] = "code_stdio"
     path: ClassVar[str] = "/test_program_stdio"
 
-    @staticmethod
-    def _tests(label: object) -> list:
+    @classmethod
+    def _left_out(cls, label: object) -> str:
+        return ""
+
+    @classmethod
+    def _tests(cls, label: object) -> list:
         return [asdict(test) for test in stdio_tests(label)]
 
+    def _program(self, answer: Answer) -> str:
+        return program_of(answer.completion)
 
-def extract_program(completion: str) -> str:
-    """The contents of the last ``` block, or the whole text without one (Open Instruct's rule)."""
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1].strip() if blocks else completion
+
+def program_of(completion: str, called: frozenset[str] = frozenset()) -> str:
+    """The program of the answer, or of the thoughts where the answer holds no block; "" without one.
+
+    Args:
+        called: the names that tests expect of the program, which decide between several blocks.
+    """
+    answer = after_thinking(completion)
+    return extract_program(completion if answer and not has_block(answer) and has_block(completion) else answer, called)
+
+
+def _asserts(label: object) -> list[str]:
+    """The tests of a label as it holds them; source text that is no list is one test."""
+    if isinstance(label, str) and label.strip() and label.lstrip()[0] not in "[{" and not _is_compressed(label):
+        if not read_test(label).is_python:
+            raise ValueError(f"ground_truth={shown(label)} is neither a test in Python nor a list of tests")
+        return [label]
+    return assert_tests(label)
+
+
+def _is_compressed(label: object) -> TypeGuard[str]:
+    return isinstance(label, str) and _COMPRESSED.fullmatch(label) is not None
 
 
 def _service(settings: Reward) -> str | None:

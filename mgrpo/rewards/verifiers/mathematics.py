@@ -6,10 +6,25 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
-from mgrpo.rewards.verifier import THINK_END, Answer, Verifier
-from mgrpo.rewards.verifiers.answers.expressions import is_same_value, warm_up
-from mgrpo.rewards.verifiers.answers.places import minerva_answer, stated_answer, unboxed
-from mgrpo.rewards.verifiers.answers.statements import Statement, has_words, read, spelling
+from mgrpo.rewards.verifier import Answer, Verifier, after_thinking, shown
+from mgrpo.rewards.verifiers.answers.digits import plain_number, with_decimal_point
+from mgrpo.rewards.verifiers.answers.expressions import is_rounded_to, is_same_value, warm_up
+from mgrpo.rewards.verifiers.answers.places import (
+    answer_of_label,
+    is_prose,
+    minerva_answer,
+    stated_answer,
+    tagged,
+    unboxed,
+)
+from mgrpo.rewards.verifiers.answers.statements import (
+    Statement,
+    approximation,
+    has_words,
+    is_bare_name,
+    read,
+    spelling,
+)
 from mgrpo.rewards.verifiers.answers.units import units
 from mgrpo.rewards.verifiers.cpu_limit import OutOfTime, cpu_limit
 from mgrpo.rewards.verifiers.labels import accepted_texts
@@ -21,6 +36,7 @@ _MARGIN = 300
 _LONGEST_EXPRESSION = 5000
 _COLLECTION = re.compile(r"(?P<tuple>\()|\\\{")
 _ARGUMENT_OR_INDEX = re.compile(r"\([^()]*\)|_(?:\{\w+\}|\w)")
+_BRACKET = re.compile(r"[(\[]|\\\{")
 _NAME = re.compile(r"[^0-9+^-]+")
 _BASED = re.compile(r"[0-9]\s*_")
 
@@ -36,11 +52,10 @@ class Math(Verifier):
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
-        labels_of(ground_truth)
-        return ""
+        return note_of(labels_of(ground_truth))
 
     def score(self, answer: Answer) -> float:
-        return self._judge(stated_answer(answer.completion.rpartition(THINK_END)[2]), answer.ground_truth)
+        return self._judge(stated_answer(after_thinking(answer.completion)), answer.ground_truth)
 
     def _judge(self, stated: str, ground_truth: object) -> float:
         return judged(
@@ -57,21 +72,30 @@ class StrictMath(Math):
     name: ClassVar[str] = "strict_math"
 
     def score(self, answer: Answer) -> float:
-        text = answer.completion.rpartition(THINK_END)[2]
+        text = after_thinking(answer.completion)
         sentence = minerva_answer(text)
+        if sentence is None and (tags := tagged(text)) and text.strip() == text[tags.start : tags.end]:
+            text = tags.content
         if sentence is None and has_words(text[:_LONGEST_EXPRESSION]):
             return self._judge("", answer.ground_truth)
         return self._judge(unboxed(text if sentence is None else sentence), answer.ground_truth)
 
 
 def labels_of(ground_truth: object) -> list[str]:
-    """The accepted answers, out of their boxes; ValueError for an empty one."""
+    """The accepted answers, out of their boxes and worked solutions; ValueError for an empty one or NaN."""
     labels = []
     for text in accepted_texts(ground_truth):
-        labels.append(unboxed(text).strip())
+        labels.append(answer_of_label(text).strip())
     if not all(spelling(label) for label in labels):
         raise ValueError("ground_truth is empty; math verifiers need an expression")
+    if any(label.lower() == "nan" for label in labels):
+        raise ValueError(f"ground_truth={shown(ground_truth)} is a missing value; math verifiers need an expression")
     return labels
+
+
+def note_of(labels: list[str]) -> str:
+    """A note on labels that no answer is likely to be (`Verifier.check_label`)."""
+    return "are prose without a stated answer: only the same text is right" if all(map(is_prose, labels)) else ""
 
 
 def judged(labels: list[str], is_right: Callable[[str], bool], *, timeout_s: float) -> float:
@@ -100,9 +124,45 @@ def is_right(stated: str, label: str) -> bool:
         return False
     if spelling(stated) == spelling(label):
         return True
-    answer, expected = read(stated), read(label)
-    if answer is None or expected is None or not _has_unit_of(label, stated):
+    stated, label = with_decimal_points(stated, label)
+    expected = read(label)
+    if expected is None or not _has_unit_of(label, stated):
         return False
+    answer = read(stated)
+    return (answer is not None and _is_same(answer, expected)) or _approximates(stated, expected)
+
+
+def with_decimal_points(stated: str, label: str) -> tuple[str, str]:
+    """Both with a point in place of a decimal comma that has no other reading beside the other: no list equals one number."""
+    stated, label = (with_decimal_point(text, braced_only=True) for text in (stated, label))
+    if _is_one_value(read(label)):
+        # A point or an interval is no number, whatever the label.
+        return with_decimal_point(stated, braced_only=bool(_BRACKET.search(stated))), label
+    pointed = with_decimal_point(label, braced_only=False)
+    number, answer = read(pointed), read(stated)
+    if number and answer and None not in (plain_number(number.value), plain_number(answer.value)):
+        return stated, pointed
+    return stated, label
+
+
+def _is_one_value(statement: Statement | None) -> bool:
+    return statement is not None and not re.search("[,;]", statement.value)
+
+
+def _approximates(stated: str, expected: Statement) -> bool:
+    """Whether a label with decimals is what stands after a sign of approximation, of a value that is rounded to it."""
+    number, sides = plain_number(expected.value), approximation(stated)
+    if number is None or sides is None or "." not in expected.value:
+        return False
+    before, after = read(sides[0]), read(sides[1])
+    if after is None or plain_number(after.value) != number:
+        return False
+    if before is None or is_bare_name(before.value):
+        return is_bare_name(sides[0]) or before is not None
+    return is_rounded_to(before.value, number)
+
+
+def _is_same(answer: Statement, expected: Statement) -> bool:
     if bool(_BASED.search(answer.value)) or bool(_BASED.search(expected.value)):
         return spelling(answer.value) == spelling(expected.value)
     if _kind(answer) != _kind(expected) and None not in (_kind(answer), _kind(expected)):

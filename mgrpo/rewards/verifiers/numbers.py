@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from mgrpo.rewards.verifier import Answer, Verifier, shown, single
+from mgrpo.rewards.verifier import Answer, Verifier, has_open_thought, shown, single
 from mgrpo.rewards.verifiers.labels import accepted_texts
 
 _NUMBER = re.compile(r"[-+]?(?:\d*\.\d+|\d+)")
@@ -42,7 +42,7 @@ class GSM8K(Verifier):
         return "" if is_one_number else "hold no number, or several: no answer with a number in it can be right"
 
     def score(self, answer: Answer) -> float:
-        text = _without_thousands_commas(answer.completion)
+        text = "" if has_open_thought(answer.completion) else _without_thousands_commas(answer.completion)
         numbers = _NUMBER.findall(text)
         written = numbers[-1] if numbers else text.lower()
         return float(any(written in _spellings(label) for label in accepted_texts(answer.ground_truth)))

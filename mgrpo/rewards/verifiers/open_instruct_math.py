@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mgrpo.rewards.verifier import Answer, Verifier
+from mgrpo.rewards.verifier import Answer, Verifier, has_open_thought
 from mgrpo.rewards.verifiers.answers.expressions import is_same_value, warm_up
 from mgrpo.rewards.verifiers.answers.latex_strings import is_same_string, minerva_form
-from mgrpo.rewards.verifiers.answers.places import boxes, last_formula, minerva_answer
-from mgrpo.rewards.verifiers.mathematics import judged, labels_of
+from mgrpo.rewards.verifiers.answers.places import boxes, last_formula, minerva_answer, tagged
+from mgrpo.rewards.verifiers.mathematics import judged, labels_of, note_of, with_decimal_points
 
 
 class MathOpenInstruct(Verifier):
     r"""1.0 if any candidate in the completion is the label, or any of several labels.
 
-    Candidates are the last `\boxed{...}` and Minerva's sentence, else the text between the last two dollar signs, else the
+    Candidates are the last `\boxed{...}` and Minerva's sentence, else the last `<answer>...</answer>`, else the text between the last two dollar signs, else the
     whole text; the sentence and the whole text both as written and in Minerva's normal form. Equal is what Hendrycks'
     normal form makes equal, or math-verify. One completion may so be right for several labels.
     """
@@ -23,11 +23,12 @@ class MathOpenInstruct(Verifier):
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
-        labels_of(ground_truth)
-        return ""
+        return note_of(labels_of(ground_truth))
 
     def score(self, answer: Answer) -> float:
         labels = labels_of(answer.ground_truth)
+        if has_open_thought(answer.completion):
+            return 0.0
         candidates = _candidates(answer.completion)
         return judged(
             labels,
@@ -44,6 +45,8 @@ def _candidates(text: str) -> list[str]:
     found = [span.content for span in boxes(text)[-1:]]
     if sentence is not None:
         found += [minerva_form(sentence), sentence]
+    if not found and (tags := tagged(text)):
+        found = [tags.content]
     if not found:
         formula = last_formula(text)
         found = [minerva_form(text), text] if formula is None else [minerva_form(formula), formula]
@@ -51,7 +54,7 @@ def _candidates(text: str) -> list[str]:
 
 
 def _is_same(candidate: str, label: str) -> bool:
-    label = _bare(label)
+    candidate, label = with_decimal_points(candidate, _bare(label))
     return is_same_string(candidate, label) or is_same_value(candidate, label)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
-from mgrpo.rewards.verifier import Answer, Verifier, without_thinking
+from mgrpo.rewards.verifier import Answer, Verifier, has_open_thought, without_thinking
 from mgrpo.rewards.verifiers.labels import accepted_texts, accepted_texts_of_json
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -46,8 +46,10 @@ class Flan(_InNormalForm):
     name: ClassVar[str] = "flan"
 
     def score(self, answer: Answer) -> float:
-        text = answer.completion.rpartition("The answer is: ")[2]
-        return _exact_match(text, self.accepted(answer.ground_truth))
+        labels = self.accepted(answer.ground_truth)
+        if has_open_thought(answer.completion):
+            return 0.0
+        return _exact_match(answer.completion.rpartition("The answer is: ")[2], labels)
 
 
 class StringMatcher(_InNormalForm):
@@ -59,7 +61,8 @@ class StringMatcher(_InNormalForm):
         labels = self.accepted(answer.ground_truth)
         _, start, rest = answer.completion.rpartition("<answer>")
         text, end, _ = rest.partition("</answer>")
-        return _exact_match(text, labels) if start and end else 0.0
+        is_stated = start and end and not has_open_thought(answer.completion)
+        return _exact_match(text, labels) if is_stated else 0.0
 
 
 class StringF1(_InNormalForm):
@@ -98,7 +101,7 @@ class ReSearchF1(_OfSearches):
         if "<finish>" not in answer.completion and "</finish>" not in answer.completion:
             return 0.0
         text = answer.completion.rpartition("<finish>")[2].partition("</finish>")[0]
-        if not text:
+        if not text or has_open_thought(answer.completion):
             return 0.0
         return _best_f1(text, labels) or 0.1
 
@@ -113,7 +116,7 @@ class ReSearch(_OfSearches):
         start = _FINISH.search(answer.completion)
         end = start and _FINISH_END.search(answer.completion, start.end())
         text = answer.completion[start.end() : end.start()].strip() if start and end else ""
-        return _exact_match(text, labels) if text else 0.0
+        return _exact_match(text, labels) if text and not has_open_thought(answer.completion) else 0.0
 
 
 def normal_form(text: str) -> str:

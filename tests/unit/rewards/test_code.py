@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import math
+import pickle
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +22,8 @@ from mgrpo.rewards import verify
 from mgrpo.rewards.remote_endpoint import RemoteScorer
 from mgrpo.rewards.verifier import Answer
 from mgrpo.rewards.verifiers import code
-from mgrpo.rewards.verifiers.code import Code, CodeStdio, extract_program, service_url
+from mgrpo.rewards.verifiers.answers.programs import extract_program
+from mgrpo.rewards.verifiers.code import Code, CodeStdio, program_of, service_url
 from tests.namespaces import skip_without_namespaces
 
 ASSERTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4", "assert f(4) == 5"]
@@ -95,24 +100,86 @@ def answer(results: list[int], runtimes: list[float] | None = None) -> tuple[int
     return 200, {"results": results, "runtimes": runtimes or [0.1] * len(results)}
 
 
+ADD, WRONG_ADD = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a - b"
+
+
+def fenced(program: str, info: str = "python") -> str:
+    return f"```{info}\n{program}\n```\n"
+
+
 @pytest.mark.parametrize(
     ("completion", "program"),
     [
         ("Here:\n```python\nx = 1\n```\ndone", "x = 1"),
         ("```\nx = 1\n```", "x = 1"),
-        ("```python\na\n```\n```\nb\n```", "b"),
-        ("```\nb\n```\n```python\na\n```", "a"),
         ("x = 1", "x = 1"),
         ("```python\nx = 1", "```python\nx = 1"),
         ("```python x = 1```", "x = 1"),
-        ("```py\nx = 1\n```", "py\nx = 1"),
-        ("``````", ""),
+        ("```x = 1```", "x = 1"),
         ("", ""),
+        ("<think>```python\nx = 0\n```\n</think>\n```python\nx = 1\n```", "x = 1"),
+        ("<think>\n```python\nx = 1\n```\n</think>\nThis is it.", "x = 1"),
+        ("<think>x</think>x = 1", "x = 1"),
+        ("<think>\n```python\nx = 1\n```\nBut wait", ""),
     ],
 )
-def test_the_program_is_the_last_block(completion, program):
-    """Open Instruct's rule: a model that explains first and a model that only writes code are judged alike."""
-    assert extract_program(completion) == program
+def test_the_program_is_a_block_or_the_whole_answer(completion, program):
+    """A model that explains first and a model that only writes code are judged alike; an unfinished thought is no answer."""
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        "py", "Python", "PYTHON", "python3", "python3.11", "python 3", 'python title="add.py"', "{.python .numberLines}", "{python}",
+        "python:add.py", "python,linenos", " python", "ipython3", "py3", "", "python\r",
+    ],
+)  # fmt: skip
+def test_the_info_string_of_a_fence_is_no_program_text(info):
+    """`py` in front of a right program was a NameError: 0.0 for a spelling."""
+    assert extract_program(fenced(ADD, info).replace("\n\n", "\n")).strip() == ADD
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        (fenced(ADD) + "It prints\n" + fenced("3", ""), ADD),
+        (fenced(ADD) + "It prints\n" + fenced("[1, 2]\nx = 3", ""), ADD),
+        (fenced(ADD) + "Run it with\n" + fenced("python add.py", "bash"), ADD),
+        (fenced(ADD) + fenced("int add(int a, int b);", "c"), ADD),
+        (fenced(ADD) + fenced(">>> add(1, 2)", "python-repl"), ADD),
+        (fenced(ADD) + fenced("{}", "json"), ADD),
+        (fenced(WRONG_ADD) + "Corrected:\n" + fenced(ADD), ADD),
+        (fenced(WRONG_ADD) + "Corrected:\n" + fenced(ADD, ""), ADD),
+        (fenced(ADD) + "For example\n" + fenced("print(add(1, 2))"), ADD),
+        (fenced(ADD) + fenced("from solution import add\nprint(add(1, 2))"), ADD),
+        (fenced(ADD) + fenced("class Sum:\n    def add(self, b):\n        return b"), ADD),
+        (fenced("x = 1") + fenced("y = 2"), "y = 2"),
+        (fenced("3", "") + fenced("4", ""), "4"),
+        (fenced("add = lambda a, b: a + b") + fenced("print(1)"), "add = lambda a, b: a + b"),
+        (fenced("puts 1", "ruby"), ""),
+        ("1. Like this:\n   ```python\n   def add(a, b):\n       return a + b\n   ```", ADD),
+        (f"````python\n{ADD}\n````", ADD),
+        (f"~~~python\n{ADD}\n~~~", ADD),
+        (f"```python\n{ADD}```", ADD),
+        (f"```python\n{ADD}\n```\n```python\ndef add(", ADD),
+        (f'```python\n{ADD}\nFENCE = "```"\n```', f'{ADD}\nFENCE = "```"'),
+        ('```python\ndef add(a, b):\n    """\n    ```\n    x\n    ```\n    """\n```', 'def add(a, b):\n    """\n    ```\n    x\n    ```\n    """'),
+        (f"```text\nthree\n```python\n{ADD}\n```", ADD),
+        ("Use `add` or ```a + b```.\n" + fenced(ADD), ADD),
+    ],
+)  # fmt: skip
+def test_of_several_blocks_the_last_that_defines_what_the_tests_call(completion, program):
+    """A block of output or of shell commands behind a right program was taken for the program."""
+    assert extract_program(completion, frozenset(["add"])) == program
+
+
+def test_blocks_are_found_in_linear_time():
+    """Fences without end, in a process that trains."""
+    start = time.process_time()
+    for text in ("`" * 300_000, "``` " * 100_000, "```\n" * 100_000, "```python " * 50_000, "~~~x\n" * 100_000):
+        extract_program(text, frozenset(["add"]))
+    assert time.process_time() - start < 5.0
 
 
 @pytest.mark.parametrize(
@@ -282,13 +349,115 @@ def test_a_service_that_is_not_there_is_no_score():
     scorer.close()
 
 
-@pytest.mark.parametrize("label", [[], "[]", "assert f(1) == 2", 7, [7], None])
+@pytest.mark.parametrize("label", [[], "[]", "assert f(1", "the sum", "eJwDAAAAAAE=", math.nan, 7, [7], None])
 def test_a_label_without_tests_is_no_score(label, service):
     """Nothing can pass it, so nothing is wrong."""
     service.answers = [answer([1])]
     with pytest.raises(ValueError, match="test"):
         score(Code, "x", label, Reward(code_api_url=service.url))
     assert service.asked == []
+
+
+TESTED = [
+    ("def test_f():\n    assert f(1) == 2", "assert f(1) == 2"),
+    ("def test_f():\n    y = f(1)\n    assert y == 2\ndef test_g():\n    y = f(2)\n    assert y == 3", None),
+    ("def test_f():\n    if f(1) == 2:\n        return\n    raise ValueError", None),
+    ("def test_f(x=1):\n    assert f(x) == 2", None),
+    ("def test_f():\n    assert f(1) == 2\ntest_f()", "def test_f():\n    assert f(1) == 2\ntest_f()"),
+    ("def test_f():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test_f()", "assert f(1) == 2"),
+    ("from solution import f\nassert f(1) == 2", "assert f(1) == 2"),
+    ("from solution import *\nassert f(1) == 2", "assert f(1) == 2"),
+    ("from solution import f as g\nassert g(1) == 2", "g = f\nassert g(1) == 2"),
+    ("import solution\nassert solution.f(1) == 2", "assert f(1) == 2"),
+    ("import math, solution as s\nassert s.f(1) == 2", "import math\nassert f(1) == 2"),
+    ("from solution import f\ndef test_f():\n    assert f(1) == 2", "assert f(1) == 2"),
+    ("class TestF:\n    def test_f(self):\n        assert f(1) == 2", None),
+    ("class TestF:\n    def setup_method(self):\n        self.x = 1\n    def test_f(self):\n        assert f(self.x) == 2", None),
+    ("import unittest\nclass Sums(unittest.TestCase):\n    def setUp(self):\n        self.x = 1\n    def test_f(self):\n"
+     "        self.assertEqual(f(self.x), 2)\nif __name__ == '__main__':\n    unittest.main()", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("test", "sent"), TESTED)
+def test_tests_of_pytests_form_are_run(test, sent, service):
+    """Defined and never called, they were passed by every program; `solution` is the program and no file."""
+    service.answers = [answer([1])]
+    settings = Reward(code_api_url=service.url)
+    assert Code.check_label([test]) == Code.check_label(test) == ""
+    assert score(Code, "x", [test], settings) == score(Code, "x", test, settings) == 1.0
+    (run,) = service.asked[0][1]["tests"]
+    assert service.asked[1][1]["tests"] == [run]
+    assert sent is None or run == sent
+    for body, passes in (("x + 1", True), ("x - 1", False)):
+        names: dict[str, object] = {"__name__": "program"}
+        exec(f"def f(x): return {body}", names)
+        if passes:
+            exec(run, names)
+        else:
+            with pytest.raises((AssertionError, ValueError)):
+                exec(run, names)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "f(1) == 2", "", "# f(1) is 2", "pass", "x = f(1)", "print(f(1))", "all([f(1) == 2])", "assert True", "assert (f(1) == 2, 'two')",
+        "assert 'f(1) == 2'", "assert 1 + 1 == 2", "import math", "def check(candidate):\n    assert candidate(1) == 2",
+        "def f_is_two():\n    assert f(1) == 2", "def test_f():\n    f(1) == 2", "def test_f():\n    pass\ntest_f()",
+        "def test_f(fixture):\n    assert f(fixture) == 2", "async def test_f():\n    assert f(1) == 2",
+        "class TestF:\n    def check(self):\n        assert f(1) == 2", "if f(1) == 2:\n    pass", "'f(1) == 2'", "lambda: f(1)",
+        "if __name__ == '__main__':\n    assert f(1) == 2",
+    ],
+)  # fmt: skip
+def test_a_test_that_checks_nothing_is_found_before_the_run(test, service):
+    """Every program passes it: a free reward that nothing shows."""
+    service.answers = [answer([1])]
+    with pytest.raises(ValueError, match="test"):
+        Code.check_label([test])
+    with pytest.raises(ValueError, match="test"):
+        score(Code, "x", [test], Reward(code_api_url=service.url))
+    assert service.asked == []
+    assert "checks nothing" in Code.check_label([test, "assert f(1) == 2"])
+    assert score(Code, "x", [test, "assert f(1) == 2"], Reward(code_api_url=service.url)) == 1.0
+    assert service.asked[0][1]["tests"] == ["assert f(1) == 2"]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f(1) == 2", "check(f)", "f(1)", "if f(1) != 2:\n    raise ValueError", "for x in range(2):\n    assert f(x)",
+        "assert False", "raise ValueError",
+        "import numpy as np\nnp.testing.assert_equal(f(1), 2)", "with pytest.raises(ValueError):\n    f('x')", "exec('assert f(1)')",
+        "assert eval('f(1)') == 2", "assert not f(1)", "assert x == 3", "try:\n    assert f(1)\nexcept TypeError:\n    raise",
+        "def check(c):\n    assert c(1) == 2\ncheck(f)", "assert Solution().f(1) == 2", "match f(1):\n    case 2:\n        raise ValueError",
+    ],
+)  # fmt: skip
+def test_a_test_that_checks_something_is_sent_as_it_is(test, service):
+    """A test that counts for nothing by mistake would be an error at the start."""
+    service.answers = [answer([1])]
+    assert Code.check_label([test]) == ""
+    assert score(Code, "x", [test], Reward(code_api_url=service.url)) == 1.0
+    assert service.asked[0][1]["tests"] == [test]
+
+
+def test_a_test_that_is_not_python_is_noted_before_the_run():
+    """Each program would fail it."""
+    assert "not Python" in Code.check_label(["assert f(1) == 2", "assert f(1 == 2"])
+    packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(["f(1) == 2"])))).decode()
+    assert Code.check_label(base64.b64encode(zlib.compress(pickle.dumps(ASSERTS))).decode()) == ""
+    with pytest.raises(ValueError, match="expected a list"):
+        Code.check_label(packed)
+    with pytest.raises(ValueError, match="checks nothing"):
+        Code.check_label(base64.b64encode(zlib.compress(pickle.dumps(["f(1) == 2"]))).decode())
+
+
+def test_the_block_that_the_tests_call_is_sent(service):
+    """The names come from the row's tests."""
+    service.answers = [answer([1])]
+    completion = fenced(ADD) + "For example\n" + fenced("print(add(1, 2))") + fenced("3", "")
+    assert score(Code, completion, "assert add(1, 2) == 3", Reward(code_api_url=service.url)) == 1.0
+    assert score(Code, fenced("puts 1", "ruby"), ["assert add(1, 2) == 3"], Reward(code_api_url=service.url)) == 0.0
+    assert [asked[1]["program"] for asked in service.asked] == [ADD]
 
 
 def test_a_program_that_cannot_be_sent_is_wrong(service):
@@ -301,6 +470,9 @@ def test_without_an_address_programs_run_here():
     plenty = {"code_max_execution_time": 20.0, "code_sandbox_memory_mb": 256}
     skip_without_namespaces()
     assert verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty) == 0.75
+    in_pytests_form = "from solution import f\n\ndef test_f():\n    assert f(1) == 2"
+    right, wrong = fenced("def f(x): return x + 1"), fenced("def f(x): return x - 1")
+    assert [verify("code", text, in_pytests_form, **plenty) for text in (right, wrong)] == [1.0, 0.0]
     assert verify("code", "\x00", ASSERTS, **plenty) == verify("code", "", ASSERTS, **plenty) == 0.0
     assert verify("code_stdio", "print(int(input()) + 1)", json.dumps(STDIO), **plenty) == 1.0
     assert math.isnan(verify("code_stdio", "print(1)", "no tests", **plenty))

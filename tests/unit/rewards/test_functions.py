@@ -261,7 +261,7 @@ def test_what_cannot_be_called_by_keyword_is_refused_before_the_start(function: 
         ([1j, 1.0], "1j for completion 0"),
         ([1.0, math.inf], "inf for completion 1"),
         ([10**400, 1.0], "10000000000.* for completion 0"),
-        ([0.0, -1e300], r"-1e\+300 for completion 1; .* of at most 1e\+100"),
+        ([0.0, -1e300], r"-1e\+300 for completion 1; .* of at most 3.40282e\+38"),
     ],
 )
 def test_what_is_not_one_number_each_is_refused(returned: object, found: str) -> None:
@@ -482,3 +482,13 @@ def test_a_function_that_takes_too_long_is_named() -> None:
     batch = score_with_functions([_group("5")], [_returning([1.0])], timeout_s=20)
     assert batch.groups[0].scores[0].reward == 1.0
     released.set()
+
+
+def test_weights_make_no_reward_beyond_float32() -> None:
+    """Each value may be held by float32 and their weighted sum not: an infinity ends as NaN in every weight."""
+    group = [_group("a", "b")]
+    (scored,) = score_with_functions(group, [_returning([1.0, -3e38])]).groups
+    assert list(scored.rewards) == [1.0, -3e38]
+    for functions, weights in (([_returning([1.0, -3e38])], [2.0]), ([_returning([1.0, 3e38])] * 2, [1.0, 1.0])):
+        with pytest.raises(UserCodeError, match=r"the reward -?6e\+38 of completion 1, the sum over constant"):
+            score_with_functions(group, functions, weights)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.verifier import Answer
+from mgrpo.rewards.verifier import Answer, Verifier
 from mgrpo.rewards.verifiers.mathematics import Math, StrictMath
+from mgrpo.rewards.verifiers.open_instruct_math import MathOpenInstruct
 
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 
@@ -644,7 +647,7 @@ STATED: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
-def is_right(verifier: type[Math | StrictMath], completion: str, label: str) -> bool:
+def is_right(verifier: type[Verifier], completion: str, label: object) -> bool:
     return verifier(Reward()).score(Answer(completion=completion, ground_truth=label)) == 1.0
 
 
@@ -719,3 +722,197 @@ def test_bets_on_several_labels_win_at_most_one(data: st.DataObject) -> None:
     for verifier in Math, StrictMath:
         won = [number for number in _NUMBERS if is_right(verifier, completion, str(number))]
         assert len(won) <= 1, (completion, won)
+
+
+SMALL = [r"1.6\times 10^{-19}", r"9.1\times 10^{-31}", r"-1.6\times 10^{-19}", "0.0000012", "0.0000014", r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}",
+         "e^{-50}", "e^{-40}", "10^{-9}", "10^{-7}", "0", r"0.00003\%", r"0.00004\%", "(0.0000001, 2)", "(0.0000002, 2)", r"\{0.0000003, 2\}",
+         r"\{0.0000004, 2\}", "[0, 0.0000001]", "[0, 0.0000002]", r"\begin{pmatrix}0.0000001\\1\end{pmatrix}", r"\begin{pmatrix}0.0000002\\1\end{pmatrix}",
+         r"1.6\times 10^{-19}x", r"9.1\times 10^{-31}x", "e^{-800}", "e^{-900}", "10^{-400}", "10^{-500}", "0.00012345", "0.00012347"]  # fmt: skip
+
+
+@pytest.mark.parametrize("verifier", [Math, MathOpenInstruct])
+def test_small_values_are_told_apart(verifier: type[Verifier]) -> None:
+    """Rounded to 6 places, any small number was the right one: a free point in physics, chemistry and probabilities."""
+    for answer in SMALL:
+        assert [label for label in SMALL if is_right(verifier, rf"\boxed{{{answer}}}", label)] == [answer]
+
+
+@pytest.mark.parametrize("verifier", [Math, MathOpenInstruct])
+@pytest.mark.parametrize(
+    ("answer", "label", "expected"),
+    [
+        ("0.333333", r"\frac13", True),
+        ("0.001001", r"\frac{1}{999}", True),
+        ("0.000123457", "0.0001234567", True),
+        ("0.00012345", "0.0001234567", False),
+        (r"1.66054\times 10^{-27}", r"1.66053907\times 10^{-27}", True),
+        (r"1.6605\times 10^{-27}", r"1.66053907\times 10^{-27}", False),
+        (r"\frac{16}{10^{20}}", r"1.6\times 10^{-19}", True),
+        (r"16 \cdot 10^{-20}", r"1.6\times 10^{-19}", True),
+        (r"0.01\%", "0.0001", True),
+        (r"\sqrt{2}^2-2.0", "0", True),
+        ("602200000000000000000000", r"6.022\times10^{23}", True),
+        (r"6022\cdot 10^{20}", r"6.022\times10^{23}", True),
+        ("602200000000000000000001", r"6.022\times10^{23}", False),
+        (r"1.1\times10^{17}", "110000000000000000", True),
+        (r"1.1*10^{17}", "110000000000000001", False),
+        (r"1.1\times10^{17}, 2", "2, 110000000000000000", True),
+        (r"(1.1\times10^{17}, 2)", "(110000000000000000, 2)", True),
+        (r"\frac{1.1\times10^{17}}{2}", "55000000000000000", True),
+        ("125,000", r"1.25\times10^5", True),
+        (r"2^{1.1\times 10^1}", "2048", True),
+    ],
+)
+def test_decimals_are_compared_relatively_where_they_are_small_and_exactly_where_they_are_whole(
+    verifier: type[Verifier], answer: str, label: str, expected: bool
+) -> None:
+    """Decimals times powers of ten were floating-point numbers, which no large whole number equals."""
+    assert is_right(verifier, rf"\boxed{{{answer}}}", label) == expected
+    assert is_right(verifier, rf"\boxed{{{label}}}", answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "stated", "others"),
+    [
+        ("<answer>73</answer>", ["73"], []),
+        ("<answer> 73 </answer>", ["73"], ["72"]),
+        ("reasoning\n</think>\n<answer>73</answer>", ["73"], []),
+        ("<think>It is 72.</think><answer>73</answer>", ["73"], ["72"]),
+        (r"<answer>\frac{1}{2}</answer>", [r"\frac12"], ["2"]),
+        ("<answer>73 apples</answer>", ["73"], []),
+        ("<answer>The answer is 73</answer>", ["73"], []),
+        (r"<answer>$x = 73$</answer>", ["73"], []),
+        (r"<answer>\boxed{73}</answer>", ["73"], []),
+        (r"\boxed{73} <answer>73</answer>", ["73"], []),
+        ("<Answer>73</Answer>", ["73"], []),
+        ("The 72 is first. <answer>73</answer> I hope that the 74 helps.", ["73"], ["72", "74"]),
+        ("<answer>72</answer> <answer>73</answer>", ["73"], ["72"]),
+        ("Between <answer> tags: <answer>73</answer>", ["73"], []),
+        ("<answer>72 or 73</answer>", ["72, 73"], ["72", "73"]),
+        ("<answer>about 73</answer>", [], ["73"]),
+        ("<answer>73</answer> is wrong", [], ["73"]),
+        ("<answer>73", [], ["73"]),
+        ("<answer></answer> 73", [], ["73"]),
+        ("We add.\n#### 1,073", ["1073"], []),
+        ("It is $72$, then one more.\n#### 73", ["73"], ["72"]),
+        ("#### 1. First\nThe answer is 73.", ["73"], ["1"]),
+    ],
+)
+def test_tags_and_gsm8ks_last_line_are_places(completion: str, stated: list[str], others: list[str]) -> None:
+    """Templates ask for `<answer>` tags, and with them every answer was wrong."""
+    assert [label for label in [*stated, *others] if is_right(Math, completion, label)] == stated
+
+
+def test_tags_are_a_place_of_the_other_readings_as_well() -> None:
+    """`strict_math` asks for nothing but the answer; `math_open_instruct` took the tags for text."""
+    for verifier in StrictMath, MathOpenInstruct:
+        assert is_right(verifier, "<answer>73</answer>", "73")
+        assert not is_right(verifier, "<answer>72</answer>", "73")
+    assert not is_right(StrictMath, "So it is <answer>73</answer>", "73")
+    assert is_right(MathOpenInstruct, "So it is <answer>73</answer>", "73")
+
+
+@pytest.mark.parametrize("verifier", [Math, StrictMath, MathOpenInstruct])
+def test_a_thought_that_never_ends_states_nothing(verifier: type[Verifier]) -> None:
+    """Paid for boxes in thoughts, a policy learns to think until its limit."""
+    for text in "<think>so {}", "\n<think>\n{}", "Well. <think>{}", "<think>no</think> 8 <think> no, {}":
+        assert not is_right(verifier, text.format(r"\boxed{7}"), "7")
+    assert is_right(verifier, r"<think>so</think>\boxed{7}", "7")
+    assert not is_right(verifier, r"It begins with `<think>`. \boxed{8}", "7")
+    assert verifier is StrictMath or is_right(verifier, r"It begins with `<think>`. \boxed{7}", "7")
+
+
+@pytest.mark.parametrize("verifier", [Math, MathOpenInstruct])
+@pytest.mark.parametrize(
+    ("answer", "label", "expected"),
+    [
+        ("3{,}5", "3.5", True),
+        ("3,5", "3.5", True),
+        ("3.5", "3,5", True),
+        ("3.5", "3{,}5", True),
+        ("3{,}5", "3,5", True),
+        ("-0{,}25", r"-\frac14", True),
+        ("0,25", r"\frac14", True),
+        ("0,125", r"\frac18", True),
+        ("1234,567", "1234.567", True),
+        ("1.234,5", "1234.5", True),
+        ("1.234{,}5", "1234.5", True),
+        ("3,6", "3.5", False),
+        ("35", "3{,}5", False),
+        ("3{,}5", "35", False),
+        ("3,500", "3.5", False),
+        ("3{,}500", "3500", True),
+        ("3,500", "3500", True),
+        ("1,2", "1", False),
+        ("1,2", "2", False),
+        ("5,3", "3,5", True),
+        ("3, 5", "3.5", False),
+        ("(3{,}5; 2)", "(3.5, 2)", True),
+        ("(3,5)", "3.5", False),
+        (r"1{,}5\times 10^{3}", "1500", True),
+    ],
+)
+def test_decimal_commas(verifier: type[Verifier], answer: str, label: str, expected: bool) -> None:
+    """Most of the world writes 3,5, and LaTeX spells it 3{,}5: that is two numbers only where two are asked for."""
+    assert is_right(verifier, rf"\boxed{{{answer}}}", label) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "expected"),
+    [
+        (r"\boxed{\approx 2.5}", "2.5", True),
+        (r"\boxed{≈ 2.5\text{ cm}}", "2.5", True),
+        (r"$r \approx 2.5$", "2.5", True),
+        (r"\boxed{\sqrt2\approx 1.41}", "1.41", True),
+        (r"\boxed{\sqrt2\approx 1.41}", r"\sqrt2", True),
+        (r"\boxed{x = \frac13 \simeq 0.33}", "0.33", True),
+        (r"\boxed{\sqrt2 \approx 1.414 \approx 1.41}", "1.41", True),
+        (r"\boxed{\pi\approx 3,14}", "3.14", True),
+        (r"\boxed{\sqrt2\approx 1.42}", "1.42", False),
+        (r"\boxed{11.5\approx 23.5}", "23.5", False),
+        (r"\boxed{2.5\approx 2.6}", "2.6", False),
+        (r"\boxed{\approx 2.5}", "2.51", False),
+        (r"\boxed{\approx 2.5}", r"\frac52", False),
+        (r"\boxed{\approx 5}", "5", False),
+        (r"\boxed{x \text{ or } y \approx 2.5}", "2.5", False),
+        (r"\boxed{2.4 \text{ or } \approx 2.5}", "2.5", False),
+    ],
+)
+def test_what_follows_a_sign_of_approximation_is_the_answer_where_the_label_is_that_decimal(
+    completion: str, label: str, expected: bool
+) -> None:
+    """A label 1.41 is itself rounded, and its normal answer says so."""
+    assert is_right(Math, completion, label) == expected
+
+
+WORKED = [
+    "So it is 12 in all. Final Answer: The final answer is $12$. I hope it is correct.",
+    "He has 4+8=<<4+8=12>>12.\n#### 12",
+    r"He has $4+8=\boxed{12}$ apples.",
+    "He had four of them and was given eight more by his two friends, so the answer is 12.",
+    "<think>4 and 8</think><answer>12</answer>",
+]
+
+
+@pytest.mark.parametrize("label", WORKED)
+@pytest.mark.parametrize("verifier", [Math, StrictMath, MathOpenInstruct])
+def test_labels_that_are_worked_solutions_are_read_where_they_state_their_answer(
+    verifier: type[Verifier], label: str
+) -> None:
+    """No answer was right, and nothing was said at the start."""
+    assert verifier.check_label(label) == ""
+    assert is_right(verifier, MINERVA.format("12"), label)
+    assert not is_right(verifier, MINERVA.format("8"), label)
+
+
+def test_labels_that_no_answer_meets_are_found_before_the_start() -> None:
+    """NaN is how pandas writes a missing value; prose is met by the same prose only."""
+    prose = "Every such function is bounded on the interval, and since it is continuous there it has a maximum."
+    for verifier in Math, StrictMath, MathOpenInstruct:
+        assert "prose" in verifier.check_label(prose)
+        assert verifier.check_label(r"\text{the least prime is } 2") == ""
+        for missing in math.nan, "nan", "NaN", ["7", math.nan], r"\boxed{nan}":
+            with pytest.raises(ValueError, match="ground_truth"):
+                verifier.check_label(missing)
+            with pytest.raises(ValueError, match="ground_truth"):
+                is_right(verifier, r"\boxed{nan}", missing)

@@ -16,7 +16,7 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import registry, verify
-from mgrpo.rewards.verifier import Item
+from mgrpo.rewards.verifier import Item, check_score
 from mgrpo.rewards.worker_pool import VerifierPool
 from tests.processes import processes_with
 from tests.unit.rewards.items import item
@@ -483,3 +483,11 @@ def test_a_step_of_256_integers_takes_milliseconds() -> None:
             pool.verify_many(items)
             took.append(time.perf_counter() - began)
         assert min(took) < 1.0
+
+
+def test_a_score_beyond_float32_is_no_score() -> None:
+    """A verifier of the user's that returns 1e300 would make the whole batch infinite."""
+    for score in 1e300, -1e39, float("inf"), float("nan"):
+        with pytest.raises(ValueError, match="the score is"):
+            check_score(score)
+    check_score(-3.4e38)

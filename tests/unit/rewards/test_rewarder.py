@@ -142,3 +142,21 @@ def test_what_is_logged_stays_beside_a_length_penalty(rewarder):
     own = rewarder([logs], overlong_cache_length=2, response_length=4, max_prompt_token_length=4, pack_length=8)
     (scored,) = own.score([group("5", "66")], TRAINING).groups
     assert [score.extras for score in scored.scores] == [{"text": "5"}, {"text": "66"}]
+
+
+def test_functions_whose_values_have_another_name_are_noted_at_the_start(rewarder, caplog):
+    """A metric of one's own function would be looked for in vain."""
+
+    def format(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    def mine(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    rewarder([format, mine]).start()
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert note.startswith("reward function format is called format_2 in metrics")
+    caplog.clear()
+    rewarder([mine, mine]).start()
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert note.startswith("reward function mine is called mine_2 in metrics") and "another one" in note

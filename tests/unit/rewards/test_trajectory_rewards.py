@@ -333,3 +333,20 @@ def test_verifiers_of_a_run_add_to_the_turns() -> None:
         finally:
             own.close()
         assert found.rewards.tolist() == [reward]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "whole", "score", "aggregator"),
+    [
+        ([1e300], None, 0.0, "last"),
+        ([1.0], -1.7e308, 0.0, "last"),
+        ([3e38, 3e38], None, 0.0, "sum"),
+        ([1e308, 1e308], None, 0.0, "sum"),
+        ([1.0], None, 3e38, "last"),
+    ],
+)
+def test_a_reward_beyond_float32_is_no_score(rewards, whole, score, aggregator, caplog) -> None:
+    """An agent or an environment that gives 1e300 would make the advantages of its group infinite or nothing."""
+    assert math.isnan(scored(of_turns(*rewards, reward=whole), score=score, aggregator=aggregator).reward)
+    assert "beyond 3.40282e+38 (float32)" in caplog.text
+    assert scored(of_turns(3e38), score=0.0).reward == 3e38

@@ -20,11 +20,12 @@ _MAX_FACTORS = 5_000
 _MAX_TERMS = 1_000
 _MAX_ARGUMENT = 700
 # An answer with one of these leaves the work to the verifier, and sympy may never finish it.
+_COLLECTIONS = ("FiniteSet", "Tuple", "Interval", "Union", "Intersection", "Complement", "And", "Or")
 _LEFT_TO_DO = ("Integral", "Limit", "Derivative")
 
 
 class TooLarge(Exception):
-    """Exact arithmetic with the expression would take too long."""
+    """Exact arithmetic with the expression would take too long, or it is too small for floating point."""
 
 
 class Estimate(NamedTuple):
@@ -69,6 +70,19 @@ def certainly_differ(a: Estimate, b: Estimate) -> bool:
         return a.value != b.value
     tolerance = 1e-5 + 1e-9 * max(abs(a.value), abs(b.value)) + a.error + b.error
     return abs(a.value - b.value) > tolerance
+
+
+def differ_relatively(a: Estimate, b: Estimate, tolerance: float) -> bool:
+    """Whether values differ by more than this share of the larger one."""
+    return abs(a.value - b.value) > tolerance * max(abs(a.value), abs(b.value)) + a.error + b.error
+
+
+def members_of(expression: Any) -> Sequence[Any]:
+    """The members of a list, a set, an interval, a matrix or a relation; none for a single value."""
+    if hasattr(expression, "flat"):
+        return expression.flat()
+    is_collection = type(expression).__name__ in _COLLECTIONS or getattr(expression, "is_Relational", False)
+    return [part for part in expression.args if not getattr(part, "is_Boolean", False)] if is_collection else ()
 
 
 def _parts_of(expression: Any) -> Sequence[Any]:
@@ -147,6 +161,8 @@ def _power(parts: Parts) -> Estimate | None:
     except OverflowError:
         is_negative = base.value < 0 and exponent.value % 2 == 1
         return Estimate(-math.inf if is_negative else math.inf, 0.0)
+    if abs(value) < sys.float_info.min:
+        raise TooLarge
     relative = 1.2 * abs(exponent.value) * base.error / abs(base.value) + abs(log) * exponent.error
     is_exact = relative == 0 and exponent.value >= 0 and value.is_integer() and abs(value) < 2**53
     return Estimate(value, 0.0 if is_exact else abs(value) * (relative + _EPSILON * (1 + abs(exponent.value * log))))

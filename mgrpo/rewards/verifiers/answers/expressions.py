@@ -17,7 +17,22 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from mgrpo.rewards.verifiers.answers.estimates import Estimate, TooLarge, certainly_differ, estimate
+from mgrpo.rewards.verifiers.answers.digits import (
+    SMALL,
+    TOLERANCE,
+    agree,
+    plain_number,
+    unit_of_last_digit,
+    without_powers_of_ten,
+)
+from mgrpo.rewards.verifiers.answers.estimates import (
+    Estimate,
+    TooLarge,
+    certainly_differ,
+    differ_relatively,
+    estimate,
+    members_of,
+)
 
 # Characters: an answer longer than its label by more than this counts as wrong without being read.
 _MARGIN = 300
@@ -27,10 +42,8 @@ _MAX_BARS = 12
 _MAX_INTEGRALS = 4
 _BRACKET = re.compile(r"[({\[\])}]")
 
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!;: ]|~)+[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.?|\.[0-9]+)")
 # A term, even where math-verify would take the letter for a unit: 4c is not 4.
 _TERM = re.compile(r"[-+]?[0-9.]+[a-zA-Z]")
-_SEPARATOR = re.compile(r"[^-+.0-9]")
 
 # What math-verify drops before it reads, so that "1$E9999" is 1E9999.
 _DROPPED = re.compile(r"\\[!$]|[$\"'\s]")
@@ -59,11 +72,11 @@ def is_same_value(answer: str, label: str) -> bool:
     return len(answer) <= len(label) + _MARGIN and _is_same_short_value(answer, label)
 
 
-def plain_number(text: str) -> Decimal | None:
-    r"""The value of a number in digits, perhaps with separators of thousands: 1,234.5 or 1\,234 or 1{,}234."""
-    if not _NUMBER.fullmatch(text) or not any(character in "0123456789" for character in text):
-        return None
-    return Decimal(_SEPARATOR.sub("", text))
+def is_rounded_to(value: str, number: Decimal) -> bool:
+    """Whether a number in digits is an approximation of the expression, off by no more than half a unit of its last digit."""
+    reading = _read(_boxed(value, plain_number(value))) if not _is_slow_to_read(value, "") else None
+    known = reading and reading.estimate
+    return known is not None and abs(known.value - float(number)) <= unit_of_last_digit(number) * (0.5 + 1e-9)
 
 
 @functools.cache
@@ -81,13 +94,10 @@ def warm_up() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_same_short_value(answer: str, label: str) -> bool:
+    answer, label = without_powers_of_ten(answer), without_powers_of_ten(label)
     number, expected = plain_number(answer), plain_number(label)
     if number is not None and expected is not None:
-        # Decimals that differ little go to math-verify, which allows for rounding.
-        if number == expected:
-            return True
-        if number == number.to_integral_value() and expected == expected.to_integral_value():
-            return False
+        return agree(number, expected)
     if expected is not None and _TERM.fullmatch(answer):
         return False
     if _is_slow_to_read(answer, label):
@@ -127,7 +137,36 @@ def _agree(label: _Reading, answer: _Reading) -> bool:
     if _are_unequal(label, answer):
         return label.values[0] == answer.values[0] or label.values[-1] == answer.values[-1]
     with _silence():
-        return math_verify.verify(label.values, answer.values, allow_set_relation_comp=True, timeout_seconds=None)
+        if not math_verify.verify(label.values, answer.values, allow_set_relation_comp=True, timeout_seconds=None):
+            return False
+        return label.values[0] == answer.values[0] or not _differ_in_small_numbers(label.values[0], answer.values[0])
+
+
+def _differ_in_small_numbers(label: Any, answer: Any) -> bool:
+    """Whether the expressions hold small numbers that are equal only because math-verify rounds to 6 places."""
+    one, two = _small_numbers(label), _small_numbers(answer)
+    if one is None or two is None:
+        return False
+    return any(
+        all(differ_relatively(number, other, TOLERANCE) for other in others)
+        for numbers, others in ((one, two), (two, one))
+        for number in numbers
+    )
+
+
+def _small_numbers(expression: Any) -> list[Estimate] | None:
+    """Those of a number, or of the members of a list, an interval, a matrix or a relation; None if one has no estimate."""
+    if members := members_of(expression):
+        found = [_small_numbers(member) for member in members]
+        known = [numbers for numbers in found if numbers is not None]
+        return [number for numbers in known for number in numbers] if len(known) == len(found) else None
+    try:
+        number = estimate(expression) or estimate(expression.doit())
+    except (TooLarge, RecursionError, AttributeError):
+        return None
+    if number is None:
+        return None
+    return [number] if abs(number.value) < SMALL and abs(number.value) > number.error else []
 
 
 def _are_unequal(label: _Reading, answer: _Reading) -> bool:

@@ -1,4 +1,4 @@
-r"""The place where a mathematical text states its answer: in its boxes, else after "answer is", else in its last formula, else at its end.
+r"""The place where a mathematical text states its answer: in its boxes or tags, else after "answer is", in its last formula, or at its end.
 
 Exactly one place is read. Texts are what a model wrote, so every search here is linear in their length, whatever they hold.
 """
@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from mgrpo.rewards.verifiers.answers.denials import is_denied
-from mgrpo.rewards.verifiers.answers.statements import compares, is_withdrawn
+from mgrpo.rewards.verifiers.answers.statements import compares, is_withdrawn, num_words
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -18,6 +18,8 @@ _UNBRACED_BOX = "\\boxed "
 _SENTENCE = "Final Answer: The final answer is"
 _SENTENCE_END = re.compile(". I hope it is correct.")
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:[^.!?\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])|[*_ ]*\n)(?:\s*:)?[*_\s]*")
+_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)\s*\Z")
 _STOP = re.compile(r"[.!?](?=[\s*\"'”)]|$)|\n|,\s+(?!and\b|or\b)(?=[a-z]{2,}\b)|\sbut\b")
 _SENTENCE_STOP = re.compile(r"[.!?]\s|\n")
 _FORMULA_SIGN = re.compile(r"\\.|\$\$?|\n", re.DOTALL)
@@ -42,6 +44,8 @@ _PHRASES = (
 )
 """Turns of phrase, each with the plain one in its place: "anything but", "nothing but", "not 4 but"."""
 _MAX_BOX_DEPTH = 3
+# Words that a label may have and still be an answer.
+_MOST_WORDS = 10
 _MAX_PARTS = 50
 # Characters between two parts of one answer, and words around one that say how it is meant.
 _LONGEST_JOINT = 60
@@ -59,7 +63,15 @@ def stated_answer(text: str) -> str:
     """The answer that the text states, with the few words around it; "" if it states none, or takes it back."""
     for pattern, plain in _PHRASES:
         text = pattern.sub(plain, text)
-    for find in minerva_answer, _answer_in_boxes, _anchored_answer, _last_formula, _last_number:
+    for find in (
+        minerva_answer,
+        _answer_in_boxes,
+        _answer_in_tags,
+        _answer_after_hashes,
+        _anchored_answer,
+        _last_formula,
+        _last_number,
+    ):
         found = find(text)
         if found is not None:
             return unboxed(found)
@@ -89,6 +101,49 @@ def _answer_in_boxes(text: str) -> str | None:
         return None
     run = _last_run(text, spans)
     return "" if is_denied(text, run.start, run.end) else unboxed(run.content, depth=1)
+
+
+def tagged(text: str) -> Span | None:
+    """The last `<answer>...</answer>`; None without one that is closed."""
+    closing: re.Match[str] | None = None
+    for tag in reversed(list(_TAG.finditer(text))):
+        if tag[0].startswith("</"):
+            closing = tag
+        elif closing is not None:
+            return Span(tag.start(), closing.end(), text[tag.end() : closing.start()])
+    return None
+
+
+def answer_of_label(text: str) -> str:
+    """The answer of a label that may be a worked solution: in Minerva's sentence, boxes, tags, after the last ####, or, where
+    `is_prose`, after "answer is"; else the text.
+    """
+    places = [minerva_answer, boxed_answer, _answer_in_tags, _answer_after_last_hashes]
+    for find in [*places, _anchored_answer] if is_prose(text) else places:
+        if (found := find(text)) is not None:
+            return unboxed(found)
+    return text
+
+
+def is_prose(text: str) -> bool:
+    """Whether a label is rather an explanation than an answer."""
+    return num_words(text) > _MOST_WORDS
+
+
+def _answer_in_tags(text: str) -> str | None:
+    span = tagged(text)
+    return span and ("" if is_denied(text, span.start, span.end) else span.content)
+
+
+def _answer_after_hashes(text: str) -> str | None:
+    """GSM8K's last line; a heading further up is none."""
+    match = _HASHES.search(text)
+    return match and match[1]
+
+
+def _answer_after_last_hashes(text: str) -> str | None:
+    _, hashes, rest = text.rpartition("####")
+    return rest.strip() if hashes else None
 
 
 def minerva_answer(text: str) -> str | None:

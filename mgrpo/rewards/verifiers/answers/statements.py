@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mgrpo.rewards.verifiers.answers.digits import with_decimal_point
 from mgrpo.rewards.verifiers.answers.expressions import is_same_value
 from mgrpo.rewards.verifiers.answers.units import multiplied, multiplies
 
@@ -50,7 +51,7 @@ _UNIT = re.compile(rf"{_WORDS}(?:\s*/\s*[A-Za-z](?![A-Za-z])|\s*(?:[/*]|\\cdot|\
 _SIGNS = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-        "≈": r"\approx ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ",
+        "≈": r"\approx ", "≃": r"\simeq ", "≅": r"\cong ", "≒": r"\doteq ", "∼": r"\sim ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ",
         "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "½": r"\frac12 ", "¼": r"\frac14 ", "¾": r"\frac34 ", "²": "^2", "³": "^3",
         "€": "", "£": "", "\u00a0": " ", "%": r"\%", "，": ",",
     }
@@ -90,6 +91,7 @@ _RELATION = re.compile(
     r"|\\(?:sub|sup)set|\\(?:sim|cong|simeq|propto|equiv|ll|gg|lesssim|gtrsim|lnot|neg)(?![A-Za-z])|!="
 )
 _APPROXIMATELY = re.compile(r"\\(?:approx|thickapprox|doteq)(?![A-Za-z])")
+_APPROXIMATION = re.compile(r"\\(?:approx(?:eq)?|thickapprox|doteq|simeq|cong|sim)(?![A-Za-z])")
 _BARE_NAME = re.compile(r"(?:\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?|\\?[A-Za-z]\s*\([A-Za-z0-9,\s]*\)|[A-Z]{2,3})'*")
 _LETTER = re.compile(r"\\(?:frac|sqrt|cdot|times|pi|circ|pm|div)|([A-Za-z])")
 _LOOSE_WORDS = re.compile(rf"\s*{_WORDS}\s*(?=[-+*/=<>)\]}}]|\\[lg]e|$)|(?<=[-+*/=<>(\[{{])\s*{_WORDS}\s*|^\s*{_WORDS}")
@@ -128,9 +130,27 @@ def read(text: str) -> Statement | None:
         return None
     text, approximately = _before(text, _APPROXIMATELY)
     statement = _value(_stripped(text))
-    if approximately and statement and (not statement.value or _BARE_NAME.fullmatch(statement.value)):
+    if approximately and statement and is_bare_name(statement.value):
         return None
     return statement
+
+
+def approximation(text: str) -> tuple[str, str] | None:
+    """The texts before and after the last sign of approximation; None without one."""
+    text = _plain(text)
+    signs = list(_APPROXIMATION.finditer(text))
+    return (text[: signs[-1].start()], text[signs[-1].end() :]) if signs else None
+
+
+def is_bare_name(text: str) -> bool:
+    """Whether a text is a variable or nothing, and so states no value."""
+    text = _stripped(text)
+    return not text or _BARE_NAME.fullmatch(text) is not None
+
+
+def num_words(text: str) -> int:
+    """The number of words of two letters and more outside LaTeX's commands."""
+    return sum(len(match["word"]) > 1 for match in _WORD.finditer(text))
 
 
 def has_words(text: str) -> bool:
@@ -151,6 +171,7 @@ def spelling(text: str) -> str:
 def _plain(text: str) -> str:
     if not _LIST_BRACKET.search(text):
         text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = with_decimal_point(text, braced_only=True)
     text = multiplied(_DROPPED.sub(_dropped, text.translate(_SIGNS)))
     for pattern, new in _REPLACED:
         text = pattern.sub(new, text)
