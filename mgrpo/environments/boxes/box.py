@@ -46,7 +46,8 @@ class Bounds:
     """What a box holds, and what it may use."""
 
     image: str | None = None
-    """Name of a container's image, or the folder that becomes the root of local walls; None: this machine's system."""
+    """Name of a container's image, or the folder that becomes the root of local walls; None: this machine's system. A row of a dataset
+    may name the first, never the second."""
     network: bool = False
     """Whether it reaches more than the endpoint."""
     readable: tuple[str, ...] = ()
@@ -79,6 +80,8 @@ class Box(Protocol):
 
     folder: str
     """The working folder, by its name in the box: empty at first, writable, where commands start."""
+    scratch: str
+    """A folder outside of it in which commands may make others, which end with the box."""
 
     async def exec(
         self,

@@ -1,6 +1,6 @@
 """Boxes over HTTP, for runs of other machines: a plain ASGI app. Every request is a POST with a JSON object and the token.
 
-    /boxes                {"bounds"}                              -> {"box", "folder"}
+    /boxes                {"bounds"}                              -> {"box", "folder", "scratch"}
     /boxes/ID/exec        {"argv", "env", "cwd", "stdin", "timeout_s"}, /start {"argv", "env", "cwd"}  -> {"process"}
     /boxes/ID/wait        {"process", "limit_s"}                  -> the fields of `Done`, or {} where it still runs
     /boxes/ID/kill        {"process"}; /put {"path", "data", "mode"}; /get {"path", "max_bytes"} -> {"data"}
@@ -161,7 +161,7 @@ class BoxApp:
             self._num_opening -= 1
         name = secrets.token_urlsafe(16)
         self._held[name] = _Held(box, time.monotonic())
-        return {"box": name, "folder": box.folder}
+        return {"box": name, "folder": box.folder, "scratch": getattr(box, "scratch", "/tmp")}
 
     async def _close(self, name: str) -> None:
         if (held := self._held.pop(name, None)) is not None:

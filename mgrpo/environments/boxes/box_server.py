@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from mgrpo.environments.boxes.box import MIB, Bounds, Box, BoxError
-from mgrpo.environments.boxes.opening import check_box, open_box
+from mgrpo.environments.boxes.opening import CONTAINERS, check_box, open_box
 from mgrpo.environments.boxes.remote_box import TOKEN, TOKEN_FILE, token
 
 DEFAULT_PORT = 1235
@@ -47,7 +47,7 @@ def box_server_command(argv: Sequence[str]) -> int:
         return 2
 
     async def open_granted(wanted: Bounds) -> Box:
-        return await open_box(options.box, within(wanted, granted))
+        return await open_box(options.box, within(wanted, granted, takes_images=options.box in CONTAINERS))
 
     app = BoxApp(open_granted, token=secret, max_boxes=options.boxes)
     host = f"[{options.host}]" if ":" in options.host else options.host
@@ -59,8 +59,19 @@ def box_server_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def within(wanted: Bounds, granted: Bounds) -> Bounds:
-    """What a client gets of what it wants. ValueError where it wants a network that is not granted."""
+def within(wanted: Bounds, granted: Bounds, *, takes_images: bool) -> Bounds:
+    """What a client gets of what it wants.
+
+    Args:
+        takes_images: whether a client's image is that of a container; in local boxes it would be a folder of this machine.
+    Raises:
+        ValueError: it wants a network or an image that is not granted.
+    """
+    if wanted.image and wanted.image != granted.image and not takes_images:
+        raise ValueError(
+            f"agent_image={wanted.image!r}, which this box server does not take: its boxes are no containers, and a folder of its "
+            "machine is its owner's to name (--image)"
+        )
     if wanted.network and not granted.network:
         raise ValueError("agent_network=true, which this box server does not grant (--network)")
     return dataclasses.replace(

@@ -4,6 +4,7 @@ Standard library only, one file, Python 3.6 and later: it is run by whatever Pyt
 """
 
 import base64
+import ctypes
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import sys
 TESTS, LOGS = "/tests", "/logs/verifier"
 UNJUDGED = 126
 """Exit status of a check that did not come to a verdict."""
+PR_SET_DUMPABLE = 4
 
 
 def reward_in(folder):
@@ -32,8 +34,11 @@ def reward_in(folder):
 
 
 def main():
+    # The tests run what the agent wrote, as the same user: it must not read this process, nor the task.
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     with open(os.environ["MGRPO_TASK"]) as file:
         truth = json.load(file)["ground_truth"]
+    os.unlink(os.environ["MGRPO_TASK"])
     if isinstance(truth, list):
         truth = truth[0]
     for folder in (TESTS, LOGS):
@@ -51,8 +56,10 @@ def main():
     environment = dict(os.environ, **truth["env"])
     for name in ("MGRPO_TASK", "MGRPO_RESULT"):
         environment.pop(name)
+    folder = environment.pop("MGRPO_WORK", None)
     try:
-        subprocess.call(["bash", os.path.join(TESTS, "test.sh")], env=environment, timeout=truth["timeout_s"])
+        command = ["bash", os.path.join(TESTS, "test.sh")]
+        subprocess.call(command, cwd=folder, env=environment, timeout=truth["timeout_s"])
         reward, metrics = reward_in(LOGS)
     except (OSError, ValueError, subprocess.TimeoutExpired) as err:
         sys.stderr.write(f"no verdict: {err}\n")

@@ -21,7 +21,7 @@ VARIABLES = (
 """Of the environment, that the process which opens boxes needs; no box has them."""
 STARTS_AT_ONCE = 8
 """Of one process: more would only make each of them slower."""
-_CONTAINERS = ("docker", "podman")
+CONTAINERS = ("docker", "podman")
 _rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
@@ -40,7 +40,7 @@ async def open_box(where: str, bounds: Bounds) -> Box:
             return await open_local(bounds)
         if where == "none":
             return await open_local(bounds, walls=["none"])
-        if where in _CONTAINERS:
+        if where in CONTAINERS:
             from mgrpo.environments.boxes.containers.container_box import open_container
 
             return await open_container(bounds, program=where)
@@ -54,7 +54,7 @@ async def open_box(where: str, bounds: Bounds) -> Box:
 async def check_box(where: str, bounds: Bounds) -> None:
     """Once at a start: remove what killed runs have left on this machine, then open a box and close it. Raises as `open_box`."""
     await asyncio.to_thread(leftover.sweep)
-    if where in _CONTAINERS:
+    if where in CONTAINERS:
         from mgrpo.environments.boxes.containers.container_box import remove_orphans
 
         await remove_orphans(where)
@@ -65,7 +65,7 @@ async def check_box(where: str, bounds: Bounds) -> None:
 async def _open_others(where: str, bounds: Bounds) -> Box:
     found = {point.name: point for point in entry_points(group=GROUP)}
     if where not in found:
-        known = ", ".join(["local", "none", *_CONTAINERS, "http://HOST:PORT", *sorted(found)])
+        known = ", ".join(["local", "none", *CONTAINERS, "http://HOST:PORT", *sorted(found)])
         raise ValueError(f"agent_box={where!r} is unknown; expected one of: {known}")
     try:
         async with asyncio.timeout(bounds.start_timeout_s):

@@ -63,7 +63,7 @@ async def open_remote(server: str, bounds: Bounds) -> RemoteBox:
 class RemoteBox:
     """A `Box`."""
 
-    folder = ""
+    folder, scratch = "", "/tmp"
 
     def __init__(self, server: str, secret: str) -> None:
         self._server = server
@@ -80,7 +80,7 @@ class RemoteBox:
     async def open(self, bounds: Bounds) -> None:
         """Raises as `open_remote`."""
         answer = await self._post("/boxes", {"bounds": dataclasses.asdict(bounds)}, limit_s=bounds.start_timeout_s)
-        self._id, self.folder = answer["box"], answer["folder"]
+        self._id, self.folder, self.scratch = answer["box"], answer["folder"], answer["scratch"]
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def exec(

@@ -5,8 +5,9 @@
     POST /s/{session}/v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses
     GET  /s/{session}/v1/models, /v1/models/{id}
     POST /s/{session}/reward                    {"reward": number, "metrics": {name: number}}, with the key of rewards
-    POST /s/{session}/alive                     its worker still plays it; with either key
-    POST /s/{session}/end                       how the agent ended, see `tasks.left_by`, or nothing; with either key
+    POST /s/{session}/alive                     its worker still plays it; with any of its keys
+    POST /s/{session}/end                       how the agent ended, see `tasks.left_by`, or nothing; with any of its keys, but
+                                                "gone", "lost" and "late" with the worker's alone
 
 The path names the session and its key must fit. A turn counts as delivered once it was written to a client that was still there.
 """
@@ -22,15 +23,17 @@ from typing import Any, Protocol
 
 from mgrpo.environments.endpoint import anthropic, chat, responses
 from mgrpo.environments.endpoint.calls import name_of
-from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Held, Receive, Send, parsed
+from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Receive, Send, parsed
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
 from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
-from mgrpo.environments.endpoint.sessions import OpenSession, Sessions
-from mgrpo.environments.endpoint.tasks import Tasks, left_by
+from mgrpo.environments.endpoint.sessions import OpenSession, Sessions, is_same
+from mgrpo.environments.endpoint.tasks import BY_WORKERS, Tasks, left_by
 from mgrpo.environments.offered.agent import checked_metrics
 
 MODEL = "policy"
+_LONGEST_MODEL = 256
+"""Characters of a client's name for the model, which each event of an answer repeats."""
 
 
 class Dialect(Protocol):
@@ -63,7 +66,7 @@ class EndpointApp:
         Args:
             passing: the way to the sessions of other endpoints.
         """
-        self._sessions, self._passing, self._tasks, self._held = sessions, passing, tasks, Held()
+        self._sessions, self._passing, self._tasks = sessions, passing, tasks
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither a lifespan nor websockets are asked for"
@@ -98,7 +101,7 @@ class EndpointApp:
                 tail = "/".join(rest)
                 is_reward = tail == "reward"
                 opened = self._sessions.find(
-                    name, exchange.key, may_reward=tail in ("end", "alive"), must_reward=is_reward
+                    name, exchange.key, also_others=tail in ("end", "alive"), must_reward=is_reward
                 )
                 try:
                     await self._serve(exchange, opened, tail)
@@ -117,11 +120,11 @@ class EndpointApp:
         elif tail == "v1/messages/count_tokens" and "v1/messages" in DIALECTS:
             _check_method(exchange, "POST")
             with opened.calls.request():
-                await self._count(exchange, session, DIALECTS["v1/messages"])
+                await self._count(exchange, opened, DIALECTS["v1/messages"])
         elif tail == "reward":
             _check_method(exchange, "POST")
             with opened.calls.request():
-                await self._reward(exchange, session)
+                await self._reward(exchange, opened)
         elif tail == "alive" and self._tasks is not None:
             _check_method(exchange, "POST")
             if session.why_over is not None:
@@ -130,8 +133,16 @@ class EndpointApp:
             await exchange.answer(200, {})
         elif tail == "end":
             _check_method(exchange, "POST")
-            async with self._body(exchange) as raw:
-                session.left = left_by(parsed(raw) if raw else {})
+            async with self._body(exchange, opened) as raw:
+                left = left_by(parsed(raw) if raw else {})
+                if left["ended"] in BY_WORKERS and not is_same(exchange.key, opened.task_key):
+                    raise Fault(
+                        403,
+                        "permission_error",
+                        f"ended={left['ended']!r} is said by the worker that has the task, with the task's task_key.",
+                        "invalid_api_key",
+                    )
+                session.left = left
                 opened.close("ended")
                 await exchange.answer(200, {})
         elif tail == "v1/models" or tail.startswith("v1/models/"):
@@ -142,11 +153,12 @@ class EndpointApp:
 
     async def _turn(self, exchange: Exchange, opened: OpenSession, tail: str, dialect: Dialect) -> None:
         session = opened.session
-        async with self._body(exchange) as raw:
+        async with self._body(exchange, opened) as raw:
             body = parsed(raw)
             request = dialect.request(body)
-            if not isinstance(model := body.get("model"), str | None):
-                raise BadRequest("Invalid value for 'model': expected a string.", "invalid_value", "model")
+            if not isinstance(model := body.get("model"), str | None) or len(model or "") > _LONGEST_MODEL:
+                why = f"expected a string of at most {_LONGEST_MODEL} characters"
+                raise BadRequest(f"Invalid value for 'model': {why}.", "invalid_value", "model")
             session.counts.plain["other_model"] += model not in (None, MODEL)
             is_stream = body.get("stream") is True
             name, kind = name_of(tail, raw, exchange.headers)
@@ -164,14 +176,15 @@ class EndpointApp:
                 finally:
                     watch.cancel()
 
-    async def _count(self, exchange: Exchange, session: Session, dialect: Dialect) -> None:
-        async with self._body(exchange) as raw:
+    async def _count(self, exchange: Exchange, opened: OpenSession, dialect: Dialect) -> None:
+        async with self._body(exchange, opened) as raw:
             request = dialect.request({"max_tokens": 1, **parsed(raw)})
-            ask = await session.ask(request, num_bytes=len(raw))
+            ask = await opened.session.ask(request, num_bytes=len(raw))
             await exchange.answer(200, {"input_tokens": ask.length})
 
-    async def _reward(self, exchange: Exchange, session: Session) -> None:
-        async with self._body(exchange) as raw:
+    async def _reward(self, exchange: Exchange, opened: OpenSession) -> None:
+        session = opened.session
+        async with self._body(exchange, opened) as raw:
             body = parsed(raw)
             reward = finite(body.get("reward"), "reward")
             try:
@@ -206,9 +219,9 @@ class EndpointApp:
         if found is not None:
             tasks.begun(found[0], says_alive=exchange.query == b"alive=1")
 
-    def _body(self, exchange: Exchange) -> Any:
+    def _body(self, exchange: Exchange, opened: OpenSession) -> Any:
         limits = self._sessions.limits
-        return exchange.body(self._held, max_bytes=limits.body_bytes, limit_s=limits.body_s)
+        return exchange.body(opened.held, max_bytes=limits.body_bytes, limit_s=limits.body_s)
 
 
 def _dialect(parts: list[str]) -> Dialect:

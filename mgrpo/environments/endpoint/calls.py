@@ -150,7 +150,8 @@ def name_of(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[byt
     """By what equal calls are known, and how a request says that it is related to an earlier one."""
     key = headers.get(b"idempotency-key", b"")
     number = headers.get(b"x-stainless-retry-count", b"0")
+    is_retry = number.isdigit() and bool(number.strip(b"0"))
     name = hashlib.blake2b(b"\0".join((path.encode(), key, body)), digest_size=16).digest()
     if key:
         return name, "same"
-    return name, "retry" if number.isdigit() and int(number) > 0 else "new"
+    return name, "retry" if is_retry else "new"

@@ -17,17 +17,44 @@ Send = Callable[[Event], Awaitable[None]]
 MAX_HELD_BYTES = 1 << 30
 """Of the bodies of all requests that have not been answered; further ones are refused with status 503."""
 _JSON = (b"content-type", b"application/json")
+_MOST_DIGITS = 20
+"""Of a length; Python refuses to read numbers of thousands of digits."""
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer."""
 
 
-class Held:
-    """Bytes of the bodies of all requests."""
+_MOST_VALUES = 1 << 16
+"""Values of one body; to read one without a bound takes seconds, which all other calls wait for."""
 
-    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
-        self.num_bytes, self.max_bytes = 0, max_bytes
+
+class Held:
+    """Bytes of the bodies of all requests, or of those of one trajectory."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES, *, within: Held | None = None) -> None:
+        """`within`: where the bytes count as well."""
+        self.num_bytes, self.max_bytes, self._within = 0, max_bytes, within
+
+    def add(self, num_bytes: int) -> None:
+        """Count further bytes; negative: these are no longer held."""
+        self.num_bytes += num_bytes
+        if self._within is not None:
+            self._within.add(num_bytes)
+
+    def check(self) -> None:
+        """Raise a Fault where there are too many."""
+        if self._within is not None:
+            self._within.check()
+        if self.num_bytes > self.max_bytes and self._within is not None:
+            raise Fault(
+                429,
+                "rate_limit_error",
+                f"the open calls of this trajectory have more than {self.max_bytes} bytes; wait until one has been answered",
+                "rate_limit_exceeded",
+            )
+        if self.num_bytes > self.max_bytes:
+            raise Fault(503, "server_error", "too many requests are being read; try again", "overloaded")
 
 
 class Exchange:
@@ -59,10 +86,11 @@ class Exchange:
             Fault: it is too large, or does not arrive in time.
             ClientGone: it will not arrive.
         """
-        size = 0
+        size = num_held = 0
+        refused: Fault | None = None
         try:
             length = self.headers.get(b"content-length", b"")
-            if length.isdigit() and int(length) > max_bytes:
+            if length.isdigit() and (len(length) > _MOST_DIGITS or int(length) > max_bytes):
                 raise _too_large(max_bytes)
             pieces = []
             try:
@@ -73,14 +101,20 @@ class Exchange:
                             raise ClientGone
                         piece = event.get("body", b"")
                         size += len(piece)
-                        held.num_bytes += len(piece)
                         if size > max_bytes:
                             raise _too_large(max_bytes)
-                        if held.num_bytes > held.max_bytes:
-                            raise Fault(
-                                503, "server_error", "too many requests are being read; try again", "overloaded"
-                            )
-                        pieces.append(piece)
+                        if refused is None:
+                            pieces.append(piece)
+                            held.add(len(piece))
+                            num_held += len(piece)
+                            try:
+                                held.check()
+                            except Fault as fault:
+                                # The rest is read and dropped: a client that is cut off may not see the answer.
+                                refused = fault
+                                pieces.clear()
+                                held.add(-num_held)
+                                num_held = 0
                         if not event.get("more_body"):
                             break
             except TimeoutError:
@@ -88,9 +122,11 @@ class Exchange:
                     408, "invalid_request_error", f"the body did not arrive within {limit_s:g} s", "request_timeout"
                 ) from None
             self._has_body_left = False
+            if refused is not None:
+                raise refused
             yield b"".join(pieces)
         finally:
-            held.num_bytes -= size
+            held.add(-num_held)
 
     async def wait(self, task: asyncio.Task[Any], *, comment_s: float | None) -> asyncio.Task[None]:
         """Wait for a task; returns the watch for the client's end, to be cancelled.
@@ -162,8 +198,16 @@ def parsed(body: bytes) -> dict[str, Any]:
     """The JSON object that a body is.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is none, or has too many values.
     """
+    # Of a valid beginning, what stands outside of strings is found exactly; behind the first error nothing is read.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_values = plain.count(b'"') // 2
+    if num_values <= 2 * _MOST_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])
+        num_values = sum(outside.count(each) for each in (b",", b"[", b"{"))
+    if num_values > _MOST_VALUES:
+        raise BadRequest(f"The body of a request may have at most {_MOST_VALUES} values.")
     try:
         value = json.loads(body, parse_constant=_refused)
     except (ValueError, RecursionError) as err:

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.normal_form import Chat, calls_of, essence, tool_of, valid
+from mgrpo.environments.normal_form import Chat, calls_of, essence, text_of, tool_of, valid
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_FAULT_CHARS = 2000
+"""An error may quote a name that the client has chosen."""
+_MOST_TOOL_BYTES = 1 << 19
+"""Bytes of a request's tools as JSON: languages of tools outlive the request."""
 
 
 class Fault(Exception):
@@ -22,8 +26,10 @@ class Fault(Exception):
             status: of HTTP.
             kind: as OpenAI's `type`, such as "invalid_request_error".
         """
+        message = message[:_MOST_FAULT_CHARS]
         super().__init__(message)
-        self.status, self.kind, self.message, self.code, self.param = status, kind, message, code, param
+        self.status, self.kind, self.message, self.code = status, kind, message, code
+        self.param = param and param[:_MOST_FAULT_CHARS]
 
 
 class BadRequest(Fault, ValueError):
@@ -87,9 +93,30 @@ def tools_of(schemas: Any) -> list[Tool]:
     if not isinstance(schemas, list | tuple):
         raise BadRequest(f"tools={schemas!r:.80} must be a list", param="tools")
     try:
-        return [tool_of(schema) for schema in schemas]
+        tools = [tool_of(schema) for schema in schemas]
     except ValueError as err:
         raise BadRequest(str(err), param="tools") from None
+    if tools and (num_bytes := len(json.dumps([tool.schema for tool in tools]))) > _MOST_TOOL_BYTES:
+        raise BadRequest(f"tools hold {num_bytes} bytes as JSON; expected at most {_MOST_TOOL_BYTES}", param="tools")
+    return tools
+
+
+def recorded(message: Chat) -> dict[str, Any]:
+    """The part of a message that a trajectory's record keeps: its role, text, calls, ids and thinking.
+
+    Templates write no other field, so that others would be kept without costing a token.
+    """
+    found: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_recorded_call(call) for call in calls]
+    wanted = {"assistant": ("reasoning_content",), "tool": ("tool_call_id", "name")}.get(message["role"], ())
+    return found | {name: valid(value) for name in wanted if isinstance(value := message.get(name), str)}
+
+
+def _recorded_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    own = {"name": valid(function["name"]), "arguments": function.get("arguments")}
+    return {"type": "function", "id": valid(str(call.get("id") or "")), "function": own}
 
 
 def for_template(messages: Sequence[Chat]) -> list[dict[str, Any]]:

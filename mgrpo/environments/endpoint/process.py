@@ -6,7 +6,7 @@ Every question has a number "id", which its answer repeats; answers come in any 
                                           ->  url, and direct: where other endpoints of the run reach this one
     peers    urls                         ->  nothing: the direct address of each endpoint of the run by its number
     open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling; task, sets_reward
-                                          ->  session, base_url, api_key, reward_key. With a task, a row, a worker plays it
+                                          ->  session, base_url, api_key, reward_key, task_key. With a task, a row, a worker plays it
     wishes                                ->  wishes, cancelled; waits until there are any
     sampled  session, number; tokens, logprobs, finish_reason, or error, is_over  ->  nothing
     wait     session                      ->  status: waits until the trajectory is over, "ended", "late", "lost" where no worker
@@ -35,7 +35,7 @@ import uvicorn
 
 from mgrpo.environments.endpoint.app import EndpointApp
 from mgrpo.environments.endpoint.passing import Passing
-from mgrpo.environments.endpoint.session import EndpointLimits
+from mgrpo.environments.endpoint.session import NUM_READERS, EndpointLimits, LongReader
 from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
 from mgrpo.environments.endpoint.tasks import Tasks
 from mgrpo.environments.endpoint.wishes import Wishes
@@ -45,6 +45,8 @@ from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.sandbox.connection import HEAD_LIMIT_S, BoundedConnection, listen
 
 MAX_QUESTION_BYTES = 1 << 30
+_SWITCH_S = 0.0005
+"""Seconds for which a thread that reads a long request keeps the loop waiting; Python's own is 0.005."""
 
 
 def main() -> None:
@@ -136,7 +138,7 @@ class AskedEndpoint:
         opened = self._sessions.open(bounds, begins=row is None)
         if row is not None:
             assert self._tasks is not None, "tasks need a worker_key"
-            kept = {name: opened[name] for name in ("base_url", "api_key")}
+            kept = {name: opened[name] for name in ("base_url", "api_key", "task_key")}
             # Whoever may not say how good it was gets no key for that.
             reward_key = opened["reward_key"] if question.get("sets_reward", True) else None
             silence_s = self._sessions.limits.worker_silence_s
@@ -150,13 +152,17 @@ class AskedEndpoint:
         spec = LanguageSpec.from_json(question["language"])
         if not spec.format.startswith("vllm:"):
             _do_without_torch()
-        language = await asyncio.to_thread(spec.make)
+        # One for the loop, and one for each thread of long requests.
+        language, *others = [await asyncio.to_thread(spec.make) for _ in range(1 + NUM_READERS)]
+        sys.setswitchinterval(_SWITCH_S)
         host = question["host"] if self._host is None else self._host
         listening = listen(host, question["port"] if self._port is None else self._port)
         direct = _url(host, listening)
         url = (question.get("public_url") or direct).rstrip("/")
         limits = EndpointLimits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
-        self._loaded = Sessions(language, self._wishes, number=question["number"], url=url, limits=limits)
+        self._loaded = Sessions(
+            language, self._wishes, reader=LongReader(others), number=question["number"], url=url, limits=limits
+        )
         self._passing = Passing(question["number"])
         if (worker_key := question.get("worker_key")) is not None:
             self._tasks = Tasks(

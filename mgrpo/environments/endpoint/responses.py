@@ -64,6 +64,7 @@ REFUSED = {
     "image": "images are not supported",
 }
 SAMPLING = ("temperature", "top_p")
+_MOST_METADATA = 16
 _OTHER_DISTRIBUTION = "it would sample from another distribution than the one that is trained"
 _ID = re.compile(r"resp_([0-9]{1,9})")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -284,7 +285,7 @@ def _response(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata") or {},
+        "metadata": _metadata(body.get("metadata")),
         "model": body.get("model") or "policy",
         "output": [],
         "parallel_tool_calls": True,
@@ -296,6 +297,13 @@ def _response(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
         "truncation": "disabled",
         "usage": None,
     }
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    """A request's metadata as far as OpenAI's API takes it; each event repeats it."""
+    if not isinstance(given, Mapping) or len(given) > _MOST_METADATA:
+        return {}
+    return {name[:64]: value[:512] for name, value in given.items() if isinstance(value, str)}
 
 
 def _output(turned: Turned, *, with_logprobs: bool) -> list[dict[str, Any]]:

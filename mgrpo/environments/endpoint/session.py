@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,8 +20,10 @@ from mgrpo.environments.loop.program_language import ProgramLanguage
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Strings at which a turn may end, and the characters of one."""
-LONG_BYTES = 32_000
-"""Requests of more are read in a thread, so that others need not wait for the tokenizer."""
+NUM_READERS = 2
+"""Threads of `LongReader`."""
+LONG_BYTES, HUGE_BYTES = 32_000, 512_000
+"""Requests of more are read in a thread, those of yet more in another one, so that others need not wait for them."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "temperature": (1,),
     "top_p": (1,),
@@ -67,8 +71,8 @@ class Turned:
     node: Node
     token_logprobs: np.ndarray
     """`[sampled]` float32."""
-    written: Callable[[Sequence[int]], str]
-    """The text of ids, with special tokens."""
+    text_of_token: Callable[[int], str]
+    """The text of an id, also of a special one; ValueError where the tokenizer has none."""
 
     @property
     def message(self) -> Mapping[str, Any]:
@@ -94,7 +98,7 @@ class Turned:
 
     def _text(self, number: int) -> str:
         try:
-            return self.written([number])
+            return self.text_of_token(number)
         except ValueError:
             # Models have more ids than their tokenizers.
             return f"token_id:{number}"
@@ -128,6 +132,10 @@ class EndpointLimits:
     """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
     comment_s: float = 5.0
     """Seconds between signs of life in a stream whose turn is being sampled; clients limit the time between reads."""
+    held_bytes: int = 8 << 20
+    """Bytes of messages, as JSON, that a trajectory's record may hold; what repeats a recorded turn's history is not counted again."""
+    open_body_bytes: int = 1 << 25
+    """Bytes of the bodies of a trajectory's calls that are open at once."""
     worker_silence_s: float = 60.0
     """How long a worker that says that it is alive may say nothing; then its task is taken from it."""
     refuses_sampling: bool = False
@@ -145,6 +153,19 @@ class Counts:
         """By the name of the setting."""
 
 
+class LongReader:
+    """Reads long requests in threads, each with a tokenizer of its own: a tokenizer is locked while it encodes."""
+
+    def __init__(self, languages: Sequence[ProgramLanguage]) -> None:
+        """`languages`: one for each thread, for long requests and for huge ones; no other thread uses them."""
+        self._threads = [(ThreadPoolExecutor(1, "reader"), language) for language in languages]
+
+    async def read(self, ask: Callable[[ProgramLanguage], Ask], *, is_huge: bool) -> Ask:
+        """The result of `ask`, called with the language of a thread in that thread."""
+        thread, language = self._threads[is_huge]
+        return await asyncio.get_running_loop().run_in_executor(thread, ask, language)
+
+
 class Session:
     """The turns of one trajectory. Belongs to one event loop.
 
@@ -160,6 +181,7 @@ class Session:
         *,
         bounds: TrajectoryBounds,
         limits: EndpointLimits,
+        reader: LongReader,
         say: Callable[[str, str], None],
     ) -> None:
         """
@@ -179,7 +201,8 @@ class Session:
         self.left: Mapping[str, Any] = {}
         """What was said of its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say
-        self._num_asked = self._num_branches = self._num_used = 0
+        self._reader, self._reading = reader, asyncio.Lock()
+        self._num_asked = self._num_branches = self._num_used = self._num_held = 0
         self._continued: set[int] = set()
         """Turns after which another one was asked for."""
         self._instructed: set[int] = set()
@@ -206,26 +229,40 @@ class Session:
             ask = await self.ask(request, num_bytes=num_bytes)
         self._check_open()
         limit = self._room(ask, request.max_tokens)
+        if self._num_held + ask.num_bytes > self.limits.held_bytes:
+            raise over(f"its messages would hold more than {self.limits.held_bytes} bytes")
         number = self._begin(ask)
-        answer = await self._wishes.sample(
-            self.name,
-            number,
-            {
-                "parent": None if ask.parent is None else ask.parent.number,
-                "added": ask.added,
-                "rewrites": ask.rewrites,
-                "max_tokens": limit,
-                "stop": list(request.stop),
-            },
-        )
-        return self._take(number, ask, request, answer)
+        # Reserved, as other calls may be sampled at the same time.
+        self._num_held += ask.num_bytes
+        try:
+            answer = await self._wishes.sample(
+                self.name,
+                number,
+                {
+                    "parent": None if ask.parent is None else ask.parent.number,
+                    "added": ask.added,
+                    "rewrites": ask.rewrites,
+                    "max_tokens": limit,
+                    "stop": list(request.stop),
+                },
+            )
+            return self._take(number, ask, request, answer)
+        except BaseException:
+            self._num_held -= ask.num_bytes
+            raise
 
     async def ask(self, request: TurnRequest, *, num_bytes: int) -> Ask:
         """What would be sampled for a request."""
-        messages = self._whole(request)
-        if num_bytes > LONG_BYTES:
-            return await asyncio.to_thread(self.tree.ask, messages, request.tools, request.previous)
-        return self.tree.ask(messages, request.tools, request.previous)
+        messages, room = self._whole(request), self.bounds.max_model_length
+        if num_bytes <= LONG_BYTES:
+            return self.tree.ask(messages, request.tools, request.previous, room=room)
+
+        def ask(language: ProgramLanguage) -> Ask:
+            return self.tree.ask(messages, request.tools, request.previous, room=room, language=language)
+
+        # One at a time, so that no trajectory takes all of a thread's time.
+        async with self._reading:
+            return await self._reader.read(ask, is_huge=num_bytes > HUGE_BYTES)
 
     def report(self) -> dict[str, Any]:
         """What the learner is told at the end."""
@@ -353,8 +390,9 @@ class Session:
         )
         if request.instructions is not None:
             self._instructed.add(number)
+        self._num_held += len(json.dumps(node.message))
         logprobs = np.array(answer.logprobs, np.float32)
-        return Turned(node=node, token_logprobs=logprobs, written=self._language.written)
+        return Turned(node=node, token_logprobs=logprobs, text_of_token=self._language.text_of_token)
 
 
 def over(why: str) -> Fault:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgrpo.environments.endpoint.calls import Calls
+from mgrpo.environments.endpoint.exchange import Held
 from mgrpo.environments.endpoint.messages import Fault
-from mgrpo.environments.endpoint.session import EndpointLimits, Session, TrajectoryBounds
+from mgrpo.environments.endpoint.session import EndpointLimits, LongReader, Session, TrajectoryBounds
 from mgrpo.environments.endpoint.wishes import Wishes
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
@@ -26,6 +27,10 @@ class OpenSession:
     api_key: str
     reward_key: str
     """Of those who may set its reward."""
+    task_key: str
+    """Of the worker that plays it, which its agent is not given."""
+    held: Held
+    """The bodies of its calls that are open."""
 
     def close(self, why: str) -> None:
         """Let no further turn be asked for, and cancel what is being sampled."""
@@ -37,7 +42,14 @@ class Sessions:
     """Those that have not been asked to end. Belongs to one event loop."""
 
     def __init__(
-        self, language: ProgramLanguage, wishes: Wishes, *, number: int, url: str, limits: EndpointLimits
+        self,
+        language: ProgramLanguage,
+        wishes: Wishes,
+        *,
+        reader: LongReader,
+        number: int,
+        url: str,
+        limits: EndpointLimits,
     ) -> None:
         """
         Args:
@@ -45,7 +57,9 @@ class Sessions:
             number: of this endpoint, with which its sessions' names begin.
             url: of this endpoint, as agents know it.
         """
-        self._language, self._wishes = language, wishes
+        self._language, self._wishes, self._reader = language, wishes, reader
+        self.held = Held()
+        """The bodies of all calls that are open."""
         self._number, self._url, self.limits = number, url, limits
         self._open: dict[str, OpenSession] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -62,12 +76,22 @@ class Sessions:
             begins: whether its time runs from now on, and not from `begin`.
         """
         name = f"{self._number}-{secrets.token_hex(8)}"
-        session = Session(name, self._language, self._wishes, bounds=bounds, limits=self.limits, say=self._say)
+        session = Session(
+            name,
+            self._language,
+            self._wishes,
+            bounds=bounds,
+            limits=self.limits,
+            reader=self._reader,
+            say=self._say,
+        )
         opened = self._open[name] = OpenSession(
             session=session,
             calls=Calls(session),
             api_key=secrets.token_urlsafe(24),
             reward_key=secrets.token_urlsafe(24),
+            task_key=secrets.token_urlsafe(24),
+            held=Held(self.limits.open_body_bytes, within=self.held),
         )
         if begins:
             self.begin(name)
@@ -76,6 +100,7 @@ class Sessions:
             "base_url": f"{self._url}/s/{name}",
             "api_key": opened.api_key,
             "reward_key": opened.reward_key,
+            "task_key": opened.task_key,
         }
 
     def begin(self, name: str) -> None:
@@ -88,22 +113,20 @@ class Sessions:
         if (opened := self._open.get(name)) is not None:
             opened.close(why)
 
-    def find(self, name: str, key: str, *, may_reward: bool = False, must_reward: bool = False) -> OpenSession:
+    def find(self, name: str, key: str, *, also_others: bool = False, must_reward: bool = False) -> OpenSession:
         """The session of a name, for those who have its key.
 
         Args:
-            may_reward, must_reward: whether the key of rewards fits as well, or alone.
+            also_others: whether the key of rewards and that of the worker fit as well.
+            must_reward: whether the key of rewards fits alone.
         Raises:
             Fault: 401. It does not tell a wrong key from a session that has ended, or never was.
         """
         opened = self._open.get(name)
-        given = key.encode(errors="replace")
-        own, reward = (opened.api_key, opened.reward_key) if opened else (self._nobody, self._nobody)
-        # Both are compared whatever the first gives, so that time tells nothing.
-        fits = (
-            hmac.compare_digest(given, own.encode()) and not must_reward,
-            hmac.compare_digest(given, reward.encode()) and (may_reward or must_reward),
-        )
+        keys = (opened.api_key, opened.reward_key, opened.task_key) if opened else (self._nobody,) * 3
+        # All are compared whatever the first gives, so that time tells nothing.
+        is_own, is_reward, is_worker = (is_same(key, each) for each in keys)
+        fits = (is_own and not must_reward, is_reward and (also_others or must_reward), is_worker and also_others)
         if opened is None or not any(fits):
             if opened is not None:
                 opened.session.counts.refused["401"] += 1
@@ -136,6 +159,11 @@ class Sessions:
         if key not in self._said:
             self._said.add(key)
             sys.stderr.write(f"mgrpo: {text}\n")
+
+
+def is_same(given: str, key: str) -> bool:
+    """Whether a client's key is this one, in a time that tells nothing."""
+    return hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 
 def bounds_of(question: Mapping[str, Any]) -> TrajectoryBounds:

@@ -16,7 +16,9 @@ ASK_S = 10.0
 _NOTICE_S = 30.0
 _MOST_OUTPUT_CHARS = 1 << 14
 _MOST_STATUS = 1 << 32
-_ENDINGS = ("ended", "crashed", "late", "lost", "gone")
+BY_WORKERS = ("late", "lost", "gone")
+"""Endings that take the score away or have the trajectory played again, which no agent may say of itself."""
+_ENDINGS = ("ended", "crashed", *BY_WORKERS)
 Task = dict[str, Any]
 
 

@@ -7,6 +7,7 @@ its square. Ids of recorded turns come from here, never from a client's text.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,16 +17,18 @@ import numpy as np
 
 from mgrpo.environments.endpoint.messages import (
     BadRequest,
+    ContextFull,
     checked,
     for_template,
     key_after,
     key_of_tools,
     name_of,
+    recorded,
     tools_of,
 )
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.loop.bridge import BridgeError
-from mgrpo.environments.loop.program_language import Shown
+from mgrpo.environments.loop.program_language import Shown, TextTooLong
 from mgrpo.environments.normal_form import Chat, essence, text_of
 
 
@@ -39,8 +42,13 @@ class ChatLanguage(Protocol):
     def with_tools(self, tools: Sequence[Tool]) -> ChatLanguage:
         """The same for chats in which these may be called."""
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[int] = ()) -> list[int]:
-        """Ids of a conversation; ValueError where the template refuses it."""
+    def opening(
+        self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[int] = (), *, room: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation; TextTooLong before it is tokenized, ValueError where the template refuses it."""
+
+    def check_room(self, texts: Sequence[str], room: int) -> None:
+        """Raise TextTooLong where texts cannot have as few tokens as `room`."""
 
     def after(self, messages: Sequence[tuple[str, str, str]], last: int) -> list[int]:
         """Ids after a turn that ends with the id `last`; BridgeError where the template cannot be followed."""
@@ -69,8 +77,10 @@ class Ask:
     length: int
     """Tokens of the context."""
     messages: list[Chat]
-    """Those that follow the parent; all of them without a parent."""
-    language: ChatLanguage
+    """Those that follow the parent, as they are recorded; all of them without a parent."""
+    num_bytes: int
+    """Bytes of `messages` as JSON."""
+    tools: Sequence[Tool]
     is_first: bool
     """Whether no turn had begun: special tokens in what users and systems say are tokens."""
     difference: str | None = None
@@ -84,7 +94,7 @@ class Node:
     number: int
     """In the order of asking, from 0."""
     parent: Node | None
-    added: list[int]
+    added: array[int]
     rewrites: bool
     tokens: list[int]
     """What was sampled."""
@@ -136,26 +146,50 @@ class Tree:
         """Whether a turn has begun."""
         return self._own is not None
 
-    def ask(self, messages: Any, tools: Any = (), previous: int | None = None) -> Ask:
+    def ask(
+        self,
+        messages: Any,
+        tools: Any = (),
+        previous: int | None = None,
+        *,
+        room: int | None = None,
+        language: ChatLanguage | None = None,
+    ) -> Ask:
         """What a request asks to be sampled; nothing changes yet.
 
         Args:
             messages, tools: of the request, as JSON.
             previous: of several turns that fit equally well, the one that is meant.
+            room: the most tokens of a context; what cannot have so few is not tokenized.
+            language: the one to encode with, for chats without tools; None: this tree's, which belongs to the loop's thread.
         Raises:
             BadRequest: these cannot be shown to the model.
         """
         try:
-            return self._ask(checked(messages), tools_of(tools or ()), previous)
+            return self._ask(checked(messages), tools_of(tools or ()), previous, room, language or self.language)
         except BadRequest:
             raise
+        except TextTooLong as err:
+            raise ContextFull(
+                f"This model's maximum context length is {room} tokens. However, your messages resulted in at least "
+                f"{err.num_tokens} tokens. Please reduce the length of the messages.",
+                num_tokens=err.num_tokens,
+                limit=room or 0,
+            ) from None
         except ValueError as err:
             raise BadRequest(str(err), param="messages") from None
         except RecursionError:
             raise BadRequest("the values of messages or tools are nested too deeply", param="messages") from None
 
-    def _ask(self, messages: list[Chat], tools: Sequence[Tool], previous: int | None) -> Ask:
-        language = self.language.with_tools(tools)
+    def _ask(
+        self,
+        messages: list[Chat],
+        tools: Sequence[Tool],
+        previous: int | None,
+        room: int | None,
+        language: ChatLanguage,
+    ) -> Ask:
+        language = language.with_tools(tools)
         keys = [key_of_tools(tools)]
         for message in messages:
             keys.append(key_after(keys[-1], message))
@@ -167,6 +201,8 @@ class Tree:
             node = self._meant(self._by_key[keys[place]], added, previous)
             try:
                 following = _following(node, added)
+                if room is not None:
+                    language.check_room([text for _, text, _ in following], max(0, room - node.end))
                 rewritten = self._rewritten(language, node, following)
                 ids = language.after(following, node.tokens[-1]) if rewritten is None else rewritten
             except BridgeError as err:
@@ -178,12 +214,12 @@ class Tree:
                     added=ids,
                     rewrites=rewritten is not None,
                     length=len(ids) if rewritten is not None else node.end + len(ids),
-                    messages=added,
-                    language=language,
+                    **_recorded(added),
+                    tools=tools,
                     is_first=False,
                 )
         own = self._own
-        ids = language.opening(for_template(messages), _untrusted(messages, own))
+        ids = language.opening(for_template(messages), _untrusted(messages, own), room=room)
         if self.nodes and why is None:
             why = self._difference(messages, tools)
         return Ask(
@@ -192,8 +228,8 @@ class Tree:
             added=ids,
             rewrites=False,
             length=len(ids),
-            messages=messages,
-            language=language,
+            **_recorded(messages),
+            tools=tools,
             is_first=own is None,
             difference=why,
         )
@@ -221,7 +257,8 @@ class Tree:
             reads_calls: False: calls are text, or there are no tools.
             stop: strings before the first of which the client's text ends; the tokens stay as they are.
         """
-        shown = ask.language.shown(np.array(tokens, np.int32), calls=reads_calls, stop=stop)
+        language = self.language.with_tools(ask.tools)
+        shown = language.shown(np.array(tokens, np.int32), calls=reads_calls, stop=stop)
         message: dict[str, Any] = {"role": "assistant", "content": shown.parsed.content}
         if shown.thought:
             message["reasoning_content"] = shown.thought
@@ -233,7 +270,7 @@ class Tree:
         node = Node(
             number=number,
             parent=ask.parent,
-            added=ask.added,
+            added=array("i", ask.added),
             rewrites=ask.rewrites,
             tokens=list(tokens),
             length=ask.length,
@@ -258,7 +295,7 @@ class Tree:
 
     def context(self, node: Node) -> list[int]:
         """All ids that a turn was sampled after."""
-        parts: list[list[int]] = []
+        parts: list[Sequence[int]] = []
         while node.parent is not None and not node.rewrites:
             parts += [node.added, node.parent.tokens]
             node = node.parent
@@ -312,6 +349,12 @@ def _untrusted(messages: Sequence[Chat], own: frozenset[bytes] | None) -> list[i
         for place, message in enumerate(messages)
         if message["role"] == "tool" or (own is not None and key_after(b"", message) not in own)
     ]
+
+
+def _recorded(messages: Sequence[Chat]) -> dict[str, Any]:
+    """The fields of an `Ask` for its messages."""
+    kept = [recorded(message) for message in messages]
+    return {"messages": kept, "num_bytes": sum(len(json.dumps(message)) for message in kept)}
 
 
 def _following(node: Node, added: Sequence[Chat]) -> list[tuple[str, str, str]]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from mgrpo.environments.endpoint.messages import Fault
 
+_MOST_IDS = 1 << 22
+"""Ids after which no further wish is taken in one line, which the learner bounds."""
 Name = tuple[str, int]
 """A session, and the number of a turn in it."""
 
@@ -52,12 +54,16 @@ class Wishes:
                 self._changed.set()
 
     async def take(self) -> dict[str, Any]:
-        """All that is new; waits until something is. A wish that was cancelled before it was taken is not among it."""
+        """Wishes that are new, as many as one line may hold; waits until there are any. One that was cancelled before is not among them."""
         while not self._new and not self._cancelled:
             self._changed.clear()
             await self._changed.wait()
-        wishes, cancelled = list(self._new.values()), [list(name) for name in self._cancelled]
-        self._new.clear()
+        wishes, num_ids = [], 0
+        for name in list(self._new):
+            if num_ids < _MOST_IDS:
+                wishes.append(self._new.pop(name))
+                num_ids += len(wishes[-1]["added"])
+        cancelled = [list(name) for name in self._cancelled]
         self._cancelled.clear()
         return {"wishes": wishes, "cancelled": cancelled}
 

@@ -140,7 +140,7 @@ async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> N
     """Say again and again that the task is played, until the run says that it is over."""
     while True:
         with contextlib.suppress(httpx.HTTPError):
-            answer = await client.post(f"{task['base_url']}/alive", headers=_bearer(task["api_key"]))
+            answer = await client.post(f"{task['base_url']}/alive", headers=_bearer(task["task_key"]))
             if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNAUTHORIZED):
                 return
         await asyncio.sleep(task["silence_s"] / _ALIVE_SHARE)
@@ -148,7 +148,8 @@ async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> N
 
 async def _tell(client: httpx.AsyncClient, task: Mapping[str, Any], what: str, values: Mapping[str, Any]) -> None:
     """Tell the session, unless it is over: then the run knows better."""
-    key = task["reward_key"] if what == "reward" else task["api_key"]
+    # The agent knows the trajectory's own key.
+    key = task["reward_key"] if what == "reward" else task["task_key"]
     with contextlib.suppress(httpx.HTTPError):
         await client.post(f"{task['base_url']}/{what}", json=values, headers=_bearer(key))
 

@@ -5,9 +5,12 @@ It runs in a box of its own, which ends with the trajectory, together with every
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,7 @@ from mgrpo.environments.launch.results import OwnWord, ResultError, Unjudged, re
 from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHARS, Agent, Endpoint, Outcome, masked
 
 _TASK, _RESULT = "task.json", "result.json"
+_PYTHON = re.compile(r"python[0-9.]*")
 _checked: set[tuple[str, Bounds]] = set()
 """Kinds of boxes that this process has opened before."""
 
@@ -56,6 +60,7 @@ class CommandAgent(Agent):
         self._check_files = self._files
         if self._check is not None:
             self._check_files |= files_of_command(self._check, self._files)
+            self.remarks = check_remarks(check or "", self._check, self._check_files)
         self._files |= files_of_command(self._words, self._files)
         self._where = box
         self._has_own_word = sets_reward and check is None
@@ -86,10 +91,17 @@ class CommandAgent(Agent):
         await self.end()
         self.row, self.seed = row, seed
         bounds = self._bounds
-        if isinstance(image := row.get("image"), str):
+        if (image := row.get("image")) and isinstance(image, str) and self._takes_images:
             bounds = dataclasses.replace(bounds, image=image, readable=())
         self._box = await open_box(self._where, bounds)
         await self._files.put_into(self._box)
+
+    @property
+    def _takes_images(self) -> bool:
+        """Whether a row's column `image` names the image of a container: in local walls it would be the folder that they open."""
+        if self._where in ("local", "none"):
+            return False
+        return not self._where.startswith(("http://", "https://")) or self._bounds.image is not None
 
     async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
         """See `Agent.run`.
@@ -99,7 +111,7 @@ class CommandAgent(Agent):
         """
         assert self._box is not None, "a reset comes first"
         hidden = [*self._own.values(), endpoint.api_key, endpoint.reward_key or ""]
-        task = await _Task.put_into(self._box, ".mgrpo", self.row)
+        task = await _Task.put_into(self._box, f"{self._box.folder}/.mgrpo", self.row)
         process = await self._box.start(
             self._words, env={**await self._addresses(endpoint), **self._own, **task.variables}
         )
@@ -137,7 +149,8 @@ class CommandAgent(Agent):
         await self.end()
 
     async def _verdict(self, truth: Mapping[str, Any]) -> OwnWord:
-        """Judge what the agent has left.
+        """Judge what the agent has left, from a folder of its own: what the agent has put into its folder, which is its home as well,
+        would be imported by a check that starts there.
 
         Raises:
             ResultError: the agent has left a folder in which it cannot be judged.
@@ -146,12 +159,15 @@ class CommandAgent(Agent):
         box = self._box
         assert box is not None and self._check is not None
         try:
-            # Its own word is put where the agent could leave nothing.
-            task = await _Task.put_into(box, f".mgrpo-{secrets.token_hex(8)}", {**self.row, **truth})
-            await self._check_files.put_into(box)
+            # A box of a user's own kind may be older than this.
+            place = f"{getattr(box, 'scratch', '/tmp')}/mgrpo-check-{secrets.token_hex(8)}"
+            home = f"{place}/.mgrpo"
+            task = await _Task.put_into(box, home, {**self.row, **truth})
+            await self._check_files.put_into(box, place)
         except OSError as err:
             raise ResultError(f"the files of agent_check cannot be written: {err.strerror or err}") from err
-        done = await box.exec(self._check, env={**self._own, **task.variables}, timeout_s=CHECK_S)
+        own = {"HOME": home, "TMPDIR": home, "PYTHONNOUSERSITE": "1", "MGRPO_WORK": box.folder}
+        done = await box.exec(self._check, env={**self._own, **own, **task.variables}, cwd=place, timeout_s=CHECK_S)
         await box.end_processes()
         how = f"took more than {CHECK_S:g} s" if done.timed_out else f"ended with the status {done.status}"
         try:
@@ -183,7 +199,6 @@ class _Task:
     """A command's task, and where it may write a result."""
 
     result: str
-    """Relative to the box's folder."""
     variables: Mapping[str, str]
 
     @classmethod
@@ -191,7 +206,7 @@ class _Task:
         await box.put(f"{home}/{_TASK}", json.dumps(row, ensure_ascii=False, indent=1).encode(errors="replace"))
         return cls(
             result=f"{home}/{_RESULT}",
-            variables={"MGRPO_TASK": f"{box.folder}/{home}/{_TASK}", "MGRPO_RESULT": f"{box.folder}/{home}/{_RESULT}"},
+            variables={"MGRPO_TASK": f"{home}/{_TASK}", "MGRPO_RESULT": f"{home}/{_RESULT}"},
         )
 
 
@@ -200,6 +215,37 @@ def _words(name: str, command: str) -> list[str]:
     if not words:
         raise ValueError(f"{name}={command!r} is no command")
     return words
+
+
+def check_remarks(command: str, words: Sequence[str], files: Files) -> tuple[str, ...]:
+    """Sentences about a check that an agent can answer for, or that does not find what the agent leaves."""
+    found = []
+    if _is_open_python(words):
+        found.append(
+            f"agent_check={command!r} runs python without -I, which takes modules from folders that a program may have written "
+            "to; write python -I, and have a check of several files add its own folder to sys.path"
+        )
+    texts = [command.encode(), *(file.data for file in files.by_path.values())]
+    if not any(map(os.path.isabs, words)) and not any(b"MGRPO_WORK" in text for text in texts):
+        found.append(
+            f"agent_check={command!r} starts in a folder of its own, and neither it nor its files name MGRPO_WORK, the variable "
+            "with the agent's folder; relative paths do not lead there"
+        )
+    return tuple(found)
+
+
+def _is_open_python(words: Sequence[str]) -> bool:
+    """Whether some word is a Python that no -I follows, also in the words of a shell."""
+    for place, word in enumerate(words):
+        if _PYTHON.fullmatch(os.path.basename(word)):
+            flags = itertools.takewhile(lambda each: each.startswith("-"), words[place + 1 :])
+            if not any("I" in flag for flag in flags if not flag.startswith(("--", "-W", "-X"))):
+                return True
+        elif any(each.isspace() for each in word):
+            with contextlib.suppress(ValueError):
+                if _is_open_python(shlex.split(word)):
+                    return True
+    return False
 
 
 def _variables(names: Sequence[str]) -> dict[str, str]:

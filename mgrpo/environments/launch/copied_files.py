@@ -25,14 +25,14 @@ class Files:
 
     by_path: Mapping[str, File]
 
-    async def put_into(self, box: Box) -> None:
-        """Write all of them.
+    async def put_into(self, box: Box, folder: str | None = None) -> None:
+        """Write all of them to a folder; None: the working folder.
 
         Raises:
             OSError: the box does not let them be written.
         """
         for path, file in self.by_path.items():
-            await box.put(path, file.data, mode=file.mode)
+            await box.put(path if folder is None else f"{folder}/{path}", file.data, mode=file.mode)
 
     def __or__(self, other: Files) -> Files:
         return Files({**self.by_path, **other.by_path})

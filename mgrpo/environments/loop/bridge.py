@@ -24,6 +24,7 @@ from mgrpo.environments.normal_form import valid
 __all__ = ["BridgeError", "Bridges"]
 
 _CALLED, _MARK = "qzcalledzq", "qzanswerzq"
+_PRIVATE = re.compile("[\ue000-\uf8ff]")
 _MOST_KNOWN = 256
 """Most kinds of bridges that are kept: clients choose them."""
 _MOST_MESSAGES = 64
@@ -75,6 +76,8 @@ class Bridges:
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         """Finds the tokens that no observation may contain."""
+        self.has_marked_tools = bool(self.guarded.search(json.dumps(self._tools, ensure_ascii=False)))
+        """Whether a tool's schema holds such tokens, so that a conversation needs `guarded_opening`."""
         self._known: dict[tuple[str, ...], _Known | str] = {}
         """By the roles of what follows a turn; a text: why such messages cannot be followed."""
 
@@ -86,17 +89,25 @@ class Bridges:
         """The text of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
         return self.render(messages, True)
 
-    def guarded_opening(self, messages: Sequence[Message], untrusted: Container[int], *, bos: str = "") -> list[int]:
-        """The ids of a conversation up to the opening of the model's turn, in which some messages hold nothing but text.
+    def guarded_opening(
+        self,
+        messages: Sequence[Message],
+        untrusted: Container[int],
+        *,
+        bos: str = "",
+        check: Callable[[Sequence[str]], None] = lambda texts: None,
+    ) -> list[int]:
+        """The ids of a conversation up to the opening of the model's turn, in which some messages and all tools hold nothing but text.
 
         Args:
             untrusted: the places of messages of whose text nothing becomes a token that was added to the vocabulary.
             bos: stands before the text.
+            check: called with the pieces of the text before they are tokenized.
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template refuses the conversation; what `check` raises.
         """
         messages = [self._fitted(message) for message in messages]
-        mark = _absent(messages)
+        mark = _absent([messages, self._tools])
 
         def within(text: str) -> str:
             return mark.join(self._within_tokens(text))
@@ -105,13 +116,18 @@ class Bridges:
             marked = [
                 _changed(message, change) if place in untrusted else message for place, message in enumerate(messages)
             ]
-            pieces = (bos + self.render(marked, True)).split(mark)
+            pieces = (bos + self.render(marked, True, tools=_marked(self._tools, change))).split(mark)
+            check(pieces)
             ids = [*self.encoded(pieces[:1])[0], *self._behind(self._before, pieces[1:])]
             own = [self._added[found[0]] for piece in pieces for found in self.guarded.finditer(piece)]
             if own == [one for one in ids if one in self._guarded_ids]:
                 break
             # The tokenizer rewrites a text before it looks for tokens: no two characters of a message stay together.
         return ids
+
+    def rewrites_tools(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the tokenizer has made guarded tokens, perhaps in tools, of a text that does not hold them as they are."""
+        return bool(self._tools) and sum(one in self._guarded_ids for one in ids) > len(self.guarded.findall(text))
 
     def _fitted(self, message: Message) -> Message:
         """A message as this template writes it: some have no place for calls, or for what tools answer."""
@@ -230,15 +246,21 @@ class Bridges:
         guarded_ids = [number for number in after[1:] if number in self._guarded_ids]
         return _Known(frame=frame, end_id=after[0], guarded_ids=guarded_ids)
 
-    def render(self, messages: Sequence[Message], opens: bool) -> str:
-        """The text of messages, with or without the opening of the model's next turn; ValueError where the template refuses."""
+    def render(
+        self, messages: Sequence[Message], opens: bool, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The text of messages, with or without the opening of the model's next turn; ValueError where the template refuses.
+
+        Args:
+            tools: schemas to write; None: those of these bridges.
+        """
         return render(
             messages,
             self._tokenizer,
             self._template,
             add_bos=False,
             kwargs=self._kwargs,
-            tools=self._tools or None,
+            tools=(self._tools if tools is None else tools) or None,
             add_opening=opens,
         )
 
@@ -286,10 +308,23 @@ class Bridges:
         return token_ids(self._tokenizer, texts)
 
 
-def _absent(messages: Sequence[Message]) -> str:
-    """A character for private use that no message has."""
-    text = json.dumps(messages, ensure_ascii=False, default=str)
-    return next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)
+def _absent(values: Any) -> str:
+    """A character for private use that no text of these values has; ValueError where they have all of them."""
+    taken = set(_PRIVATE.findall(json.dumps(values, ensure_ascii=False, default=str)))
+    mark = next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in taken), None)
+    if mark is None:
+        raise ValueError("messages and tools use all characters for private use")
+    return mark
+
+
+def _marked(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with other texts, except words that templates look for, such as the keys of a schema."""
+    if isinstance(value, Mapping):
+        return {_marked(key, change): _marked(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(item, change) for item in value]
+    is_text = isinstance(value, str) and not (value.isascii() and value.isidentifier())
+    return change(value) if is_text else value
 
 
 def _changed(message: Message, change: Callable[[str], str]) -> Message:

@@ -24,6 +24,15 @@ from mgrpo.environments.normal_form import whole
 _MOST_KNOWN = 64
 
 
+class TextTooLong(ValueError):
+    """A text that is not tokenized, as it has too many tokens in any case."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """`num_tokens`: the fewest that it can have."""
+        super().__init__(f"a text has at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """A turn as a client sees it."""
@@ -51,10 +60,12 @@ class ProgramLanguage(TemplateLanguage):
         add_bos: bool,
         max_observation_tokens: int,
         strips: bool = False,
+        longest_token_bytes: int = 0,
     ) -> None:
         """
         Args:
             strips: whether thinking is left out of earlier turns where the template does so.
+            longest_token_bytes: bytes of the longest token of the vocabulary; 0: looked up.
             format_of, bridges_of: the format and the bridges of a chat in which these tools may be called.
         """
         bridges = bridges_of(tools)
@@ -68,6 +79,8 @@ class ProgramLanguage(TemplateLanguage):
         )
         self._format_of, self._bridges_of, self._add_bos, self._asked_to_strip = format_of, bridges_of, add_bos, strips
         self._known: dict[str, ProgramLanguage] = {}
+        self._longest_token_bytes = longest_token_bytes or max(len(token.encode()) for token in tokenizer.get_vocab())
+        self._text_of_token: dict[int, str] = {}
 
     def with_tools(self, tools: Sequence[Tool]) -> ProgramLanguage:
         """The same for chats in which these may be called."""
@@ -86,21 +99,42 @@ class ProgramLanguage(TemplateLanguage):
                 add_bos=self._add_bos,
                 max_observation_tokens=self.max_observation_tokens,
                 strips=self._asked_to_strip,
+                longest_token_bytes=self._longest_token_bytes,
             )
         return known
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], untrusted: Container[int] = ()) -> list[int]:
-        """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it.
+    def opening(
+        self, messages: Sequence[Mapping[str, Any]], untrusted: Container[int] = (), *, room: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation, up to the opening of the model's turn. Special tokens in tools are text.
 
         Args:
             untrusted: places of messages in which special tokens are text.
+            room: the most tokens that it may have; None: any number.
+        Raises:
+            TextTooLong: the text cannot have so few, and is not tokenized.
+            ValueError: the template refuses the conversation.
         """
         plain = [whole(dict(message)) for message in messages]
-        if any(place in untrusted for place in range(len(plain))):
-            bos = with_bos("", self.tokenizer) if self._add_bos else ""
-            return self.bridges.guarded_opening(plain, untrusted, bos=bos)
-        text = self.bridges.opening(plain)
-        return token_ids(self.tokenizer, [with_bos(text, self.tokenizer) if self._add_bos else text])[0]
+
+        def check(texts: Sequence[str]) -> None:
+            if room is not None:
+                self.check_room(texts, room)
+
+        if not self.bridges.has_marked_tools and not any(place in untrusted for place in range(len(plain))):
+            text = self.bridges.opening(plain)
+            check([text])
+            ids = token_ids(self.tokenizer, [with_bos(text, self.tokenizer) if self._add_bos else text])[0]
+            if not self.bridges.rewrites_tools(text, ids):
+                return ids
+        bos = with_bos("", self.tokenizer) if self._add_bos else ""
+        return self.bridges.guarded_opening(plain, untrusted, bos=bos, check=check)
+
+    def check_room(self, texts: Sequence[str], room: int) -> None:
+        """Raise TextTooLong where texts cannot have as few tokens as `room`: each has as many bytes as the longest of all tokens."""
+        num_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+        if (num_tokens := -(-num_bytes // self._longest_token_bytes)) > room:
+            raise TextTooLong(num_tokens)
 
     def after(self, messages: Sequence[tuple[str, str, str]], last: int) -> list[int]:
         """Ids between a turn and the next one.
@@ -183,6 +217,12 @@ class ProgramLanguage(TemplateLanguage):
         if unknown:
             raise ValueError(f"the id {unknown[0]} is not among the tokenizer's {len(self.tokenizer)}")
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text_of_token(self, number: int) -> str:
+        """The text of one id, which is kept; ValueError as for `written`."""
+        if (text := self._text_of_token.get(number)) is None:
+            text = self._text_of_token[number] = self.written([number])
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,8 @@ class Agent(Environment):
 
     ending_s: float = 0.0
     """Time that `run` may take beyond its limit; then it is cancelled, and late."""
+    remarks: tuple[str, ...] = ()
+    """Sentences for the user, before a run starts."""
     row: Mapping[str, Any]
     seed: int
 

@@ -32,6 +32,8 @@ class Offer:
     """Whether it drives the model by itself, in chats that it asks of us."""
     is_agent: bool = False
     """Whether it does so by an address of the model."""
+    remarks: tuple[str, ...] = ()
+    """Sentences for the user, before a run starts."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -150,7 +152,13 @@ class Description:
     def from_json(cls, values: Mapping[str, Any]) -> Description:
         return cls(
             offers=tuple(
-                Offer(**{**offer, "tools": tuple(Tool(**tool) for tool in offer["tools"])})
+                Offer(
+                    **{
+                        **offer,
+                        "tools": tuple(Tool(**tool) for tool in offer["tools"]),
+                        "remarks": tuple(offer["remarks"]),
+                    }
+                )
                 for offer in values["offers"]
             )
         )

@@ -145,6 +145,7 @@ class OfferedEnvironment:
             is_alternative=self._is_alternative,
             is_program=isinstance(self.environment, Program),
             is_agent=isinstance(self.environment, Agent),
+            remarks=self.environment.remarks if isinstance(self.environment, Agent) else (),
         )
 
     def _checked(self, observation: Observation) -> Observation:

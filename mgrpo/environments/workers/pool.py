@@ -28,7 +28,7 @@ _TRIES_TO_BEGIN = 2
 def describe(
     specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str | None = None, variables: Sequence[str] = ()
 ) -> Description:
-    """The offers of the environments, asked of one worker process, which then ends. Blocks.
+    """The offers of the environments, asked of one worker process, which then ends; prints their remarks. Blocks.
 
     Raises:
         ValueError: one cannot be built or set up; the message names its entry.
@@ -36,11 +36,14 @@ def describe(
     child = new_child(folders, python, variables)
     try:
         child.send([_load_question(specs, WorkerLimits()) | {"id": 0}])
-        return _description_in(child.receive(_START_LIMIT_S + PATIENCE_S))
+        description = _description_in(child.receive(_START_LIMIT_S + PATIENCE_S))
     except (ChildError, TimeoutError) as err:
         raise ValueError(_not_started(specs, str(err))) from err
     finally:
         child.end()
+    for remark in (remark for offer in description.offers for remark in offer.remarks):
+        sys.stderr.write(f"mgrpo: {remark}\n")
+    return description
 
 
 class EnvironmentPool:

@@ -86,7 +86,7 @@ class Reporter:
         self.continues, self.own_exports = after is not None, set[Path]()
         self.writer = MetricsWriter(self.output_dir, resumed_after=after, num_lines=saved.get("num_lines", 0))
         self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
-        settings = f"# {version_line()}\n{to_yaml(config)}"
+        self._settings = settings = f"# {version_line()}\n{to_yaml(config)}"
         (self.output_dir / "config.yaml").write_text(settings)
         self.run_id = saved.get("run_id") or new_run_id()
         """The run's name with its trackers."""
@@ -185,6 +185,7 @@ class Reporter:
             metrics |= lost
         advantages = [sample.advantage for sample in batch.samples if not sample.continues]
         with self._writing():
+            self._check_folder(step)
             self.writer.write(step, metrics)
             records = self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
             self.writer.table(step, as_table("samples", records))
@@ -201,6 +202,16 @@ class Reporter:
         if time.monotonic() >= self.report_due:
             self.write_report()
         self.listener.step(step, metrics, rollouts)
+
+    def _check_folder(self, step: int) -> None:
+        """Begin new files where those of the run were deleted or replaced, and say so at once."""
+        if self.writer.reopen_if_gone():
+            (self.output_dir / "config.yaml").write_text(self._settings)
+            write_status(self.output_dir, "running")
+            self.progress.warn(
+                f"{self.writer.path} was deleted or replaced during the run: metrics and samples before step {step} are no longer in "
+                f"{self.output_dir}, and new files begin there. Trackers have all metrics; leave the folder of a run alone."
+            )
 
     def _completions(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
         """Show the step's completions, with `log_completions`."""
@@ -237,6 +248,7 @@ class Reporter:
         version = {} if policy_version is None else {"policy_version": policy_version}
         times = {"time/eval": evaluation.generate_s, "time/unix": time.time()}
         with self._writing():
+            self._check_folder(step)
             self.writer.write(step, {**version, **metrics, **times})
             correct = correctness(evaluation.groups, self.scale)
             self.tables.write(step, evaluation.groups, correct)

@@ -6,9 +6,11 @@ checkpoint appends to its own files, without the steps after the checkpoint, whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,6 +66,18 @@ class MetricsWriter:
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for sink in self.sinks:
             sink.write(step, scalars)
+
+    def reopen_if_gone(self) -> bool:
+        """Open a new file where metrics.jsonl, or its folder, was deleted or replaced; returns whether it was."""
+        own = os.fstat(self._lines.fileno())
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(own, self.path.stat()):
+                return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.path.open("a", encoding="utf-8")
+        self._lines.close()
+        self._lines, self.num_lines = lines, 0
+        return True
 
     def table(self, step: int, table: Table) -> None:
         """Show samples in every sink."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mgrpo.environments.launch.command import CommandAgent
+from mgrpo.environments.offered.agent import Endpoint
+from tests.namespaces import skip_without_namespaces
 
 FOLDER = Path(__file__).parents[3] / "examples" / "coding_agent"
 
@@ -138,6 +143,68 @@ def test_a_file_that_answers_for_the_judge_gets_nothing(task, tmp_path, source):
     problem = task.draw(random.Random(4))
     (tmp_path / problem.path).write_text(source)
     assert run_file("check.py", tmp_path, truth_of(task, problem)) == 1
+
+
+READS_MEMORY = """
+import json, os, re
+parent = os.getppid()
+for line in open(f"/proc/{parent}/maps"):
+    first, last = (int(part, 16) for part in line.split()[0].split("-"))
+    if " rw" not in line or last - first > 1 << 28:
+        continue
+    with open(f"/proc/{parent}/mem", "rb", 0) as memory:
+        memory.seek(first)
+        text = memory.read(last - first).decode("latin1")
+    for place in re.finditer('"cases": ', text):
+        try:
+            cases, _ = json.JSONDecoder().raw_decode(text[place.end() :].lstrip())
+        except ValueError:
+            continue
+        print(json.dumps([value for _, value in cases]), flush=True)
+        os._exit(0)
+"""
+FORGES = """
+import glob, os, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        for home in glob.glob("/tmp/mgrpo-check-*/.mgrpo"):
+            with open(f"{home}/result.json", "w") as file:
+                file.write('{"reward": 1}')
+        time.sleep(0.001)
+time.sleep(0.3)
+os._exit(0)
+"""
+FINDS = """
+import glob, json, os
+for path in glob.glob("/tmp/mgrpo-check-*/.mgrpo/*"):
+    print(json.dumps([value for _, value in json.load(open(path))["ground_truth"]["cases"]]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("source", [READS_MEMORY, FORGES, FINDS], ids=["memory", "result", "task"])
+def test_a_file_that_reads_or_writes_for_the_judge_within_walls_gets_nothing(task, monkeypatch, source):
+    """The judge and what it judges are the same user: its memory held what is expected, and its result could be written for it."""
+    skip_without_namespaces()
+    monkeypatch.chdir(FOLDER / "files")
+    problem = task.draw(random.Random(4))
+    leaves = "import json, os; t = json.load(open(os.environ['MGRPO_TASK'])); open(t['path'], 'w').write(t['source'])"
+
+    def judged(left: str) -> float | None:
+        async def play() -> float | None:
+            agent = CommandAgent(command=f'python -I -c "{leaves}"', check="python -I check.py", box="local")
+            try:
+                await agent.reset({"path": problem.path, "source": left}, seed=0)
+                endpoint = Endpoint(base_url="http://127.0.0.1:9/s/0-1", api_key="k")
+                return (await agent.run(endpoint, truth=truth_of(task, problem), limit_s=60.0)).reward
+            finally:
+                await agent.close()
+
+        return asyncio.run(play())
+
+    assert judged(source) == 0.0
+    assert judged(problem.repaired) == 1.0
 
 
 def test_the_agent_does_what_the_conversations_of_the_warm_up_say(task, tmp_path, scripted):

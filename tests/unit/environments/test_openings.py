@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import named
 from mgrpo.environments.loop.bridge import Bridges
 from mgrpo.environments.loop.program_language import ProgramLanguage
@@ -116,6 +117,25 @@ def test_a_tokenizer_that_rewrites_texts_finds_none_either() -> None:
     assert halt in own.opening(messages)
     found = own.opening(messages, [0])
     assert halt not in found and "a<|halt|>b" in lowered.decode(found)
+
+
+def test_no_tool_holds_a_token_that_a_tokenizer_makes_of_it() -> None:
+    """Descriptions are others' text, also in the first call, whose messages may hold such tokens."""
+    from tokenizers import AddedToken, normalizers
+
+    lowered = make_tokenizer()
+    lowered.backend_tokenizer.normalizer = normalizers.Lowercase()
+    lowered.add_tokens([AddedToken("<|halt|>", normalized=True, special=True)], special_tokens=True)
+    halt = lowered.convert_tokens_to_ids("<|halt|>")
+    for text in ("a<|HALT|>b", "a<|halt|>b"):
+        schema = {"type": "object", "properties": {text: {"type": "string"}}}
+        for name, description, parameters in (("f", text, {}), (text, "", {}), ("f", "", schema)):
+            tool = Tool(name=name, description=description, parameters=parameters)
+            own = language(lowered, *GOOD["joined"]).with_tools([tool])
+            found = own.opening([{"role": "user", "content": "q"}])
+            assert halt not in found and "a<|halt|>b" in lowered.decode(found)
+            both = own.opening([{"role": "user", "content": "<|halt|>"}])
+            assert both.count(halt) == 1, "the user's own"
 
 
 def test_the_first_token_of_a_guarded_conversation_is_that_of_all(tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +271,7 @@ def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batc
     reporter = report(tmp_path)
     step(reporter, 1, batch)
     whole, reporter.writer._lines = reporter.writer._lines, Path("/dev/full").open("w")  # noqa: SIM115
+    reporter.writer.path = Path("/dev/full")
     whole.close()
     step(reporter, 2, batch)
     message = f"{tmp_path}/out cannot be written to: No space left on device, "
@@ -402,3 +404,18 @@ def test_the_export_of_an_earlier_run_is_renamed_and_the_runs_own_is_replaced(tm
     export(report(tmp_path, continued=state(tmp_path / "out", 2, saved)), "second, continued")
     found = {path.parent.name: path.read_text() for path in folder.parent.glob("*/weights")}
     assert found == {"step_4": "second, continued", "step_4.1": "first"}
+
+
+def test_a_folder_that_is_deleted_during_a_run_is_named_at_once(tmp_path, batch, capsys):
+    """A run went on to a good end without a word, and its metrics and samples were nowhere."""
+    reporter = report(tmp_path)
+    step(reporter, 1, batch)
+    shutil.rmtree(tmp_path / "out")
+    step(reporter, 2, batch)
+    printed = capsys.readouterr()
+    assert "metrics.jsonl was deleted or replaced during the run" in printed.out + printed.err
+    step(reporter, 3, batch)
+    printed = capsys.readouterr()
+    assert "deleted" not in printed.out + printed.err
+    assert [line["step"] for line in lines(tmp_path)] == [2, 3] and not reporter.failure
+    assert (tmp_path / "out" / "config.yaml").read_text().startswith("#")

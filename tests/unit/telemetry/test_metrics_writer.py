@@ -1,6 +1,7 @@
 """Metrics on disk."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -122,3 +123,21 @@ def test_samples_and_settings_are_shown_as_they_are(tmp_path):
     assert event.tensor_proto.string_val == [b"    completion: # 1\n    <b> ?\n    reward: 0.5\n"]
     assert settings.tensor_proto.string_val == [b"    seed: 1\n"]
     assert events.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"
+
+
+def test_a_file_that_was_deleted_or_replaced_begins_anew(tmp_path):
+    """Lines went into a file that no longer had a name, to the end of the run."""
+    folder = tmp_path / "run"
+    with MetricsWriter(folder) as writer:
+        writer.write(1, {"loss": 1.0})
+        assert not writer.reopen_if_gone()
+        shutil.rmtree(folder)
+        assert writer.reopen_if_gone() and not writer.reopen_if_gone()
+        writer.write(2, {"loss": 2.0})
+        assert writer.num_lines == 1
+        writer.path.rename(tmp_path / "away")
+        writer.path.write_text("")
+        assert writer.reopen_if_gone()
+        writer.write(3, {"loss": 3.0})
+        assert [json.loads(line)["step"] for line in writer.path.read_text().splitlines()] == [3]
+    assert [json.loads(line)["step"] for line in (tmp_path / "away").read_text().splitlines()] == [2]

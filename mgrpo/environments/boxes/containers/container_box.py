@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,10 @@ async def open_container(bounds: Bounds, *, program: str = "docker") -> Containe
         raise ValueError(
             f"agent_box={program} needs agent_image, the name of an image that has sh, python3 and what the agent needs"
         )
+    if not bounds.image or bounds.image.startswith("-"):
+        raise ValueError(
+            f"image={bounds.image!r} is no name of an image, but an option of {program}; correct agent_image, or the row's column image"
+        )
     if shutil.which(program) is None:
         raise ValueError(
             f"agent_box={program}, but there is no program {program} on the PATH; install it, or set agent_box=local"
@@ -81,8 +86,11 @@ async def remove_orphans(program: str) -> int:
     """Remove the containers of this machine whose owners have ended, and their folders; returns how many containers."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
         pid, began = folder.name.removeprefix(_PREFIX).split("-")[:2]
-        if _began(pid) != began:
-            shutil.rmtree(folder, ignore_errors=True)  # which another user's folder does not let it
+        with contextlib.suppress(OSError):
+            # Any user may put links and folders there.
+            about = folder.lstat()
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and _began(pid) != began:
+                shutil.rmtree(folder, ignore_errors=True)
     if shutil.which(program) is None:
         return 0
     found = await ContainerCommand.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
@@ -106,6 +114,7 @@ class ContainerBox:
     """A `Box`."""
 
     folder = _FOLDER
+    scratch = "/tmp"
 
     def __init__(self, program: str, bounds: Bounds) -> None:
         self._program, self._bounds = program, bounds

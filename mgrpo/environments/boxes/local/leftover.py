@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -54,14 +55,15 @@ def sweep() -> None:
 
     for outer in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            found = outer.stat()
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S or not _is_left(outer):
-                continue
-            clear(str(outer))
+            # Any user may put links there.
+            found = outer.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own and time.time() - found.st_mtime >= _YOUNG_S and _is_left(outer):
+                clear(str(outer))
 
 
 def _is_left(outer: Path) -> bool:
-    descriptor = os.open(outer, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(outer, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -121,6 +121,7 @@ class LocalBox:
 
     def __init__(self, keeper: subprocess.Popen, connection: socket.socket, setup: KeeperSetup, bounds: Bounds) -> None:
         self.folder = setup.folder
+        self.scratch = "/tmp" if setup.walls != "none" else os.path.dirname(setup.folder)
         self._keeper, self._connection, self._setup, self._bounds = keeper, connection, setup, bounds
         self._loop = asyncio.get_running_loop()
         self._relay: Relay | None = None

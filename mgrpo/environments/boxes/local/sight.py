@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mgrpo.sandbox import linux
 from mgrpo.sandbox.walls import DEVICES, LINKS, SCRATCH, enter_root, make_mount_point, outermost
@@ -79,7 +79,7 @@ def enter_box(shown: Mapping[str, str], *, program_id: int, disk_bytes: int, max
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     # Opened first, because the new root may cover one of them; only links at the top stay links.
     links = {name: os.readlink(path) for name, path in shown.items() if name.count("/") == 1 and os.path.islink(path)}
-    kept = [name for name in outermost([name for name in shown if name not in links])]
+    kept = mounted(shown, links)
     own = {name: name for name in (*DEVICES, "/proc")}
     sources = {
         name: os.open(path, os.O_PATH | os.O_CLOEXEC) for name, path in [*own.items(), *((n, shown[n]) for n in kept)]
@@ -98,6 +98,12 @@ def enter_box(shown: Mapping[str, str], *, program_id: int, disk_bytes: int, max
     if names:
         _write_names(root + "/etc", program_id)
     enter_root(root, writable=(SCRATCH, FOLDER))
+
+
+def mounted(shown: Collection[str], links: Collection[str]) -> list[str]:
+    """The names that are mounted. What lies behind one of the links at the top is shown under its real name, and what is in another
+    one with that."""
+    return list(outermost([name for name in shown if f"/{name.split('/')[1]}" not in links]))
 
 
 def _mount_space(root: str, program_id: int, disk_bytes: int, max_files: int) -> None:

@@ -265,3 +265,23 @@ def test_a_task_folder_of_harbor_is_built_played_and_judged(real, tmp_path, monk
     outcome = asyncio.run(play())
     assert outcome.reward == reward, outcome
     assert outcome.output.startswith("/app\n") and "test.sh" not in outcome.output
+
+
+@pytest.mark.parametrize("image", ["--help", "-v/:/host", ""])
+def test_a_row_gives_the_program_no_options(stand_in, image):
+    """Its image stands among the words of a command line."""
+    with pytest.raises(ValueError, match="is no name of an image"):
+        with_container(None, Bounds(image=image))
+    assert not (stand_in / "calls").exists()
+
+
+def test_links_of_other_users_are_no_folders_that_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "file").write_text("kept")
+    link = tmp_path / "tmp" / "mgrpo-container-1-0-x"
+    link.symlink_to(tmp_path / "own")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert asyncio.run(remove_orphans("docker")) == 0
+    assert (tmp_path / "own" / "file").read_text() == "kept" and link.is_symlink()

@@ -38,7 +38,9 @@ def _judged(tmp_path: Path, test: str, said: str) -> tuple[int, dict | None, str
     (box / "check.py").write_bytes((tmp_path / "out/check.py").read_bytes())
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _ROOT, str(box)]
     variables = [f"MGRPO_TASK={box}/task.json", f"MGRPO_RESULT={box}/result.json"]
-    done = subprocess.run([*command, "env", *variables, sys.executable, "check.py"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "env", *variables, sys.executable, "-I", "check.py"], capture_output=True, text=True
+    )
     if done.returncode == 77:
         pytest.skip(f"no other root can be made here: {done.stderr}")
     result = box / "result.json"
@@ -129,3 +131,63 @@ def test_harbor_reads_the_same_from_a_folder(tmp_path):
         assert row["image"] == read.config.environment.docker_image or row["image"] == f"harbor-{folder.name}"
     assert (str(places.tests_dir), str(places.verifier_dir)) == (harbor_check.TESTS, harbor_check.LOGS)
     assert [places.reward_json_path.name, places.reward_text_path.name] == ["reward.json", "reward.txt"]
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests/data", "tests/data/link", "tests", "task.toml"])
+def test_a_link_out_of_a_task_is_refused(tmp_path, name):
+    """What it names would be the prompt, or in the ground truth."""
+    (tmp_path / "private" / "data").mkdir(parents=True)
+    task = task_folder(tmp_path / "task", "true")
+    for path in ("key", "test.sh", "data/key", "task.toml"):
+        (tmp_path / "private" / path).write_text("")
+    if (link := task / name).exists():
+        link.rename(tmp_path / "away")
+    is_file = (tmp_path / "away").is_file() or name.endswith("link")
+    link.symlink_to(tmp_path / "private" / ("key" if is_file else ""))
+    with pytest.raises(ValueError, match="is a link out of the task"):
+        harbor.row_of(task)
+    assert harbor.main([str(task), "--out", str(tmp_path / "out")]) == 2
+
+
+def test_a_link_within_a_task_is_what_it_names(tmp_path):
+    task = task_folder(tmp_path / "task", "true")
+    (task / "tests/same").symlink_to("data/expected")
+    tests = harbor.row_of(task)["ground_truth"]["tests"]
+    assert tests["same"] == tests["data/expected"]
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        "[verifier]\ntimeout_sec = nan\n",
+        "[verifier]\ntimeout_sec = inf\n",
+        "[verifier]\ntimeout_sec = -1\n",
+        "[verifier]\ntimeout_sec = 'soon'\n",
+        "[verifier]\ntimeout_sec = true\n",
+        "verifier = 3\n",
+        "environment = []\n",
+        "agent = 'x'\n",
+        "[verifier]\nenv = 3\n",
+        "[verifier.env]\nKEY = [1]\n",
+        "[environment]\ndocker_image = 3\n",
+        "[environment]\ndocker_image = '--privileged'\n",
+        "[environment]\ndocker_image = 'a b'\n",
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused(tmp_path, toml, capsys):
+    """One folder must not end the conversion of others by a traceback, nor write what is no JSON."""
+    task_folder(tmp_path / "tasks/good", "true")
+    task_folder(tmp_path / "tasks/bad", "true", toml)
+    assert harbor.main([str(tmp_path / "tasks"), "--out", str(tmp_path / "out")]) == 0
+    rows = [
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()
+    ]
+    assert [row["task"] for row in rows] == ["good"] and "left out" in capsys.readouterr().err
+
+
+def test_tests_run_in_the_agents_folder_and_find_no_task(tmp_path):
+    """The check starts elsewhere, and what it was told is gone before the agent's work runs."""
+    test = "pwd; ls -A; env | grep -c MGRPO_; echo 1 > /logs/verifier/reward.txt"
+    status, result, printed = _judged(tmp_path, test, "")
+    assert (status, result["reward"]) == (0, 1.0)
+    assert printed.split() == [str(tmp_path / "box"), "check.py", "hello.txt", "0"]

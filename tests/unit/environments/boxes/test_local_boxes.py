@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.environments.boxes.box import MIB, Bounds, BoxLost, Done
-from mgrpo.environments.boxes.local import leftover
+from mgrpo.environments.boxes.local import leftover, sight
 from mgrpo.environments.boxes.local.local_box import open_local
 from mgrpo.environments.boxes.opening import check_box, open_box
 from tests.namespaces import run_as_somebody, skip_without_namespaces
@@ -404,3 +404,46 @@ def test_many_boxes_at_once(walls):
         return await asyncio.gather(*map(one, range(24)))
 
     assert asyncio.run(run()) == [str(number) for number in range(24)]
+
+
+def test_a_sweep_follows_no_link(tmp_path, monkeypatch):
+    """Any user may put one into /tmp; what it names got other permissions."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "key").write_text("secret")
+    (own / "key").chmod(0o400)
+    link = tmp_path / "tmp" / "mgrpo-box-x"
+    link.symlink_to(own)
+    left = tmp_path / "tmp" / "mgrpo-box-y"
+    (left / "work").mkdir(parents=True)
+    for path in (own, left):
+        os.utime(path, (1, 1))
+    leftover.sweep()
+    assert (own / "key").stat().st_mode & 0o777 == 0o400 and link.is_symlink()
+    assert not left.exists(), "what a killed keeper has left goes"
+    with pytest.raises(OSError):
+        leftover._is_left(link)
+
+
+def test_what_lies_behind_a_link_at_the_top_needs_no_mount():
+    """Where /bin is a link into /usr, /bin/sh was to be mounted over that, which only root may."""
+    shown = {"/usr": "/usr", "/bin": "/bin", "/bin/sh": "/bin/sh", "/usr/bin/dash": "/bin/sh", "/opt/tool": "/opt/tool"}
+    assert sorted(sight.mounted(shown, {"/bin": "usr/bin"})) == ["/opt/tool", "/usr"]
+
+
+def test_an_ordinary_user_may_name_a_shell_by_the_path_behind_a_link():
+    script = """
+import asyncio
+from mgrpo.environments.boxes.box import Bounds
+from mgrpo.environments.boxes.opening import open_box
+linux.drop_capabilities()
+async def main():
+    box = await open_box("local", Bounds(readable=("/bin/sh",)))
+    print((await box.exec(["/bin/sh", "-c", "echo $0"], timeout_s=60)).stdout.decode())
+    await box.close()
+asyncio.run(main())
+"""
+    skip_without_namespaces()
+    assert run_as_somebody(script).strip() == "/bin/sh"

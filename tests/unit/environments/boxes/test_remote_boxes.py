@@ -256,5 +256,15 @@ async def _url_of_another_machine() -> None:
 def test_bounds_are_the_smaller_ones():
     """Of what a run wants and what the server's owner grants."""
     wanted = Bounds(memory_bytes=8 * MIB, disk_bytes=999 * MIB, image="own")
-    found = within(wanted, Bounds(memory_bytes=9 * MIB, disk_bytes=10 * MIB, max_processes=3, image="other"))
+    granted = Bounds(memory_bytes=9 * MIB, disk_bytes=10 * MIB, max_processes=3, image="other")
+    found = within(wanted, granted, takes_images=True)
     assert (found.memory_bytes, found.disk_bytes, found.max_processes, found.image) == (8 * MIB, 10 * MIB, 3, "own")
+
+
+def test_a_client_names_no_folder_of_the_server_as_the_root_of_its_walls():
+    """Whoever has the token runs programs there, behind walls; a row that says `"image": "/"` would open them."""
+    granted = Bounds(image="/srv/root")
+    with pytest.raises(ValueError, match="does not take"):
+        within(Bounds(image="/"), granted, takes_images=False)
+    for image in (None, "", "/srv/root"):
+        assert within(Bounds(image=image), granted, takes_images=False).image == "/srv/root"

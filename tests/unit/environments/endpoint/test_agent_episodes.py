@@ -292,7 +292,7 @@ class RemoteWorker:
                 return Play({**task, "trajectory": "0/3/0"}, task["row"])
 
     async def end(self, play: Play, **words: Any) -> None:
-        headers = {"x-api-key": play.endpoint["api_key"]}
+        headers = {"x-api-key": play.endpoint["task_key"]}
         (await self.client.post(f"{play.endpoint['base_url']}/end", json=words, headers=headers)).raise_for_status()
 
 

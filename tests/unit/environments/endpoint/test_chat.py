@@ -35,7 +35,7 @@ def turned(message: dict[str, Any], finish_reason: str = "stop") -> Turned:
         num_unreadable=0,
         key=b"",
     )
-    return Turned(node=node, token_logprobs=np.array([-0.5, -0.25], np.float32), written=lambda ids: chr(ids[0]))
+    return Turned(node=node, token_logprobs=np.array([-0.5, -0.25], np.float32), text_of_token=chr)
 
 
 def test_every_parameter_of_the_client_has_its_rule() -> None:
@@ -123,13 +123,13 @@ def test_log_probabilities_are_not_made_unless_asked_for() -> None:
 def test_ids_without_a_text_have_log_probabilities() -> None:
     """Models have more ids than their tokenizers, and parts of characters."""
 
-    def written(ids: Any) -> str:
-        if ids[0] == 104:
+    def text_of_token(number: int) -> str:
+        if number == 104:
             raise ValueError("none")
         return "\ufffd"
 
     said = turned({"content": "hi"})
-    found = Turned(node=said.node, token_logprobs=said.token_logprobs, written=written).logprobs
+    found = Turned(node=said.node, token_logprobs=said.token_logprobs, text_of_token=text_of_token).logprobs
     assert [(entry["token"], entry["bytes"]) for entry in found] == [
         ("token_id:104", list(b"token_id:104")),
         ("\ufffd", None),

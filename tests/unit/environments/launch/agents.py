@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -89,10 +90,22 @@ def works() -> None:
     write('{"reward": 1}')
 
 
-def obstructs() -> None:
-    """No file can take the place of its folder."""
-    os.remove("judge.py") if os.path.exists("judge.py") else None
-    os.makedirs("judge.py/folder")
+def plants() -> None:
+    """Leaves modules that a judge imports, wherever Python may look for them."""
+    works()
+    os.makedirs(".mgrpo/__pycache__", exist_ok=True)
+    packages = f"{os.environ['HOME']}/.local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    os.makedirs(packages)
+    for folder in (".", "..", ".mgrpo", packages, os.environ.get("TMPDIR", "/tmp"), os.environ["HOME"]):
+        for name in ("json", "signal", "os", "sitecustomize", "usercustomize", "conftest"):
+            with contextlib.suppress(OSError), open(f"{folder}/{name}.py", "w") as file:
+                file.write("import os\nos._exit(0)\n")
+
+
+def fills_its_room() -> None:
+    """No file can be written any more."""
+    with contextlib.suppress(OSError):
+        fills()
 
 
 if __name__ == "__main__":

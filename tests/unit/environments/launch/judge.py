@@ -1,4 +1,4 @@
-"""A check that tests have judge: whether answer.txt holds what only it is told. Standard library only."""
+"""A check that tests have judge: whether the agent's answer.txt holds what only it is told. Standard library only."""
 
 import json
 import os
@@ -18,5 +18,5 @@ match task.get("judge"):
     case "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     case _:
-        with open("answer.txt") as file:
+        with open(os.path.join(os.environ["MGRPO_WORK"], "answer.txt")) as file:
             sys.exit(file.read() != task["ground_truth"])

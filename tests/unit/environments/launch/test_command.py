@@ -13,6 +13,8 @@ import pytest
 from mgrpo.environments.launch.command import CommandAgent
 from mgrpo.environments.launch.results import Unjudged
 from mgrpo.environments.offered.agent import MOST_OUTPUT_CHARS, Endpoint, Outcome
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.pool import describe
 
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/s/0-1", api_key="the-api-key", reward_key="the-reward-key")
 JUDGE = "python -I judge.py"
@@ -197,10 +199,73 @@ def test_no_check_after_a_crash() -> None:
     assert (found.ended, found.reward) == ("crashed", None)
 
 
-def test_an_agent_that_leaves_no_room_for_its_check_has_crashed(box: str) -> None:
-    found = played("obstructs", {"judge": "word"}, check=JUDGE, box=box)
+def test_an_agent_that_leaves_no_room_for_its_check_has_crashed() -> None:
+    found = played("fills_its_room", {"judge": "word"}, check=JUDGE, box="local", disk_mb=8)
     assert (found.ended, found.reward) == ("crashed", None)
     assert "agent_check" in found.output
+
+
+@pytest.mark.parametrize("python", ["python -I", "python", "python -B"])
+@pytest.mark.parametrize(
+    "command",
+    ["{} judge.py", "sh -c '{} judge.py'", "{} -c 'import json, runpy; runpy.run_path(\"judge.py\")' judge.py"],
+)
+def test_a_check_imports_nothing_that_the_agent_left(box: str, python: str, command: str) -> None:
+    """A json.py that ends its process with status 0 was paid for, as the check started in the agent's folder, which was its home."""
+    if box == "none" and python != "python -I":
+        # There the folders of this machine's user are the agent's to write as well.
+        pytest.skip("no walls")
+    check = command.format(python)
+    words = {"truth": {"ground_truth": "right"}, "check": check, "box": box, "files": "."}
+    assert played("plants", {"write": "wrong"}, **words).reward == 0.0
+    assert played("plants", {"write": "right"}, **words).reward == 1.0
+
+
+def test_a_check_starts_in_a_folder_of_its_own(box: str) -> None:
+    """With another home; the agent's folder is a variable."""
+    check = """sh -c 'pwd > "$MGRPO_WORK/seen"; ls -A >> "$MGRPO_WORK/seen"; echo $HOME $MGRPO_TASK >> "$MGRPO_WORK/seen"; cat "$MGRPO_WORK/seen"; exit 127' judge.py"""
+    with pytest.raises(Unjudged) as ended:
+        played("works", {"write": "x"}, check=check, box=box)
+    place, *names, own = str(ended.value).partition("no reward: ")[2].split("\n")[:4]
+    assert names == [".mgrpo", "judge.py"] and "mgrpo-check-" in place
+    assert own == f"{place}/.mgrpo {place}/.mgrpo/task.json"
+
+
+@pytest.mark.parametrize(
+    ("check", "is_open", "is_blind"),
+    [
+        ("python judge.py", True, False),
+        ("python -I judge.py", False, False),
+        ("/usr/bin/python3.11 -BI judge.py", False, False),
+        ("env A=b python3 -B judge.py", True, False),
+        ("sh -c 'cd x && exec python3 judge.py'", True, True),
+        ("sh -c 'python -I judge.py' judge.py", False, False),
+        ("timeout 60 python -m pytest -I tests", True, True),
+        ("grep -q right answer.txt", False, True),
+        ("""sh -c 'grep -q right "$MGRPO_WORK/answer.txt"'""", False, False),
+        ("/opt/judge --strict", False, False),
+    ],
+)
+def test_a_start_says_what_a_check_lets_an_agent_do(check: str, is_open: bool, is_blind: bool) -> None:
+    """Before the model finds it."""
+    remarks = CommandAgent(command="true", box="none", check=check).remarks
+    assert [("without -I" in one, "MGRPO_WORK" in one) for one in remarks] == [(True, False)] * is_open + [
+        (False, True)
+    ] * is_blind
+
+
+def test_a_start_prints_its_remarks_once(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"command": "true", "box": "none", "check": "python judge.py"}
+    describe([Spec(entry="agent:command", settings=settings)])
+    assert capfd.readouterr().err.count("python without -I") == 1
+
+
+@pytest.mark.parametrize("image", ["/", "https://example.org/cat.png", "--help", "", 7])
+def test_no_row_opens_the_walls_of_a_local_box(image: object) -> None:
+    """Rows are not trusted, and the folder would be the root of what the model's shell sees. A picture's address costs nothing."""
+    found = played("", {"image": image}, command="sh -c 'ls /home /var /etc/shadow'", box="local")
+    missing = [f"cannot access '{name}'" for name in ("/home", "/var", "/etc/shadow")]
+    assert found.status == 2 and all(each in found.output for each in missing), found.output
 
 
 def test_files_are_copied_and_each_trajectory_begins_afresh(tmp_path: Path, box: str) -> None:
