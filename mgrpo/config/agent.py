@@ -55,8 +55,8 @@ class Agent:
     endpoint), file.py:function or package.module:function; remote: programs elsewhere that ask for tasks; verifiers: environments of
     verifiers 0.4 and later. tool_configs holds the settings of a function or of verifiers."""
     agent_check: Annotated[str | None, WITH_COMMAND] = None
-    """A command that judges what the agent has left behind, in the same place after it has ended, with the row's ground truth: exit
-    status 0 is the reward 1 and any other 0, unless it writes a reward to the file MGRPO_RESULT. none: nothing is checked."""
+    """A command that judges what the agent has left behind, in the folder MGRPO_WORK, with the row's ground truth; it starts in a folder of
+    its own. Exit status 0 is the reward 1 and any other 0, unless it writes a reward to the file MGRPO_RESULT. none: nothing is checked."""
     agent_sets_reward: Annotated[bool, WITH_AGENT] = True
     """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only
     agent_check, verifiers and reward functions."""
@@ -64,8 +64,8 @@ class Agent:
     """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; a
     URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user."""
     agent_image: Annotated[str | None, WITH_IMAGES] = None
-    """The image of its containers, or the folder that is the root of its walls; a row's column image goes before it, but containers need
-    this one for the check at the start. none: this machine's programs, read-only."""
+    """The image of its containers, or the folder that is the root of its walls; in containers a row's column image goes before it, but they
+    need this one for the check at the start. none: this machine's programs, read-only."""
     agent_network: Annotated[bool, WITH_IMAGES] = False
     """Whether it may reach more of the network than its endpoint."""
     agent_files: Annotated[str | None, WITH_COMMAND] = None

@@ -35,7 +35,7 @@ KEPT_IN_BOTH = {
     *("vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_extra_args"),
     *("vllm_server_allow_public", "ray_address", "engine_start_timeout", "engine_heartbeat_timeout"),
     *("engine_max_restarts", "min_engines", "weight_sync_bucket_mb", "weight_sync_timeout"),
-    *("weight_sync_steps", "weight_sync_check_every"),
+    *("weight_sync_steps", "weight_sync_check_every", "max_initial_mismatch"),
     *("apply_verifiable_reward", "verification_reward", "apply_r1_style_format_reward"),
     *("r1_style_format_reward", "additive_format_reward", "non_stop_penalty", "non_stop_penalty_value"),
     *("remap_verifier", "verifier_weights", "reward_funcs", "reward_funcs_timeout", "reward_model_gpu"),
