@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import cases, run_cases
+from tests.ranks.update_cases import followed_updates
 
 
 def learn(initial: float, growth_interval: int, **arguments: Any) -> dict[str, Any]:
@@ -20,11 +21,15 @@ def learn(initial: float, growth_interval: int, **arguments: Any) -> dict[str, A
 
 
 def trained(initial: float, **arguments: Any) -> dict[str, Any]:
-    """`cases.train_steps` from another loss scale, all steps at one learning rate."""
+    """`cases.train_steps` from another loss scale, all steps at one learning rate, and by how much each update is wrong."""
     from mgrpo.policy import optimizer
 
-    with _begins_with(initial), patch.object(optimizer, "learning_rate", lambda *schedule: 1e-2):
-        return cases.train_steps(**arguments)
+    with (
+        _begins_with(initial),
+        patch.object(optimizer, "learning_rate", lambda *schedule: 1e-2),
+        followed_updates() as errors,
+    ):
+        return cases.train_steps(**arguments) | {"errors": errors}
 
 
 def trained_with_an_overflow(rank: int, number: int, step: int, **arguments: Any) -> dict[str, Any]:

@@ -57,13 +57,12 @@ def own_model(hf: dict[str, Any]) -> torch.nn.Module:
     """The model of a config.json, with uninitialised weights in float32; inside `on_host`."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mgrpo.policy.layers.norms import RMSNorm
+    from mgrpo.policy.layers.norms import LayerConfig, RMSNorm
 
     rope = hf["rope_parameters"]
     settings = _of_gpt_oss(hf) if hf["model_type"] == "gpt_oss" else _of_hybrid(hf)
-    config = TransformerConfig(**_of_all(hf) | settings)
+    config = LayerConfig(**_of_all(hf) | settings)
     if rope["rope_type"] == "yarn":
         for name, value in {
             "rotary_scaling_factor": rope["factor"],

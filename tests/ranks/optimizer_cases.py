@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from tests.ranks import cases
+from tests.ranks.update_cases import followed_updates
 
 
 def norm_and_scale(seed: int) -> dict[str, Any]:
@@ -49,22 +50,20 @@ def _clipped(clip_grads: Any, tensors: list[torch.Tensor]) -> list[list[float]]:
     return [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
 
 
-def trained(model_dir: str, fused: bool = True, **arguments: Any) -> dict[str, Any]:
-    """`cases.train_steps`, with torch's fused Adam or without, and how many of its parameters are updated that way."""
+def trained(model_dir: str, **arguments: Any) -> dict[str, Any]:
+    """`cases.train_steps`, how many parameters torch's fused Adam updates, and by how much each update is wrong."""
     from mgrpo.policy import optimizer
 
     make, counts = optimizer._make_adam, []
 
     def make_adam(*args: Any, **kwargs: Any) -> Any:
         adam = make(*args, **kwargs)
-        for group in adam.param_groups:
-            counts.append(len(group["params"]) * bool(group.get("fused")))
-            group["fused"] = group.get("fused") if fused else None
+        counts.extend(len(group["params"]) * bool(group.get("fused")) for group in adam.param_groups)
         return adam
 
-    with patch.object(optimizer, "_make_adam", make_adam):
+    with patch.object(optimizer, "_make_adam", make_adam), followed_updates() as errors:
         result = cases.train_steps(model_dir, **arguments)
-    return result | {"num_fused": sum(counts)}
+    return result | {"num_fused": sum(counts), "errors": errors}
 
 
 def shapes_sent(**arguments: Any) -> dict[str, Any]:

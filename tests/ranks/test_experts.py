@@ -78,8 +78,12 @@ def against_sequential(model_dir: str, layout: dict, dtype: str, rows_per_expert
     ],
 )
 def test_experts_computed_together_equal_megatrons(run_ranks, model_dir, layout, dtype, rows_per_expert):
-    """A row of a neighbour's matrix, or a gradient for an expert without rows, trains another model."""
-    tolerance = 1e-6 if dtype == "float32" else 2**-7
+    """A row of a neighbour's matrix, or a gradient for an expert without rows, trains another model.
+
+    Sums in another order round a result of bfloat16 the other way, to a neighbour that is 2^-7 away, and before it what it is
+    made from.
+    """
+    tolerance = 2e-6 if dtype == "float32" else 2**-6
     for found in run_ranks(
         2 if layout else 1,
         against_sequential,
@@ -155,7 +159,8 @@ def against_float64(model_dir: str, dtype: str) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-6)])
+# In bfloat16 up to eight results are rounded one after the other, each by at most 2^-8.
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-6), ("bfloat16", 2**-5)])
 def test_a_layers_experts_equal_single_products_in_float64(run_ranks, model_dir, dtype, tolerance):
     """Rows, offsets, matrices and probabilities must name the same expert, and an expert without rows learns nothing."""
     (found,) = run_ranks(1, against_float64, model_dir=model_dir, dtype=dtype)

@@ -32,10 +32,13 @@ LAYOUTS = [
     ("qwen3-moe", "ep2"),
 ]
 
+# All experts of a layer work on each token: of two that are nearly tied, rounding would choose.
+MODELS = parity.MODELS | {"qwen3-moe": {"family": "qwen3_moe", "num_experts_per_tok": 4}}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: save_tiny(tmp_path_factory.mktemp("models"), **model) for name, model in parity.MODELS.items()}
+    return {name: save_tiny(tmp_path_factory.mktemp("models"), **model) for name, model in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +66,23 @@ def outcome(run, folders):
     return of
 
 
+def assert_rounded(difference):
+    """The difference is one that roundings of a single step in float16 may make.
+
+    From a token to its gradient, forth and back through four layers, about 100 results are stored, each off by at most 2^-11:
+    5 percent of a gradient if all of them add up, a tenth of that as they come. A log-probability behind logits below 8, each
+    stored and divided by the temperature, is off by 2 x 8 x 2^-11 / 0.8, and by as much by what the layers have rounded.
+    """
+    assert difference.logprob < 2e-2 and difference.loss < 2e-3 and difference.gradient < 5e-2, difference
+
+
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=[f"{layout}-{model}" for model, layout in LAYOUTS])
 def test_every_layout_agrees_with_one_rank_and_with_float32(outcome, model, layout):
     """Gradients must come back in the loss's own units, from all optimizers and both copies of a tied embedding."""
     own = outcome(model, layout, "float16")
     reference = parity.parse(layout).reference
-    alone = parity.compare(own, outcome(model, reference, "float16"))
-    assert alone.logprob < 1e-2 and alone.loss < 1e-3 and alone.gradient < 1e-2, alone
-    exact = parity.compare(own, outcome(model, reference, "float32"))
-    assert exact.logprob < 1e-2 and exact.loss < 1e-3 and exact.gradient < 1e-2, exact
+    for dtype in ("float16", "float32"):
+        assert_rounded(parity.compare(own, outcome(model, reference, dtype)))
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "tp2+chunked", "cp2xtp2+sp+chunked+kept"])
@@ -79,8 +90,7 @@ def test_a_head_in_fp32_takes_scaled_gradients(outcome, run, folders, layout):
     """Its logits' gradient is in float32, in units of the scale, and is rounded to float16 for the products behind it."""
     ranks = run("qwen2", layout, cases.gradients, loss=parity.LOSS, dtype="float16", fp32_logits=True)
     own = parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders["qwen2"]))))
-    exact = parity.compare(own, outcome("qwen2", parity.parse(layout).reference, "float32"))
-    assert exact.logprob < 1e-2 and exact.loss < 1e-3 and exact.gradient < 1e-2, exact
+    assert_rounded(parity.compare(own, outcome("qwen2", parity.parse(layout).reference, "float32")))
 
 
 def test_gradients_that_stay_scaled_are_caught(outcome):
@@ -93,17 +103,26 @@ def test_gradients_that_stay_scaled_are_caught(outcome):
     ("model", "layout"), [("qwen2", "tp2+sp"), ("llama, tied", "pp2xdp2+zero3"), ("qwen3-moe", "ep2")]
 )
 def test_a_scale_that_is_too_large_falls_until_the_model_learns(run, model, layout):
-    """The first scale is a guess: its overflows must cost a few steps and nothing else."""
+    """The first scale is a guess: its overflows must cost a few steps and nothing else.
+
+    The rest equals, to the bit, a run on the same layout that begins with the scale which was found. With float32 only the first
+    gradient is compared, and each update with its formula: see `update_cases`. A master below 2 is rounded by at most 2^-24 in
+    each of up to 13 updates, 8e-7 together.
+    """
     steps = 14
     ranks = run(model, layout, float16_cases.trained, steps=steps, initial=2.0**26, dtype="float16")
-    truth = run(model, "dp1", float16_cases.trained, steps=steps, initial=1.0)[0]
-    for rank in ranks:
-        skipped = sum(not np.isfinite(norm) for norm in rank["grad_norms"])
-        assert 0 < skipped < steps - 3
+    skipped = sum(not np.isfinite(norm) for norm in ranks[0]["grad_norms"])
+    assert 0 < skipped < steps - 3
+    (exact,) = run(model, "dp1", float16_cases.trained, steps=1, initial=1.0)
+    arguments = {"steps": steps - skipped, "initial": 2.0 ** (26 - skipped), "dtype": "float16"}
+    for rank, rest in zip(ranks, run(model, layout, float16_cases.trained, **arguments), strict=True):
         assert rank["loss_scales"] == [2.0 ** (26 - min(step, skipped)) for step in range(steps)]
-        assert np.isfinite(rank["grad_norms"][skipped:]).all()
-        assert rank["losses"][: skipped + 1] == [rank["losses"][0]] * (skipped + 1)
-        assert rank["losses"][skipped:] == pytest.approx(truth["losses"][: steps - skipped], rel=1e-2)
+        assert not np.isfinite(rank["grad_norms"][:skipped]).any()
+        assert rank["losses"][:skipped] == [rank["losses"][0]] * skipped
+        for name in ("losses", "grad_norms"):
+            assert rank[name][skipped:] == rest[name], name
+        assert rank["grad_norms"][skipped] == pytest.approx(exact["grad_norms"][0], rel=5e-2)
+        assert len(rank["errors"]) == steps - skipped and max(rank["errors"]) < 1.6e-6
         assert rank["losses"][-1] < 0.9 * rank["losses"][0]
 
 

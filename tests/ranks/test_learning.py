@@ -237,10 +237,13 @@ def test_agreement_by_age_is_that_of_one_rank(run_ranks, model, tmp_path, world_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_follows_the_policy_in_fp32(run_ranks, model, dtype):
-    """Added up in bf16, a small alpha would move nothing at all."""
+    """Added up in bf16, a small alpha would move nothing at all.
+
+    The sum in float32 is rounded once: by at most 2^-8 below 2 in bfloat16, where a step moves a parameter by 1e-3.
+    """
     ranks = run_ranks(2, cases.blended, model_dir=str(model), dtype=dtype, alpha=1e-3, times=200)
     for rank in ranks:
-        assert rank["error"] < (1e-6 if dtype == "float32" else 1e-2)
+        assert rank["error"] < (1e-6 if dtype == "float32" else 2**-8 + 1e-6)
         assert rank["moved"] == pytest.approx(1 - (1 - 1e-3) ** 200, rel=0.02)
 
 

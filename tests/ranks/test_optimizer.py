@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.ranks import optimizer_cases as cases
@@ -39,14 +38,17 @@ def test_norm_and_clipping_equal_megatrons(run_ranks):
 
 @pytest.mark.parametrize("layout", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fused_adam_learns_the_same(run, layout, dtype):
-    """One kernel for all of Adam that rounds differently is fine; one that misses a shard or a step is not."""
-    fused, plain = (run(layout, cases.trained, dtype=dtype, fused=fused) for fused in (True, False))
-    for own, truth in zip(fused, plain, strict=True):
-        assert own["num_fused"] > 0
-        assert own["losses"] == pytest.approx(truth["losses"], rel=1e-5 if dtype == "float32" else 1e-3)
-        assert own["grad_norms"] == pytest.approx(truth["grad_norms"], rel=1e-4 if dtype == "float32" else 1e-2)
-    assert np.isfinite(fused[0]["losses"]).all()
+def test_fused_adam_equals_its_formula(run, layout, dtype):
+    """One kernel for all of Adam that misses a shard or a step trains another model.
+
+    An update computes in float32, whatever the model's type. In five steps a master below 2 is rounded five times by at most
+    2^-24, 3e-7 together, and the limit is twice that; a step moves most masters by more than 1e-3.
+    """
+    ranks = run(layout, cases.trained, dtype=dtype, steps=5)
+    for rank in ranks:
+        assert rank["num_fused"] > 0
+        assert len(rank["errors"]) == 5 and max(rank["errors"]) < 6e-7, rank["errors"]
+        assert rank["losses"][-1] < 0.9 * rank["losses"][0]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2xpp2xvpp2+sp"])
