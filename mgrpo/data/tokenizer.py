@@ -21,22 +21,39 @@ def load_tokenizer(path: str | Path) -> Any:
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {path} does not exist (looked for {folder.absolute()})")
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
     present = sorted(file.name for file in folder.iterdir())
     missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if name not in present]
     holds = ", ".join(present[:20]) or "nothing"
     cure = f"expected {' and '.join(missing)} as well" if missing else "are they of this model, and complete?"
+    if "auto_map" in _json(folder / "tokenizer_config.json"):
+        cure = (
+            "its tokenizer_config.json names Python code that comes with the model (auto_map), which is never run; give a tokenizer.json "
+            "and take auto_map out"
+        )
     advice = f"no tokenizer could be loaded from {path}, which holds {holds}; {cure}"
+    model_type = str(_json(folder / "config.json").get("model_type", "llama"))
+    # Of a type that it does not know transformers cannot read config.json, which decides nothing here.
+    known = {} if model_type in CONFIG_MAPPING else {"config": PreTrainedConfig()}
     try:
         # Never the code that may lie in the folder, and no question about it on the terminal.
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
     except Exception as err:
         raise ValueError(f"{advice} ({type(err).__name__}: {err})") from err
     # Without its files transformers makes a tokenizer of special tokens alone.
     if len(tokenizer) - len(tokenizer.added_tokens_decoder) < 2:
         raise ValueError(advice)
     return tokenizer
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is none, or the file is not JSON: transformers says what is wrong with it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def fingerprint(tokenizer: Any) -> str:

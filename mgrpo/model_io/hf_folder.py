@@ -1,7 +1,7 @@
 """A model as a Hugging Face folder: its weights, tensor by tensor, and the files beside them.
 
-Reading is strict, because conversions must lose nothing: a folder whose tensors are not those that its config.json
-implies is refused. Training, which needs only its own slices, reads through `policy.weights`.
+Conversions must lose nothing, so types that training does not read are kept as they are. Training, which needs only its
+own slices, reads through `policy.weights`. Both refuse a folder whose tensors are not those that its config.json implies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,14 +19,13 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
 from mgrpo.models.hf_files.checksums import write_sums
-from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
+from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, files_beside, left_out, tensor_files, weight_problems
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.placement.mlp_rows import is_frozen
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors, is_left_out
+from mgrpo.models.table import hf_tensors
 from mgrpo.policy.weights import Read
 
-HEAD = "lm_head.weight"
 _BLOCK_BYTES = 2 << 20
 
 Header = tuple[torch.dtype, Shape]
@@ -46,20 +44,11 @@ class HfFolder:
         self.path, self._files = Path(path), MappedFiles()
         if problems := list(weight_problems(path, shape, dtypes=DTYPES)):
             raise ValueError("; ".join(problems))
-        listed = tensor_files(path)
-        self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
-        self._places |= listed
+        self._places = tensor_files(path)
         self.shapes = hf_tensors(shape)
         self.dtypes = {name: self._files.header(self._places[name], name)[0] for name in self.shapes}
-        surplus = self._places.keys() - self.shapes.keys()
-        self.left_out = sorted(name for name in surplus if is_left_out(name, shape))
-        """Tensors of layers that are not built, which only guess further tokens."""
-        extra = sorted(surplus.difference(self.left_out))
-        if extra and not (extra == [HEAD] and shape.tied and self._head_is_embedding()):
-            raise ValueError(
-                f"{path} holds {some(extra)}, which a {shape.family} model with this config.json does not have and a "
-                "conversion would lose; correct config.json, or take it out of the folder"
-            )
+        self.left_out = left_out(path, shape)
+        """Tensors that the model does without."""
 
     def read(self, box: Box) -> torch.Tensor:
         """The values of a box."""
@@ -71,16 +60,6 @@ class HfFolder:
         for name, shape in self.shapes.items():
             box = Box(name, (0,) * len(shape), shape)
             yield box, self.read(box)
-
-    def _head_is_embedding(self) -> bool:
-        """Whether the LM head in a tied model's folder equals its embedding, so that nothing is lost without it."""
-        embedding = next(iter(self.shapes))
-        header = self.dtypes[embedding], self.shapes[embedding]
-        if self._files.header(self._places[HEAD], HEAD) != header:
-            return False
-        return all(
-            same_bits(self.read(replace(rows, name=HEAD)), self.read(rows)) for rows in row_blocks(embedding, header)
-        )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

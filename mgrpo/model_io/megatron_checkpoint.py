@@ -25,7 +25,8 @@ from mgrpo.model_io.hf_folder import Header, Tell, dtype_name, header_bytes, row
 from mgrpo.model_io.megatron_folder import parameter_dtypes
 from mgrpo.model_io.megatron_view import MegatronView
 from mgrpo.model_io.torch_dist import CHUNK_BYTES, DTYPES, TorchDistFolder, write_torch_dist
-from mgrpo.models.hf_files.weight_files import TRACKER, some, torch_dist_folder
+from mgrpo.models.hf_files.surplus import some
+from mgrpo.models.hf_files.weight_files import TRACKER, torch_dist_folder
 from mgrpo.models.megatron_names import (
     EMBEDDING,
     OTHER_STATE,
@@ -38,7 +39,7 @@ from mgrpo.models.megatron_names import (
 )
 from mgrpo.models.placement.boxes import Box, LocalParameter, Piece, Shape
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors, is_left_out, local_parameters
+from mgrpo.models.table import hf_tensors, is_draft, local_parameters
 from mgrpo.policy.weights import Read, parameter_rows
 
 RELEASE = "release"
@@ -165,7 +166,7 @@ class MegatronCheckpoint:
             for slab in map(self._prefixed, form)
         }
         more = sorted(name for name in self._stored.names if name not in known and not OTHER_STATE.match(name))
-        left_out = [name for name in more if is_left_out(name.removeprefix(self._prefix), self.shape)]
+        left_out = [name for name in more if is_draft(name.removeprefix(self._prefix), self.shape)]
         if surplus := [name for name in more if name not in left_out]:
             raise ValueError(
                 f"{self.path} holds {some(surplus)}, which a {self.shape.family} model with this config.json does not have "

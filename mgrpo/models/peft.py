@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, adapter_tensors
-from mgrpo.models.hf_files.weight_files import FLOATS, read_header, some
+from mgrpo.models.hf_files.surplus import some
+from mgrpo.models.hf_files.weight_files import FLOATS, read_header
 from mgrpo.models.placement.boxes import Shape
 from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors

@@ -7,11 +7,13 @@ whole model or one for each type of layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers that may have RoPE records of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,37 @@ class Rope:
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
-    """The record for layers of this type, from either form, `rope_theta` included."""
-    new = hf.get("rope_parameters") or {}
-    own = (new[layer_type] or {}) if layer_type in new else {**(hf.get("rope_scaling") or {}), **new}
+    """The record for layers of this type, from either form, `rope_theta` included.
+
+    Where config.json has both forms, transformers' rule holds: a `rope_scaling` that is not empty takes the place of a flat
+    `rope_parameters` with its theta, and is laid over the full-attention record of one with a record for each type of layer.
+    """
+    new, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    own = (new[layer_type] or {}) | (scaling if layer_type == FULL else {}) if layer_type in new else scaling or new
     common = {"rope_theta": hf.get("rope_theta") or 10_000.0, "partial_rotary_factor": hf.get("partial_rotary_factor")}
     return common | own
+
+
+def record_problems(hf: Mapping[str, Any], used: Iterable[Mapping[str, Any]], *, by_layer_type: bool) -> Iterator[str]:
+    """Reasons why transformers cannot read the RoPE of a config.json, or reads another than the engines.
+
+    Args:
+        used: the records that were read.
+        by_layer_type: transformers has a record for each type of layer in this family.
+    """
+    new, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling")
+    nested = [key for key, record in new.items() if isinstance(record, Mapping)]
+    if nested and not by_layer_type:
+        yield f"rope_parameters with records of their own for {', '.join(nested)} (transformers reads one for all layers)"
+    if new and by_layer_type and not nested:
+        yield f"rope_parameters with one record for all layers (transformers reads one for {FULL} and one for {SLIDING})"
+    if by_layer_type and scaling is not None and hf.get("rope_parameters") is not None and FULL not in nested:
+        yield f"rope_scaling beside rope_parameters without {FULL} (transformers cannot read it)"
+    elsewhere = hf.get("original_max_position_embeddings")
+    for record in used:
+        inside = record.get("original_max_position_embeddings")
+        if _scaling(record) in ("llama3", "yarn") and elsewhere is not None and elsewhere != inside:
+            yield f"original_max_position_embeddings={elsewhere} beside {inside} in the record of RoPE (keep the one in the record)"
 
 
 def table_positions(hf: Mapping[str, Any]) -> int | None:
@@ -60,6 +88,8 @@ def table_positions(hf: Mapping[str, Any]) -> int | None:
 def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Why these embeddings cannot be built exactly."""
     scaling = _scaling(parameters)
+    if parameters.get("type", scaling) != scaling:
+        yield f"RoPE of rope_type {scaling!r} and type {parameters['type']!r} (vLLM refuses two)"
     if scaling not in SCALINGS:
         yield f"RoPE scaling {scaling!r} (expected one of {', '.join(SCALINGS)})"
         return

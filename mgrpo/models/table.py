@@ -34,6 +34,7 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine's names of norms that it computes with the matrix product after them, and Megatron's own."""
+_ROPE_TABLES = tuple(f".rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"))
 
 
 def hf_tensors(model: ModelShape) -> dict[str, Shape]:
@@ -55,10 +56,15 @@ def trained_tensors(model: ModelShape) -> dict[str, Shape]:
     return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
 
 
-def is_left_out(name: str, model: ModelShape) -> bool:
+def is_draft(name: str, model: ModelShape) -> bool:
     """Whether a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
     behind = (f"{model.prefix}layers.{model.num_layers + number}." for number in range(model.draft_layers))
     return name.startswith((*behind, "mtp.")) if model.draft_layers else False
+
+
+def is_left_out(name: str, model: ModelShape) -> bool:
+    """Whether transformers and vLLM leave a tensor of a checkpoint unread: layers that draft, and tables of RoPE in old checkpoints."""
+    return is_draft(name, model) or name.startswith("mtp.") or name.endswith(_ROPE_TABLES)
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import rope_parameters, score_factor
+from mgrpo.models.rope import FULL, SLIDING, rope_parameters, score_factor
 from mgrpo.models.shape import DeltaNet, Experts, LatentAttention
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
 
 
 def _seed_oss(hf: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": bool(hf["attention_bias"]), "out_bias": bool(hf["attention_out_bias"])}
+    return {"qkv_bias": bool(hf["attention_bias"])}
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
@@ -302,7 +302,6 @@ SEED = {
     "head_dim": 128,
     "max_position_embeddings": 524_288,
     "attention_bias": True,
-    "attention_out_bias": False,
 }
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {

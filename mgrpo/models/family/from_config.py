@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from mgrpo.models.family.catalogue import FAMILIES, NOT_BUILT, SLIDING, Family
+from mgrpo.models.family.catalogue import FAMILIES, NOT_BUILT, Family
 from mgrpo.models.family.refusals import problems, windows
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import read_rope, rope_parameters
+from mgrpo.models.rope import FULL, SLIDING, read_rope, rope_parameters
 from mgrpo.models.shape import ModelShape
 
 
@@ -26,12 +27,15 @@ def shape_of(hf: HfConfig) -> ModelShape:
     wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
     if wrong:
         raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(hf.get(key) or {}, Mapping):
+            raise ValueError(f"config.json of a {name} model has {key}={hf[key]!r}; expected an object")
     try:
         fields, layer_types = family.fields(hf), family.layer_types(hf)
     except KeyError as err:
         raise ValueError(f"config.json of a {name} model lacks {err.args[0]}") from err
     ropes = {kind: _rope_parameters(hf, kind, family) for kind in dict.fromkeys(layer_types)}
-    refused = list(problems(hf, family, fields, layer_types, ropes))
+    refused = list(problems(name, hf, family, fields, layer_types, ropes))
     if refused:
         raise ValueError(f"this {name} model cannot be built exactly: {'; '.join(refused)}")
     heads, max_positions = hf["num_attention_heads"], hf.get("max_position_embeddings", 2048)
@@ -56,9 +60,12 @@ def shape_of(hf: HfConfig) -> ModelShape:
 
 
 def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str, Any]:
-    is_listed = layer_type in (hf.get("rope_parameters") or {})
-    if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
-        return dict(family.windowed_rope(hf))
-    if family.default_rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+    new = hf.get("rope_parameters")
+    if family.windowed_rope is not None and layer_type == SLIDING:
+        return {**family.windowed_rope(hf), **((new or {}).get(SLIDING) or {})}
+    if family.windowed_rope is not None and not (new or {}).get(FULL):
+        # transformers lays `rope_scaling` over this record, whose rope_type comes before the older key `type`.
+        return {"rope_type": "default", **rope_parameters({**hf, "rope_parameters": None})}
+    if family.default_rope and new is None and not hf.get("rope_scaling"):
         return rope_parameters({**hf, "rope_parameters": family.default_rope})
     return rope_parameters(hf, layer_type)

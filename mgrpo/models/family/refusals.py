@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mgrpo.models.family.catalogue import FULL, LINEAR, SLIDING, Family
+from mgrpo.models.family.catalogue import LINEAR, Family
+from mgrpo.models.family.engine_fields import engine_field_problems
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import latent_rope_problems, rope_problems
+from mgrpo.models.rope import FULL, SLIDING, latent_rope_problems, record_problems, rope_problems
 from mgrpo.models.shape import Experts, LatentAttention
 
 MXFP4_COPY = (
@@ -24,6 +25,7 @@ def windows(hf: HfConfig, layer_types: Sequence[str]) -> tuple[int | None, ...]:
 
 
 def problems(
+    name: str,
     hf: HfConfig,
     family: Family,
     fields: Mapping[str, Any],
@@ -33,6 +35,7 @@ def problems(
     """One for each reason.
 
     Args:
+        name: the model_type.
         hf: with the family's defaults.
         fields: those of `Family.fields`.
         layer_types: of each layer.
@@ -43,6 +46,8 @@ def problems(
         yield f"{key}={hf[key]!r} (expected {expected!r})"
     if hf.get("mlp_bias"):
         yield "mlp_bias=true"
+    if hf.get("attention_out_bias"):
+        yield "attention_out_bias=true (a bias of attention's output projection without biases of the MLPs is not built)"
     if hf.get("attention_bias") and family.biased_attention == "refused":
         yield "attention_bias=true (its output projection has a bias)"
     if family.biased_attention == "all" and not hf.get("attention_bias"):
@@ -55,7 +60,7 @@ def problems(
         is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
         yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
     if latent := fields.get("latent"):
-        yield from _latent_problems(hf, latent, ropes.values())
+        yield from _latent_problems(hf, latent, fields.get("experts"), ropes.values())
     experts = fields.get("experts")
     if experts:
         yield from _router_problems(experts)
@@ -81,10 +86,14 @@ def problems(
     shares = dict.fromkeys(float(parameters.get("partial_rotary_factor") or 1.0) for parameters in ropes.values())
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)
+    yield from record_problems(hf, ropes.values(), by_layer_type=family.windowed_rope is not None)
     yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))
+    yield from dict.fromkeys(engine_field_problems(name, hf, ropes.values()))
 
 
-def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _latent_problems(
+    hf: HfConfig, latent: LatentAttention, experts: Experts | None, ropes: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
     """What transformers or vLLM computes otherwise, or does not read at all."""
     heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
     for key, expected in (
@@ -103,8 +112,12 @@ def _latent_problems(hf: HfConfig, latent: LatentAttention, ropes: Iterable[Mapp
     dense = kinds.count("dense")
     if "dense" in kinds[dense:]:
         yield "mlp_layer_types with dense layers behind others (vLLM takes the first ones for dense)"
-    if kinds and hf.get("first_k_dense_replace", dense) != dense:
-        yield f"first_k_dense_replace={hf['first_k_dense_replace']} with {dense} dense layers in mlp_layer_types"
+    built = dense if kinds or experts is None else len(experts.dense_layers)
+    if experts and hf.get("first_k_dense_replace", built) != built:
+        yield (
+            f"first_k_dense_replace={hf['first_k_dense_replace']} with {built} dense layers in mlp_layer_types (vLLM goes by the one, "
+            "transformers by the other)"
+        )
     for parameters in ropes:
         yield from latent_rope_problems(parameters)
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mgrpo.models.hf_files.checksums import SUMS
+from mgrpo.models.hf_files.surplus import HEAD, beside_problems, name_problems, some
 from mgrpo.models.placement.boxes import Shape
 from mgrpo.models.shape import ModelShape
-from mgrpo.models.table import hf_tensors, is_left_out
+from mgrpo.models.table import hf_tensors, is_draft, is_left_out
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -56,6 +58,7 @@ _BITS = {
     "F4": 4,
 }
 """Bits of an element of each type that the library knows."""
+_BLOCK_BYTES = 8 << 20
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -66,6 +69,8 @@ class Tensor:
     dtype: str
     """safetensors' name of its type."""
     shape: Shape
+    place: tuple[int, int]
+    """Its first byte in the file, and the one after the last."""
 
 
 def tensor_files(folder: str | Path) -> dict[str, Path]:
@@ -95,7 +100,7 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
 
 def head_files(folder: str | Path, shape: ModelShape) -> dict[str, Path]:
     """The file of each tensor of the heads that draft (`ModelShape.draft_layers`); none where the folder was written without them."""
-    return {name: path for name, path in tensor_files(folder).items() if is_left_out(name, shape)}
+    return {name: path for name, path in tensor_files(folder).items() if is_draft(name, shape)}
 
 
 def _is_inside(path: PurePosixPath) -> bool:
@@ -129,7 +134,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{name} is {entry}")
             if 8 * (end - begin) != _BITS[dtype] * math.prod(shape):
                 raise ValueError(f"{name}, {dtype} {shape}, has {end - begin} bytes")
-            tensors[name] = Tensor(dtype, tuple(shape))
+            tensors[name] = Tensor(dtype, tuple(shape), (8 + length + begin, 8 + length + end))
             places.append((begin, end, name))
         data_bytes = 0
         for begin, end, name in sorted(places):
@@ -156,7 +161,7 @@ def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Col
     """Why the weights of a Hugging Face folder cannot be used, one sentence each; all begin with the folder.
 
     Args:
-        shape: what the tensors must be, surplus ones aside; None: only that all files are whole.
+        shape: what the tensors must be, those that are `left_out` aside; None: only that all files are whole.
         dtypes: the types that are allowed.
     """
     try:
@@ -167,26 +172,61 @@ def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Col
     header, broken = cache(read_header), False
     for path in dict.fromkeys(files.values()):
         try:
+            if not os.path.lexists(path):
+                raise ValueError(f"{folder} lacks {path.name}, which {INDEX} lists; download it again")
             header(path)
         except ValueError as err:
             broken = True
             yield str(err)
     if broken:
         return
-    stored = {name: header(path).get(name) for name, path in files.items()}
-    if absent := [name for name, tensor in stored.items() if tensor is None]:
+    if absent := [name for name, path in files.items() if name not in header(path)]:
         yield f"{folder} lacks {some(absent)}, which {INDEX} lists in {files[absent[0]].name}; download it again"
         return
-    if shape is not None:
-        found = {name: tensor for name, tensor in stored.items() if tensor is not None}
-        yield from _differences(folder, found, hf_tensors(shape), dtypes)
+    if shape is None:
+        return
+    expected, found = hf_tensors(shape), {name: header(path)[name] for name, path in files.items()}
+    # transformers and vLLM also load what an index does not list.
+    stored = {name: (path, header(path)[name]) for path in dict.fromkeys(files.values()) for name in header(path)}
+    extra = stored.keys() - expected.keys() - {*_left_out(stored, shape)}
+    yield from name_problems(folder, expected.keys() - found.keys(), extra, shape)
+    yield from _differences(folder, found, expected, dtypes)
+    yield from beside_problems(Path(folder))
+
+
+def left_out(folder: str | Path, shape: ModelShape) -> list[str]:
+    """Tensors of a whole folder that the model does without: see `is_left_out`, and the LM head of a tied model if it equals the embedding."""
+    paths = dict.fromkeys(tensor_files(folder).values())
+    return _left_out({name: (path, tensor) for path in paths for name, tensor in read_header(path).items()}, shape)
+
+
+def _left_out(stored: Mapping[str, tuple[Path, Tensor]], shape: ModelShape) -> list[str]:
+    names = sorted(name for name in stored if is_left_out(name, shape))
+    embedding = stored.get(shape.prefix + "embed_tokens.weight")
+    is_twice = shape.tied and HEAD in stored and embedding is not None and _same_values(stored[HEAD], embedding)
+    return [*names, *([HEAD] if is_twice else [])]
+
+
+def _same_values(*both: tuple[Path, Tensor]) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    (path, tensor), (other_path, other) = both
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    with path.open("rb") as one, other_path.open("rb") as two:
+        one.seek(tensor.place[0])
+        two.seek(other.place[0])
+        left = tensor.place[1] - tensor.place[0]
+        while left > 0:
+            size = min(left, _BLOCK_BYTES)
+            if one.read(size) != two.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _differences(
     folder: str | Path, found: Mapping[str, Tensor], expected: Mapping[str, Shape], dtypes: Collection[str]
 ) -> Iterator[str]:
-    if missing := sorted(expected.keys() - found.keys()):
-        yield f"{folder} lacks {some(missing)}, which its config.json implies"
     common = [name for name in expected if name in found]
     if wrong := [name for name in common if found[name].shape != expected[name]]:
         name = wrong[0]
@@ -200,12 +240,6 @@ def _differences(
             f"{folder}: {some(wrong)} of type {found[wrong[0]].dtype}; expected one of {', '.join(dtypes)}: "
             "export the weights unquantised"
         )
-
-
-def some(names: Iterable[str]) -> str:
-    """Names of tensors in a message: the only one, or the first of them."""
-    names = list(names)
-    return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
 
 
 def torch_dist_folder(path: str | Path) -> Path | None:

@@ -197,3 +197,49 @@ def test_code_that_lies_in_the_folder_is_never_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
         load_tokenizer(tmp_path)
     assert not marker.exists()
+
+
+KIMI = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    },
+    "model_type": "kimi_k2",
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("config", [KIMI, {"model_type": "of_tomorrow", "rope_scaling": {"rope_type": "new"}}, {}])
+def test_a_tokenizer_does_not_depend_on_the_model_beside_it(tmp_path: Path, folder: Path, config: dict) -> None:
+    """Kimi-K2's config.json as published: transformers does not know the type, and failed at its RoPE."""
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    expected = token_ids(load_tokenizer(folder), ["1+2="])
+    (copied / "config.json").write_text(json.dumps(config))
+    assert token_ids(load_tokenizer(copied), ["1+2="]) == expected
+
+
+def test_a_tokenizer_of_code_is_refused_with_the_cure(tmp_path: Path, folder: Path) -> None:
+    """Kimi-K2's own: a tokenizer.json from elsewhere beside its tokenizer_config.json is not enough."""
+    copied = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copied / "config.json").write_text(json.dumps(KIMI))
+    settings_file = copied / "tokenizer_config.json"
+    code = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    }
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | code))
+    with pytest.raises(
+        ValueError, match=r"Python code that comes with the model .auto_map., which is never run; give a tokenizer.json"
+    ):
+        load_tokenizer(copied)

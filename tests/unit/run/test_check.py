@@ -141,7 +141,7 @@ ONE = {
     "index of a missing file": (
         lambda b: b.index("model-00002-of-00002.safetensors"),
         (),
-        "model-00002-of-00002.safetensors is not a complete .*it cannot be read \\(No such file",
+        "lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists; download it again",
     ),
     "index of another tensor": (
         lambda b: (b.model / INDEX).write_text('{"weight_map": {"nothing": "model.safetensors"}}'),
