@@ -121,13 +121,12 @@ def delta_rule_remarks(dtype: torch.dtype) -> list[str]:
     """Remarks on the kernel of gated delta nets, where a user has a choice: on CUDA."""
     if not backend.has_cuda():
         return []
-    if backend.delta_rule_kernel(dtype) is not None:
-        return ["gated delta nets: flash-linear-attention"]
     kind = str(dtype).removeprefix("torch.")
-    return [
-        f"gated delta nets: plain torch, slower; flash-linear-attention takes bfloat16 or float16 and is in the package "
-        f"fla-core, not for {kind} or not installed here"
-    ]
+    plain = (
+        "plain torch, slower; flash-linear-attention takes bfloat16 or float16 and is in the package fla-core, not for "
+        f"{kind} or not installed here"
+    )
+    return [f"gated delta nets: {'flash-linear-attention' if backend.delta_rule_kernel(dtype) else plain}"]
 
 
 def _fused(kernel: Callable[..., Any]) -> Callable[..., torch.Tensor]:
