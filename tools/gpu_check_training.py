@@ -71,7 +71,7 @@ class Mode:
     equals: str | None = "fp32"
     """The mode whose first step has the same loss and gradient norm, but for rounding."""
     uses_fla: bool = True
-    """Whether gated delta nets take flash-linear-attention's kernels where they are installed."""
+    """Use flash-linear-attention's kernels for gated delta nets where they are installed."""
 
 
 MODES: dict[str, Mode] = {

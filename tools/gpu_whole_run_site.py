@@ -105,7 +105,7 @@ def join(place: Place, site: Site) -> Outcome:
 
 
 def damage(piece: Path, record: dict[str, Any]) -> str:
-    """How a piece that is there differs from what was packed, in words; "" if it does not."""
+    """Difference between a piece and its record, in words; "" if there is none."""
     if not piece.is_file() or hashlib.sha256(piece.read_bytes()).hexdigest() == record["sha256"]:
         return ""
     return f"{piece.name} is damaged ({piece.stat().st_size} bytes of {record['bytes']})"

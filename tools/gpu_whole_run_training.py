@@ -114,7 +114,7 @@ class Size:
     """The size of the run of a stage `big`."""
 
     shape: str
-    """Of tools/gpu_book_model.py."""
+    """Shape of the model, an argument of tools/gpu_book_model.py."""
     steps: int
     prompts: int = 32
     samples: int = 8

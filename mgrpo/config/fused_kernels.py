@@ -13,7 +13,6 @@ OLDEST, BELOW = (2, 9), (2, 12)
 REMEDY = "pip install --no-build-isolation -r requirements/te.txt"
 OLDEST_LIGER = (0, 8, 5)
 """Release of Liger Kernel whose SwiGLU takes gate and up as one tensor without a copy."""
-NO_GPUS = " needs GPUs, of which there are none here;"
 
 
 def transformer_engine() -> str | None:
@@ -70,11 +69,8 @@ def liger_lack() -> str | None:
 
 def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
     """Kernels that the configuration asks for and that this machine does not have, one sentence each."""
-    if has_gpus:
-        lack = transformer_engine_lack()
-        problem = lack and f": {lack}; {REMEDY}, or"
-    else:
-        problem = NO_GPUS
+    lack = transformer_engine_lack()
+    problem = _obstacle(lack and f"{lack}; {REMEDY}", has_gpus=has_gpus)
     if problem and config.parallel.transformer_impl == "transformer_engine":
         yield f"transformer_impl=transformer_engine{problem} use auto or local"
     if problem and config.parallel.fp8 != "none":
@@ -83,14 +79,20 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         yield f"tp_comm_overlap=true{problem} use false"
     if problem and config.parallel.use_precision_aware_optimizer:
         yield f"use_precision_aware_optimizer=true{problem} leave it out"
-    problem = f": {lack}, or" if has_gpus and (lack := liger_lack()) else "" if has_gpus else NO_GPUS
-    if problem and config.parallel.fused_layers is True:
+    if config.parallel.fused_layers is True and (problem := _obstacle(liger_lack(), has_gpus=has_gpus)):
         yield f"fused_layers=true{problem} use auto or false"
     if config.parallel.moe_token_dispatcher_type == "flex":
         name = config.parallel.moe_flex_dispatcher_backend
         lack = exchange_lack(name) if has_gpus else "GPUs, of which there are none here"
         if lack:
             yield f"moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={name} needs {lack}; {'install it' if has_gpus else 'start where there are'}, or use alltoall"
+
+
+def _obstacle(lack: str | None, *, has_gpus: bool) -> str:
+    """Part of a sentence, between a setting and its alternative; empty if nothing is in the way."""
+    if not has_gpus:
+        return " needs GPUs, of which there are none here;"
+    return f": {lack}, or" if lack else ""
 
 
 def exchange_lack(backend: str) -> str | None:
@@ -111,7 +113,7 @@ def uses_transformer_engine(settings: Parallel, *, has_cuda: bool) -> bool:
 
 
 def uses_liger(settings: Parallel, *, has_cuda: bool) -> bool:
-    """Whether a layer's norms, SwiGLU and rotary embeddings are Liger's kernels."""
+    """True if a layer's norms, SwiGLU and rotary embeddings are Liger's kernels."""
     if settings.fused_layers == "auto":
         return has_cuda and liger_lack() is None
     return settings.fused_layers

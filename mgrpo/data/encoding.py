@@ -45,7 +45,7 @@ class Recipe:
     tools: ToolSchemas | None = None
     """Tools, the schemas of which the template is given. None: there are none, or it is not told of them."""
     has_row_tools: bool = True
-    """Whether schemas in a row's column `tools` are given to the template, where the run has no tools."""
+    """Pass the schemas in a row's column `tools` to the template, where the run has no tools."""
     template_name: str = "auto"
     """`chat_template_name`, for messages."""
 

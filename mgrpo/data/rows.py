@@ -192,7 +192,7 @@ def _check_messages(messages: list, *, key: str) -> None:
 
 
 def _has_content(message: dict) -> bool:
-    """Whether there is text, or calls in place of it; raises BadRow for calls that are none."""
+    """True if a message has text, or calls in place of it; raises BadRow for malformed calls."""
     calls = _from_json(message.get("tool_calls"))
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise BadRow(f"tool_calls {shown(calls)}", "a list of calls, or JSON text of one")
@@ -236,7 +236,7 @@ def _from_json(value: object) -> Any:
 
 
 def _is_nan(value: object) -> bool:
-    """Whether this is the missing value of tables of numbers."""
+    """True for NaN, the missing value of numeric tables."""
     return isinstance(value, float) and value != value
 
 

@@ -203,7 +203,7 @@ def _open(path: Path, split: str) -> tuple[Any, bool]:
 
 
 def _load(path: str, *, split: str, streaming: bool = False, **files: str) -> tuple[Any, bool]:
-    """What `datasets` loads, and whether it is a CSV file, all cells of which are text."""
+    """Data as `datasets` loads it, and True for a CSV file, all cells of which are read as text."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv
 

@@ -63,7 +63,7 @@ def is_draft(name: str, model: ModelShape) -> bool:
 
 
 def is_left_out(name: str, model: ModelShape) -> bool:
-    """Whether transformers and vLLM leave a tensor of a checkpoint unread: layers that draft, and tables of RoPE in old checkpoints."""
+    """True for tensors that transformers and vLLM leave unread: drafting layers, and tables of RoPE in old checkpoints."""
     return is_draft(name, model) or name.startswith("mtp.") or name.endswith(_ROPE_TABLES)
 
 

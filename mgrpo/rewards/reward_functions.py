@@ -133,7 +133,7 @@ def renamed(functions: Sequence[RewardFunction]) -> list[str]:
         f"reward function {own} is called {name} in metrics, samples and the report: "
         + (f"{own} is a name of the run's own" if own in _TAKEN_NAMES else f"another one is called {own}")
         for name, function in _named(functions).items()
-        if (own := _own_name(function)) != name
+        if (own := own_name(function)) != name
     ]
 
 
@@ -288,7 +288,7 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
 def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
     named: dict[str, RewardFunction] = {}
     for function in functions:
-        name = base = _own_name(function)
+        name = base = own_name(function)
         number = 1
         while name in named or name in _TAKEN_NAMES:
             number += 1
@@ -297,6 +297,7 @@ def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
     return named
 
 
-def _own_name(function: RewardFunction) -> str:
+def own_name(function: RewardFunction) -> str:
+    """The name of a function, or of the class of one that is none."""
     inner = innermost(function)
     return getattr(inner, "__name__", type(inner).__name__)

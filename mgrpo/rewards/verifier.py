@@ -140,7 +140,7 @@ def after_thinking(completion: str) -> str:
 
 
 def has_open_thought(completion: str) -> bool:
-    """Whether a `<think>` that is not quoted has no `</think>` behind it: then there is no answer yet."""
+    """True if an unquoted `<think>` has no `</think>` behind it: there is no answer yet."""
     return _THOUGHT.search(completion.rpartition(THINK_END)[2]) is not None
 
 

@@ -60,7 +60,7 @@ def box_server_command(argv: Sequence[str]) -> int:
 
 
 def within(wanted: Bounds, granted: Bounds, *, takes_images: bool) -> Bounds:
-    """What a client gets of what it wants.
+    """Bounds that a client is granted of those it requests.
 
     Args:
         takes_images: whether a client's image is that of a container; in local boxes it would be a folder of this machine.

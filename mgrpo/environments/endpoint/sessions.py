@@ -28,7 +28,7 @@ class OpenSession:
     reward_key: str
     """Of those who may set its reward."""
     task_key: str
-    """Of the worker that plays it, which its agent is not given."""
+    """Key of the worker that plays the task; the agent does not receive it."""
     held: Held
     """The bodies of its calls that are open."""
 
@@ -162,7 +162,7 @@ class Sessions:
 
 
 def is_same(given: str, key: str) -> bool:
-    """Whether a client's key is this one, in a time that tells nothing."""
+    """Compare a client's key with this one in constant time."""
     return hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 

@@ -77,7 +77,7 @@ class Ask:
     length: int
     """Tokens of the context."""
     messages: list[Chat]
-    """Those that follow the parent, as they are recorded; all of them without a parent."""
+    """Messages that follow the parent, as they are recorded; all of them without a parent."""
     num_bytes: int
     """Bytes of `messages` as JSON."""
     tools: Sequence[Tool]

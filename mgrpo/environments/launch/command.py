@@ -98,7 +98,7 @@ class CommandAgent(Agent):
 
     @property
     def _takes_images(self) -> bool:
-        """Whether a row's column `image` names the image of a container: in local walls it would be the folder that they open."""
+        """True if a row's column `image` names a container image; in a local box it would be a folder of this machine."""
         if self._where in ("local", "none"):
             return False
         return not self._where.startswith(("http://", "https://")) or self._bounds.image is not None
@@ -235,7 +235,7 @@ def check_remarks(command: str, words: Sequence[str], files: Files) -> tuple[str
 
 
 def _is_open_python(words: Sequence[str]) -> bool:
-    """Whether some word is a Python that no -I follows, also in the words of a shell."""
+    """True if a word is a Python interpreter without -I, also inside a shell's command."""
     for place, word in enumerate(words):
         if _PYTHON.fullmatch(os.path.basename(word)):
             flags = itertools.takewhile(lambda each: each.startswith("-"), words[place + 1 :])

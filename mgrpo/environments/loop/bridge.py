@@ -77,7 +77,7 @@ class Bridges:
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         """Finds the tokens that no observation may contain."""
         self.has_marked_tools = bool(self.guarded.search(json.dumps(self._tools, ensure_ascii=False)))
-        """Whether a tool's schema holds such tokens, so that a conversation needs `guarded_opening`."""
+        """True if a tool's schema contains such tokens, so that a conversation needs `guarded_opening`."""
         self._known: dict[tuple[str, ...], _Known | str] = {}
         """By the roles of what follows a turn; a text: why such messages cannot be followed."""
 
@@ -126,7 +126,7 @@ class Bridges:
         return ids
 
     def rewrites_tools(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether the tokenizer has made guarded tokens, perhaps in tools, of a text that does not hold them as they are."""
+        """True if the tokenizer produced guarded tokens, perhaps in tools, from a text that does not contain them."""
         return bool(self._tools) and sum(one in self._guarded_ids for one in ids) > len(self.guarded.findall(text))
 
     def _fitted(self, message: Message) -> Message:

@@ -61,7 +61,7 @@ def beside_problems(folder: Path) -> Iterator[str]:
 
 
 def _cures(missing: list[str], extra: list[str], shape: ModelShape) -> Iterator[str]:
-    """What to do, for mistakes that names give away."""
+    """Remedies for mistakes that the names reveal."""
     if any(".lora_" in name for name in extra):
         yield "merge the adapter into the weights"
     if HEAD in extra and shape.tied:

@@ -208,7 +208,7 @@ def _left_out(stored: Mapping[str, tuple[Path, Tensor]], shape: ModelShape) -> l
 
 
 def _same_values(*both: tuple[Path, Tensor]) -> bool:
-    """Whether two tensors have the same type, shape and bits."""
+    """True if two tensors have the same type, shape and bits."""
     (path, tensor), (other_path, other) = both
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False

@@ -26,7 +26,7 @@ _BACKWARD = (
 
 
 def can_attend(*, with_lse: bool) -> bool:
-    """Whether the installed torch takes the calls of `attend` or, `with_lse`, of `forward` and `backward`; warns once if not."""
+    """True if the installed torch accepts the calls of `attend` or, `with_lse`, of `forward` and `backward`; warns once if not."""
     from torch.nn.attention import varlen
 
     names = ("_varlen_attn", "_varlen_attn_backward") if with_lse else ("varlen_attn",)

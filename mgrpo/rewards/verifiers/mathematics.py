@@ -150,7 +150,7 @@ def _is_one_value(statement: Statement | None) -> bool:
 
 
 def _approximates(stated: str, expected: Statement) -> bool:
-    """Whether a label with decimals is what stands after a sign of approximation, of a value that is rounded to it."""
+    """True if a decimal label stands after an approximation sign, behind a value that rounds to it."""
     number, sides = plain_number(expected.value), approximation(stated)
     if number is None or sides is None or "." not in expected.value:
         return False

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.run.inputs.prompts import Prompts
 
-THINK_BEGIN = "<think>"
 # Functions that a reward function calls, one in another.
 _MOST_CALLS = 3
 
@@ -52,11 +51,13 @@ def _about_eos(config: Config, prompts: Prompts) -> Iterator[str]:
 
 
 def _about_thoughts(sets: Sequence[PromptSet], functions: Sequence[str | Callable]) -> Iterator[str]:
+    from mgrpo.rewards.builtin_functions import THINK_BEGIN
     from mgrpo.rewards.function_calls import innermost
     from mgrpo.rewards.function_catalog import load_functions
+    from mgrpo.rewards.reward_functions import own_name
 
-    loaded = map(innermost, load_functions(functions, max_completion_length=1))
-    names = [getattr(each, "__name__", type(each).__name__) for each in loaded if _mentions(each, THINK_BEGIN)]
+    loaded = load_functions(functions, max_completion_length=1)
+    names = [own_name(each) for each in loaded if _mentions(innermost(each), THINK_BEGIN)]
     if names and (opened := sum(own.num_ending_with(THINK_BEGIN) for own in sets)):
         yield (
             f"{opened} prompts end with {THINK_BEGIN}, so completions begin behind it, and {' and '.join(names)} looks for it in "
@@ -66,7 +67,7 @@ def _about_thoughts(sets: Sequence[PromptSet], functions: Sequence[str | Callabl
 
 
 def _mentions(function: Any, text: str, *, depth: int = 0) -> bool:
-    """Whether a function, or one of its module that it calls, has a string or a pattern with this text."""
+    """True if a function, or one of its module that it calls, has a string or a pattern with this text."""
     if not hasattr(function, "__code__"):
         function = function.__call__.__func__ if callable(function) and hasattr(function.__call__, "__func__") else None
     if not hasattr(function, "__code__") or depth > _MOST_CALLS:

@@ -233,7 +233,7 @@ def needed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_there(needed: Path, *words: str) -> str:
-    """What Python prints in that folder."""
+    """Output of Python in that folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *words], cwd=needed, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -297,7 +297,7 @@ def test_the_paths_are_a_sparse_checkout(tmp_path: Path) -> None:
 
 
 def git(folder: Path, *words: str, input: str | None = None) -> str:
-    """What this command of git prints in a folder."""
+    """Output of a git command in a folder."""
     done = subprocess.run(["git", *words], cwd=folder, input=input, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

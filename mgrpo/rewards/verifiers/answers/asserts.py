@@ -29,7 +29,7 @@ class AssertTest:
     called: frozenset[str]
     """Names that it expects of the program."""
     checks: bool
-    """Whether there can be a program that fails it."""
+    """True if some program can fail the test."""
     is_python: bool = True
 
 
@@ -54,7 +54,7 @@ def read_test(source: str) -> AssertTest:
 
 
 def _is_for_scripts(node: ast.stmt) -> bool:
-    """Whether a statement runs the tests of a file that is started as a script, which a test is not."""
+    """True for a statement that runs a file's tests when the file is started as a script."""
     if isinstance(node, ast.If):
         return "__name__" in (ast.unparse(part) for part in ast.walk(node.test) if isinstance(part, ast.Name))
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _RUNNERS
@@ -111,7 +111,7 @@ def _with_calls(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _can_be_unfolded(body: Sequence[ast.stmt], functions: Sequence[ast.FunctionDef]) -> bool:
-    """Whether bodies in place of functions do the same: where a function holds the asserts, the program decides them."""
+    """True if bodies in place of functions do the same: asserts inside a function would be decided by the program."""
     for function in functions:
         parts = [part for node in function.body for part in ast.walk(node)]
         has_arguments = any(isinstance(part, ast.arg) for part in ast.walk(function.args))
@@ -186,7 +186,7 @@ def _always_fails(node: ast.stmt) -> bool:
 
 
 def _check(nodes: Iterable[ast.AST], functions: dict[str, ast.FunctionDef]) -> Iterator[bool]:
-    """Of each statement, also inside others, whether it can fail by what the program does."""
+    """Yield for each statement, nested ones included, True if the program can make it fail."""
     for node in nodes:
         match node:
             case ast.Assert(test=ast.Constant(value=value)):

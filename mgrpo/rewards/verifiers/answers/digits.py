@@ -52,7 +52,7 @@ def with_decimal_point(text: str, *, braced_only: bool) -> str:
 
 
 def agree(number: Decimal, other: Decimal) -> bool:
-    """Whether numbers in digits are equal: integers exactly, others to 6 places, below 0.001 to 6 significant digits."""
+    """Compare numbers in digits: integers exactly, others to 6 places, below 0.001 to 6 significant digits."""
     if number == other:
         return True
     one, two = Fraction(number), Fraction(other)

@@ -73,7 +73,7 @@ def certainly_differ(a: Estimate, b: Estimate) -> bool:
 
 
 def differ_relatively(a: Estimate, b: Estimate, tolerance: float) -> bool:
-    """Whether values differ by more than this share of the larger one."""
+    """True if values differ by more than this share of the larger one."""
     return abs(a.value - b.value) > tolerance * max(abs(a.value), abs(b.value)) + a.error + b.error
 
 

@@ -73,7 +73,7 @@ def is_same_value(answer: str, label: str) -> bool:
 
 
 def is_rounded_to(value: str, number: Decimal) -> bool:
-    """Whether a number in digits is an approximation of the expression, off by no more than half a unit of its last digit."""
+    """True if a number in digits approximates the expression within half a unit of its last digit."""
     reading = _read(_boxed(value, plain_number(value))) if not _is_slow_to_read(value, "") else None
     known = reading and reading.estimate
     return known is not None and abs(known.value - float(number)) <= unit_of_last_digit(number) * (0.5 + 1e-9)
@@ -143,7 +143,7 @@ def _agree(label: _Reading, answer: _Reading) -> bool:
 
 
 def _differ_in_small_numbers(label: Any, answer: Any) -> bool:
-    """Whether the expressions hold small numbers that are equal only because math-verify rounds to 6 places."""
+    """True if the expressions contain small numbers that are equal only because math-verify rounds to 6 places."""
     one, two = _small_numbers(label), _small_numbers(answer)
     if one is None or two is None:
         return False
@@ -155,7 +155,7 @@ def _differ_in_small_numbers(label: Any, answer: Any) -> bool:
 
 
 def _small_numbers(expression: Any) -> list[Estimate] | None:
-    """Those of a number, or of the members of a list, an interval, a matrix or a relation; None if one has no estimate."""
+    """Estimates of a number, or of the members of a list, an interval, a matrix or a relation; None if one has no estimate."""
     if members := members_of(expression):
         found = [_small_numbers(member) for member in members]
         known = [numbers for numbers in found if numbers is not None]

@@ -126,7 +126,7 @@ def answer_of_label(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a label is rather an explanation than an answer."""
+    """True if a label is an explanation rather than an answer."""
     return num_words(text) > _MOST_WORDS
 
 

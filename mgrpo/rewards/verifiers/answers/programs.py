@@ -56,7 +56,7 @@ def extract_program(text: str, called: Set[str] = frozenset()) -> str:
 
 
 def has_block(text: str) -> bool:
-    """Whether the text holds a complete block of any language."""
+    """True if the text contains a complete block of any language."""
     return bool(_blocks(text))
 
 

@@ -143,7 +143,7 @@ def approximation(text: str) -> tuple[str, str] | None:
 
 
 def is_bare_name(text: str) -> bool:
-    """Whether a text is a variable or nothing, and so states no value."""
+    """True if a text is a variable or empty, and so states no value."""
     text = _stripped(text)
     return not text or _BARE_NAME.fullmatch(text) is not None
 
