@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -290,25 +293,32 @@ def random_samples(
     samples = []
     for group in range(groups + groups_of_turns):
         prompt = rng.integers(3, vocab, rng.integers(1, 9)).astype(np.int32)
-        for _ in range(group_size):
-            length = int(rng.integers(1, 9))
-            mask = np.ones(length, dtype=bool)
-            mask[: int(rng.integers(0, length))] = rng.random() < 0.7
-            samples.append(
-                TrainSample(
-                    prompt_tokens=prompt,
-                    tokens=rng.integers(3, vocab, length).astype(np.int32),
-                    loss_mask=mask,
-                    rollout_logprobs=rng.normal(-4.8, 0.3, length).astype(np.float32),
-                    advantage=float(rng.normal()),
-                    group=group,
-                )
-            )
+        samples += [_random_sample(rng, prompt, int(rng.integers(1, 9)), vocab, group) for _ in range(group_size)]
     with_turns = groups * group_size
     return samples[:with_turns] + [
         _with_turns(sample, rng.random(len(sample.tokens)) < (0.6 if number else 0.0))
         for number, sample in enumerate(samples[with_turns:])
     ]
+
+
+def long_samples(seed: int, vocab: int = 125) -> list[TrainSample]:
+    """A prompt of 71 tokens with completions of 97 and 23, beyond two chunks of a delta net and any window or original position."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(3, vocab, 71).astype(np.int32)
+    return [_random_sample(rng, prompt, length, vocab, group=99) for length in (97, 23)]
+
+
+def _random_sample(rng: np.random.Generator, prompt: np.ndarray, length: int, vocab: int, group: int) -> TrainSample:
+    mask = np.ones(length, dtype=bool)
+    mask[: int(rng.integers(0, length))] = rng.random() < 0.7
+    return TrainSample(
+        prompt_tokens=prompt,
+        tokens=rng.integers(3, vocab, length).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=rng.normal(-4.8, 0.3, length).astype(np.float32),
+        advantage=float(rng.normal()),
+        group=group,
+    )
 
 
 def with_sets(samples: list[TrainSample], vocab: int = 125) -> list[TrainSample]:
@@ -520,8 +530,10 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from megatron.core.tensor_parallel import layers
 
     from mgrpo.models.placement.layout_rules import Stacked
-    from mgrpo.parallel.packed import context
-    from mgrpo.policy import model
+    from mgrpo.parallel.packed import context, delta_rule
+    from mgrpo.parallel.packed.attention import PackedAttention
+    from mgrpo.policy import microbatch, model
+    from mgrpo.policy.layers import latent_attention
     from mgrpo.policy.optimizer import PolicyOptimizer
 
     def doubled(*args, **kwargs):
@@ -538,10 +550,22 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         cut[:, 1:] = values[:, 1:]
         return whole(cut, places, num_responses)
 
+    def with_own_epsilon(config, size, eps):
+        return norm(config, size, config.layernorm_epsilon)
+
+    def with_larger_sinks(self, *args):
+        return attend(self, *args[:-1], args[-1] * 1.0003)
+
+    def with_late_branch(cu_seqlens, positions, branches, **place):
+        is_late = (branches == 2) & (np.cumsum(branches == 2) > 3)
+        is_late[cu_seqlens[1 + np.searchsorted(cu_seqlens[1:], is_late.argmax(), "right")] :] = False
+        return describe(cu_seqlens, positions + is_late, branches, **place)
+
     # The package has a function of the module's name.
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     reduce, place = layers.reduce_from_tensor_model_parallel_region, Stacked.place
     gather, whole = context.gather_from_sequence_parallel_region, model.whole_responses
+    norm, attend, describe = latent_attention.RMSNorm, PackedAttention.attend, microbatch.describe
     broken = {
         "doubled_all_reduce": patch.object(layers, "reduce_from_tensor_model_parallel_region", doubled),
         "missing_sequence_parallel_sum": patch.object(
@@ -551,9 +575,24 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         "missing_context_sum": patch.object(context, "gather_from_sequence_parallel_region", own_only),
         "boundary_token_untrained": patch.object(model, "whole_responses", without_first),
         "missing_tied_sum": patch.object(PolicyOptimizer, "_sum_tied_gradients", lambda self: None),
+        "other_latent_epsilon": patch.object(latent_attention, "RMSNorm", with_own_epsilon),
+        "larger_sinks": patch.object(PackedAttention, "attend", with_larger_sinks),
+        "late_branch": patch.object(microbatch, "describe", with_late_branch),
+        "undecayed_states": _altered(delta_rule.chunked_delta_rule, "state * kept_ +", "state +"),
     }[sabotage]
     with broken:
         return gradients(**arguments)
+
+
+def _altered(function: Callable[..., Any], statement: str, other: str) -> Any:
+    """A patch of a module's function in which one statement is another."""
+    from unittest.mock import patch
+
+    source, module = inspect.getsource(function), sys.modules[function.__module__]
+    assert statement in source
+    made: dict[str, Any] = {}
+    exec(source.replace(statement, other), vars(module).copy(), made)
+    return patch.object(module, function.__name__, made[function.__name__])
 
 
 def gradients_by_deep_ep(**arguments: Any) -> dict[str, Any]:

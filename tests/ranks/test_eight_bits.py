@@ -11,6 +11,7 @@ import pytest
 from mgrpo.config.schema import Parallel
 from mgrpo.rehearsal.eight_bits import package
 from tests.ranks import cases
+from tests.ranks.outcomes import joined
 from tests.ranks.rank_pool import RankPool
 from tests.ranks.test_layouts import LOSS, check, oracle
 from tests.tiny_models import save_tiny
@@ -105,11 +106,8 @@ def in_8_bits(run_te, models, name, layout, recipe, fp8="hybrid", **settings):
 
 def whole_gradients(ranks, truth):
     """Every gradient as one vector, and the right one, both float64."""
-    found = {name: np.full(own.shape, np.nan) for name, own in truth["gradients"].items()}
-    for rank in ranks:
-        for box, gradient in rank["gradients"]:
-            found[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] = gradient
-    return tuple(np.concatenate([own[name].ravel() for name in sorted(found)]) for own in (found, truth["gradients"]))
+    found = joined(ranks, "gradients", {name: own.shape for name, own in truth.gradients.items()})
+    return tuple(np.concatenate([own[name].ravel() for name in sorted(found)]) for own in (found, truth.gradients))
 
 
 def apart(found, exact):

@@ -10,6 +10,8 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import trained_tensors
 from tests.ranks import cases, float16_cases
+from tests.ranks.outcomes import collect, compare
+from tests.ranks.test_layouts import UNCLIPPED
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 from tools import parity
@@ -59,8 +61,8 @@ def outcome(run, folders):
     def of(model, name, dtype, function=cases.gradients):
         key = (model, name, dtype, function)
         if key not in made:
-            ranks = run(model, name, function, loss=parity.LOSS, dtype=dtype)
-            made[key] = parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
+            ranks = run(model, name, function, loss=UNCLIPPED, dtype=dtype)
+            made[key] = collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
         return made[key]
 
     return of
@@ -82,21 +84,21 @@ def test_every_layout_agrees_with_one_rank_and_with_float32(outcome, model, layo
     own = outcome(model, layout, "float16")
     reference = parity.parse(layout).reference
     for dtype in ("float16", "float32"):
-        assert_rounded(parity.compare(own, outcome(model, reference, dtype)))
+        assert_rounded(compare(own, outcome(model, reference, dtype)))
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "tp2+chunked", "cp2xtp2+sp+chunked+kept"])
 def test_a_head_in_fp32_takes_scaled_gradients(outcome, run, folders, layout):
     """Its logits' gradient is in float32, in units of the scale, and is rounded to float16 for the products behind it."""
-    ranks = run("qwen2", layout, cases.gradients, loss=parity.LOSS, dtype="float16", fp32_logits=True)
-    own = parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders["qwen2"]))))
-    assert_rounded(parity.compare(own, outcome("qwen2", parity.parse(layout).reference, "float32")))
+    ranks = run("qwen2", layout, cases.gradients, loss=UNCLIPPED, dtype="float16", fp32_logits=True)
+    own = collect(ranks, trained_tensors(shape_of(read_hf_config(folders["qwen2"]))))
+    assert_rounded(compare(own, outcome("qwen2", parity.parse(layout).reference, "float32")))
 
 
 def test_gradients_that_stay_scaled_are_caught(outcome):
     """Adam would hide the factor from every loss; clipping would not, nor would the norm in the metrics."""
     sabotaged = outcome("qwen2", "dp1", "float16", float16_cases.without_unscaling)
-    assert parity.compare(sabotaged, outcome("qwen2", "dp1", "float32")).gradient > 1
+    assert compare(sabotaged, outcome("qwen2", "dp1", "float32")).gradient > 1
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_run_continues_whosever_adam_it_was_and_is(run_ranks, tmp_path, zero_s
     for saved_by in (True, False):
         place = str(tmp_path / f"state_{saved_by}")
         saved = run_ranks(2, train_steps, is_fused=saved_by, save_to=place, save_after=2, **common)[0]
-        assert saved["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert saved["losses"] == pytest.approx(whole["losses"], rel=5e-7)
         for continued_by in (True, False):
             rest = run_ranks(2, train_steps, is_fused=continued_by, resume_from=f"{place}/step_2", **common)[0]
-            assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5), (saved_by, continued_by)
+            assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=5e-7), (saved_by, continued_by)

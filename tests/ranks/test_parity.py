@@ -13,7 +13,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.table import trained_tensors
 from tests.ranks import cases, update_cases
-from tests.ranks.test_lora import joined
+from tests.ranks.outcomes import collect, compare, joined
 from tests.tiny_models import save_tiny
 from tools import parity
 
@@ -64,13 +64,13 @@ def measure(run_ranks, folders):
         case = parity.parse(name)
         arguments = {"layout": case.layout, "samples": parity.SAMPLES, "loss": parity.LOSS, **case.options, **extra}
         ranks = run_ranks(case.ranks, function, model_dir=str(folders[model]), **arguments)
-        return parity.collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
+        return collect(ranks, trained_tensors(shape_of(read_hf_config(folders[model]))))
 
     def difference(model, name, **extra):
         reference = parity.parse(name).reference
         if (model, reference) not in references:
             references[model, reference] = outcome(model, reference)
-        return parity.compare(outcome(model, name, **extra), references[model, reference])
+        return compare(outcome(model, name, **extra), references[model, reference])
 
     return difference
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.ranks import cases, run_cases, teacher_cases
-from tests.ranks.test_learning import SETTINGS, measured
+from tests.ranks.outcomes import LIMITS
+from tests.ranks.test_learning import AS_ONE_RANK, SETTINGS, measured
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 TEMPERATURE = 1.3
@@ -111,9 +112,9 @@ def check(ranks, samples, folders):
             assert np.isnan(logprobs).all() and np.isnan(likeliest).all() and (ids == -1).all()
             continue
         expected, best, values = oracle(folders[sample.teacher], sample)
-        np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+        np.testing.assert_allclose(logprobs, expected, atol=LIMITS["logprob"])
         is_there = np.isfinite(values)  # a set may have fewer
-        np.testing.assert_allclose(likeliest[is_there], values[is_there], atol=2e-5)
+        np.testing.assert_allclose(likeliest[is_there], values[is_there], atol=LIMITS["logprob"])
         np.testing.assert_array_equal(ids[is_there], best[is_there])
 
 
@@ -145,9 +146,9 @@ def test_what_is_taught_and_learned_does_not_depend_on_the_layout(
     check(ranks, SAMPLES, {BIG: teachers[BIG], SMALL: teachers[SMALL], ITSELF: model})
     (expected,), after = truth
     for rank in ranks:
-        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=2e-3, abs=2e-5)
+        assert rank["metrics"] == pytest.approx(expected["metrics"], **AS_ONE_RANK)
     for (name, a), b in zip(load_hf(tmp_path / "after").named_parameters(), load_hf(after).parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=5e-4, rtol=0, msg=name)
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0, msg=name)
 
 
 def test_a_teacher_is_asked_about_the_tokens_that_were_left_to_sample(run_ranks, model, teachers, settings, tmp_path):
@@ -196,9 +197,9 @@ def test_a_run_that_is_taught_by_an_average_goes_on(run_ranks, model, settings, 
     if layout == "tp2":
         assert rest == whole
     else:
-        assert measured(rest[0]) == pytest.approx(measured(whole[0]), rel=1e-4, abs=1e-6)
+        assert measured(rest[0]) == pytest.approx(measured(whole[0]), **AS_ONE_RANK)
     for (name, a), b in zip(load_hf(tmp_path / "hf").named_parameters(), trained.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=0 if layout == "tp2" else 1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(a, b, atol=0 if layout == "tp2" else 1e-6, rtol=0, msg=name)
 
 
 def test_teachers_give_up_their_memory_while_engines_have_the_device(run_ranks, model, teachers, settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,15 @@ import pytest
 from mgrpo.algo.training_samples import train_samples
 from mgrpo.environments.agents.recorded_tree import RecordedTree
 from mgrpo.environments.loop.trajectory import Sampled
+from mgrpo.models.family import shape_of
+from mgrpo.models.hf_config import read_hf_config
+from mgrpo.models.table import trained_tensors
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup, TrainSample
 from tests.builders import prompt
 from tests.ranks import cases, float64_cases
+from tests.ranks.outcomes import Outcome, collect, gradient_differences
 from tests.ranks.test_layouts import LOSS, check, oracle
-from tests.tiny_models import load_hf, save_tiny
+from tests.tiny_models import save_tiny
 
 VOCAB = 125
 LAYOUTS = {
@@ -100,36 +103,26 @@ def test_the_trees_have_what_agents_make_of_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def exact(run_ranks: Any, model: str) -> dict[str, Any]:
+def exact(run_ranks: Any, model: str) -> Outcome:
     """Loss and gradients of one turn after the other, on one rank."""
     alone = {"layout": {"zero_stage": 0}, "share_prompts": False, "pack_length": 64}
     (found,) = run_ranks(1, float64_cases.gradients, model_dir=model, samples=written_out(), loss=LOSS, **alone)
     assert all(grad.dtype == np.float64 for _, grad in found["gradients"])
-    sizes = {name: weight.shape for name, weight in load_hf(Path(model)).state_dict().items()}
-    whole = {box.name: np.full(sizes[box.name], np.nan) for box, _ in found["gradients"]}
-    for box, grad in found["gradients"]:
-        whole[box.name][cases.region(box)] = grad
-    return {"loss": found["loss"], "gradients": whole}
+    return collect([found], trained_tensors(shape_of(read_hf_config(model))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pack_length", [64, 512])
 def test_a_trees_gradient_is_that_of_its_turns(
-    run_ranks: Any, model: str, exact: dict[str, Any], layout: str, pack_length: int
+    run_ranks: Any, model: str, exact: Outcome, layout: str, pack_length: int
 ) -> None:
     """A branch that trains its context again, or is trained after another one, weighs forks more than straight lines."""
     size, axes = LAYOUTS[layout]
     arguments = {"model_dir": model, "layout": axes, "samples": as_trees(), "loss": LOSS, "pack_length": pack_length}
     ranks = run_ranks(size, float64_cases.gradients, **arguments)
-    last = [rank for rank in ranks if rank["reports_metrics"]]
-    assert sum(rank["loss"] for rank in last) == pytest.approx(exact["loss"], abs=1e-13)
-    seen = {name: np.zeros(grad.shape, dtype=int) for name, grad in exact["gradients"].items()}
-    for rank in ranks:
-        for box, grad in rank["gradients"]:
-            place = cases.region(box)
-            np.testing.assert_allclose(grad, exact["gradients"][box.name][place], rtol=0, atol=1e-13, err_msg=box.name)
-            seen[box.name][place] += 1
-    assert all((count > 0).all() for count in seen.values()), "some gradient was never compared"
+    found = collect(ranks, {name: gradient.shape for name, gradient in exact.gradients.items()})
+    assert found.loss == pytest.approx(exact.loss, abs=1e-15)
+    assert max(gradient_differences(found.gradients, exact.gradients)[:2]) < 4e-14
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,6 +136,5 @@ def test_every_branchs_log_probabilities_are_transformers(run_ranks: Any, model:
 def test_transformers_trees_are_its_turns(model: str) -> None:
     """The two lists of samples say the same, whoever reads them."""
     trees, turns = (oracle(model, samples, LOSS) for samples in (as_trees(), written_out()))
-    assert trees["loss"] == pytest.approx(turns["loss"], abs=1e-6)
-    for name, grad in turns["gradients"].items():
-        np.testing.assert_allclose(trees["gradients"][name], grad, atol=1e-5 * np.abs(grad).max(), err_msg=name)
+    assert trees.loss == pytest.approx(turns.loss, abs=2.5e-8)
+    assert max(gradient_differences(trees.gradients, turns.gradients)[:2]) < 7e-6
