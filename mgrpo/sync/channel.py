@@ -26,7 +26,7 @@ from mgrpo.models.shape import ModelShape
 from mgrpo.models.table import hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.group import another_connection
-from mgrpo.sync.joining import SyncMembers, meet
+from mgrpo.sync.joining import SyncMembers, meet, meet_unless_failed
 from mgrpo.sync.live import LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import ReshardPlan, Seated, plan
 from mgrpo.sync.sending.digest import digests
@@ -164,6 +164,7 @@ class Sender:
                     self.channels[engine] = self._meet(engine, seats[engine])
                 except RuntimeError as err:
                     failed(engine, err)
+                    announce_failure(self.store, (engine, seats[engine]), str(err))
 
         return self._apart(mine, meet_each)
 
@@ -192,6 +193,7 @@ class Sender:
             host=self.host,
             timeout_s=self.timeout_s,
             share_gpus=self.share_gpus,
+            failure=partial(announced_failure, self.store, [(engine, generation)]),
         )
 
     def _cut(self, boxes: Sequence[Box], num_sources: int) -> Cut:
@@ -314,11 +316,14 @@ class Channel:
         host: str,
         timeout_s: float,
         share_gpus: bool,
+        failure: Callable[[], str],
     ) -> None:
         """
         Args:
             stages: the messages with each member that this one exchanges weights with; those of a stage all come before the next one's.
             names: of all members, in their order.
+            store: a connection that no one else uses.
+            failure: see `meet_unless_failed`; it must not use that connection.
         """
         self.names = names
         self.is_open = True
@@ -326,14 +331,14 @@ class Channel:
         for peer, cut in itertools.chain(*(pairs.items() for pairs in stages)):
             largest = max(sum(box.size for box in boxes) for boxes in cut(limit=BUCKET_BYTES)) * dtype.itemsize
             peers[peer] = max(peers.get(peer, 0), largest)
-        self.transport: Transport = meet(
-            store,
-            SyncMembers(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus),
-            dtype=dtype,
-            device=live.device,
-            host=host,
-            timeout_s=timeout_s,
-        )
+        members = SyncMembers(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus)
+
+        def meeting() -> Transport:
+            if live.device.index is not None:
+                torch.accelerator.set_device_index(live.device)
+            return meet(store, members, dtype=dtype, device=live.device, host=host, timeout_s=timeout_s)
+
+        self.transport = meet_unless_failed(meeting, failure)
         self.rounds: list[dict[int, WeightMessage]] = []
         self.stages: list[range] = []
         """The numbers of each stage's rounds."""
@@ -391,6 +396,21 @@ def relay_name(above: Link, below: Link, worker: int) -> str:
 def unserved_key(engine: int, generation: int, version: int) -> str:
     """The store's key that says that an engine has not got its weights, through another one's fault."""
     return f"unserved/{engine}/{generation}/{version}"
+
+
+def announce_failure(store: dist.Store, seat: Link, reason: str) -> None:
+    """Have every member that waits for this engine give up with this reason, unless there is an earlier one."""
+    store.compare_set(_failure_key(seat), "", reason)
+
+
+def announced_failure(store: dist.Store, seats: Sequence[Link]) -> str:
+    """The reason that was announced for one of these engines, "" for none."""
+    failed = next((seat for seat in seats if store.check([_failure_key(seat)])), None)
+    return "" if failed is None else store.get(_failure_key(failed)).decode()
+
+
+def _failure_key(seat: Link) -> str:
+    return "failed/" + "/".join(map(str, seat))
 
 
 def digest_key(engine: int, generation: int, worker: int, version: int) -> str:

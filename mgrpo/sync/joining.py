@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from mgrpo.processes.background import Background
 from mgrpo.sync import shared
 from mgrpo.sync.group import join_group
 from mgrpo.sync.live import WeightMessage
@@ -24,6 +26,8 @@ from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
 
 COMPLETE, GIVEN_UP = "complete", "given up"
 """What becomes of a meeting."""
+POLL_S = 0.1
+"""Seconds between two looks at whether an engine that is to be met has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,30 @@ class SyncMembers:
     is_worker: bool
     share_gpus: bool = False
     """A training rank and a worker may be on the same GPU, and all members are on one machine."""
+
+
+def meet_unless_failed(meeting: Callable[[], Transport], failure: Callable[[], str]) -> Transport:
+    """The result of `meeting`, which waits for others in a thread of its own.
+
+    Args:
+        failure: the reason why another member will never come, "" while none is known.
+    Raises:
+        RuntimeError: with that reason, as soon as there is one. The thread ends at its own time limit: waits of stores, gloo and NCCL
+            cannot be broken off.
+    """
+    thread = Background("meeting")
+    met = thread.submit(meeting)
+    thread.close()
+    while not wait([met], POLL_S).done:
+        if reason := failure():
+            met.add_done_callback(_close)
+            raise RuntimeError(reason)
+    return met.result()
+
+
+def _close(met: Future[Transport]) -> None:
+    if met.exception() is None:
+        met.result().close()
 
 
 def meet(

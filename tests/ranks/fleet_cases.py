@@ -196,6 +196,42 @@ def sync_with_engines_that_are_killed(
     return {"found": found}
 
 
+def sync_with_an_engine_that_fails_while_it_joins(
+    model_dir: str, moment: str, engines: int, layout: dict[str, Any]
+) -> tuple[str, list[int] | None]:
+    """The error of the first sync, "" for none, and on rank 0 the versions that the engines have.
+
+    Args:
+        moment: "before" the engine meets a learner, or "after" the learners have come, which then wait for it for ten minutes.
+    """
+    lead, fleet, weights = _run(model_dir, layout, engines=engines, timeout_s=600)
+
+    def join(invitation: Mapping[str, Any]) -> Future[None]:
+        def fail() -> None:
+            if moment == "after":
+                store = connect_store(invitation["host"], invitation["port"], 60)
+                keys = [f"{group_name(0, 0)}/here/{place}" for place in range(len(invitation["learners"]))]
+                store.wait(keys)
+            raise ValueError("engine and plan differ in 3 tensors")
+
+        return fleet.engines[0].thread.submit(fail)
+
+    from mgrpo.sync.channel import group_name
+    from mgrpo.sync.group import connect_store
+
+    if fleet:
+        fleet.engines[0].join = join
+    error = ""
+    try:
+        weights.connect()
+        weights.send(1, step=1)
+    except RuntimeError as err:
+        error = str(err)
+    versions = lead.call(lambda: [engine.version for engine in fleet.engines])
+    lead.close()
+    return error, versions
+
+
 def _wait_for(fleet: Any, count: int, kind: str) -> None:
     deadline = time.monotonic() + 60
     while len(getattr(fleet.members, kind)) < count:

@@ -46,6 +46,23 @@ def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
     assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
 
 
+@pytest.mark.parametrize("layout", [TENSOR, {}], ids=str)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_engine_that_fails_while_it_joins_ends_the_wait_with_its_own_error(model, run_ranks, moment, layout) -> None:
+    """The learners would wait for `weight_sync_timeout` seconds, here ten minutes, and then name another cause."""
+    case = fleet_cases.sync_with_an_engine_that_fails_while_it_joins
+    (error, _), (other, _) = run_ranks(2, case, model_dir=str(model), moment=moment, engines=1, layout=layout)
+    own = "could not join the weight-transfer group: engine and plan differ in 3 tensors"
+    assert error == own and other.endswith(own)
+
+
+def test_engines_beside_one_that_fails_while_it_joins_get_their_weights(model, run_ranks) -> None:
+    """They have joined, and the learners go on with them."""
+    case = fleet_cases.sync_with_an_engine_that_fails_while_it_joins
+    (error, versions), (other, _) = run_ranks(2, case, model_dir=str(model), moment="after", engines=2, layout=TENSOR)
+    assert error == other == "" and versions[1] == 1
+
+
 def synced_through_engines(run_ranks, model, how: str, transport: str, layout: dict[str, int]):
     """What rank 0 has found, of which the other one agrees."""
     rank_0, other = run_ranks(

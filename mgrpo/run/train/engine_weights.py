@@ -30,11 +30,11 @@ from mgrpo.rollout.engines.fleet import Calls, Fleet, PendingCall
 from mgrpo.rollout.engines.roster import listed, say
 from mgrpo.run.ranks.lead import Lead
 from mgrpo.run.ranks.process import local_rank, rank
-from mgrpo.sync.channel import Sender, unserved_key
+from mgrpo.sync.channel import Sender, announce_failure, unserved_key
 from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.nodes.nodes_sender import NodesSender
 from mgrpo.sync.plan import ReshardPlan
-from mgrpo.sync.sending.seating import Apart, Seating
+from mgrpo.sync.sending.seating import Apart, Link, Seating
 
 TURNS: tuple[Apart | None, ...] = (None, "tree", "direct")
 """Of a sync: in each, engines are served that those above them have not served in the one before."""
@@ -95,7 +95,7 @@ class EngineWeights:
         """Plan the sync, and form the transfer groups.
 
         Raises:
-            RuntimeError: no engine has joined within `weight_sync_timeout` seconds.
+            RuntimeError: no engine has joined: each has failed, or needed more than `weight_sync_timeout` seconds.
         """
         settings = self.settings
         # Rank 0 keeps the store that it serves.
@@ -203,7 +203,16 @@ class EngineWeights:
         invitation = self.sender.invitation(
             number, seat.number, first=first, upstream=seat.upstream, followers=followers
         )
-        return engine.join(invitation)
+        answer = engine.join(invitation)
+        answer.add_done_callback(partial(self._announce, (number, seat.number)))
+        return answer
+
+    def _announce(self, seat: Link, answer: Future[None]) -> None:
+        """Rank 0: end the wait of learners and of other engines for one that has failed."""
+        if (err := answer.exception()) is not None:
+            announce_failure(
+                self.sender.store, seat, f"engine {seat[0]} could not join the weight-transfer group: {err}"
+            )
 
     def _sync(self, members: Mapping[int, int], *, check: bool = False, apart: Apart | None = None) -> None:
         assert self.present is not None, "`send` comes first"

@@ -7,9 +7,10 @@ answer to rank 0 waits for what it sends as well (`transfer_engine`): one that t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from mgrpo.processes.background import Background
 from mgrpo.sync.channel import (
     DIGEST,
     Channel,
+    announce_failure,
+    announced_failure,
     digest_key,
     group_name,
     invited_lora,
@@ -48,6 +51,8 @@ from mgrpo.sync.transport import Round
 PATIENCE = 0.25
 """The part of `timeout_s` that engines wait for each other: rank 0 waits `timeout_s` for one to say that it has got nothing. (A
 group receives for twice as long on CUDA.)"""
+ANNOUNCE_S = 5.0
+"""Seconds for the connection over which a worker announces that it cannot join."""
 
 
 class Arrived:
@@ -125,6 +130,20 @@ def _close(source: Future[Channel]) -> None:
         source.result().close()
 
 
+@contextlib.contextmanager
+def failure_announced(invitation: Mapping[str, Any], worker: int) -> Iterator[None]:
+    """Announce a failure within the block: the learners and the engine's other workers wait for this one."""
+    try:
+        yield
+    except Exception as err:
+        reason = f"worker {worker} of engine {invitation['engine']} could not join the weight-transfer group: {err}"
+        # Without a store the engine's answer is left to say it.
+        with contextlib.suppress(RuntimeError):
+            store = connect_store(invitation["host"], invitation["port"], ANNOUNCE_S)
+            announce_failure(store, (invitation["engine"], invitation["generation"]), reason)
+        raise
+
+
 def joined(earlier: Receiver | None, invitation: Mapping[str, Any], make: Callable[[], Receiver]) -> Receiver:
     """The receiver that takes up an invitation: the earlier one if it has that seat already, or a new one after that has left."""
     if earlier is not None:
@@ -184,11 +203,12 @@ class Receiver:
         else:
             channel = self._open(
                 cuts,
-                store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
+                store=dist.PrefixStore(group_name(self.engine, self.generation), another_connection(self.store)),
                 names=member_names(self.learners, len(invitation["slices"]), self.engine),
                 rank=len(self.learners) + worker,
                 is_worker=True,
                 timeout_s=self.timeout_s,
+                failure=partial(announced_failure, self.store, [self._link]),
             )
             self._source.set_result(channel)
         self.is_open = True
@@ -233,6 +253,7 @@ class Receiver:
             rank=int(is_worker),
             is_worker=is_worker,
             timeout_s=self.timeout_s * PATIENCE,
+            failure=partial(announced_failure, self.store, [above, below]),
         )
 
     def _incoming(self, invitation: Mapping[str, Any]) -> list[dict[int, list[Box]]]:

@@ -28,7 +28,7 @@ from mgrpo.sync.vllm_plugin.live_weights import (
     live_boxes,
 )
 from mgrpo.sync.vllm_plugin.rebound import rebind
-from mgrpo.sync.vllm_plugin.receiver import Receiver, joined
+from mgrpo.sync.vllm_plugin.receiver import Receiver, failure_announced, joined
 
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
@@ -89,13 +89,12 @@ def _engine_class() -> type:
         padding: Sequence[torch.Tensor] = ()
 
         def init_transfer_engine(self, init_info: Invitation) -> None:
-            invitation = init_info.invitation
-            check_free(self.receiver, invitation)
-            check_experts(self.model, has_experts=invitation["model"]["experts"] is not None)
-            check_in_place(self.model)
+            invitation, parallel = init_info.invitation, self.parallel_config
             if init_info.is_trial:
+                self.check(invitation)
                 check_model(self.model_config, invitation["model"])
                 return
+            worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
 
             def make() -> Receiver:
                 boxes, self.padding = live_boxes(self.model, invitation["model"])
@@ -104,12 +103,17 @@ def _engine_class() -> type:
                 loaded: Held = ()
                 if are_apart(lora := invited_lora(invitation)):
                     boxes, loaded = adapter_boxes(self.model, invitation["model"], lora), boxes
-                parallel = self.parallel_config
-                worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
                 return Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
 
-            earlier, self.receiver = self.receiver, None
-            self.receiver = joined(earlier, invitation, make)
+            with failure_announced(invitation, worker):
+                self.check(invitation)
+                earlier, self.receiver = self.receiver, None
+                self.receiver = joined(earlier, invitation, make)
+
+        def check(self, invitation: dict[str, Any]) -> None:
+            check_free(self.receiver, invitation)
+            check_experts(self.model, has_experts=invitation["model"]["experts"] is not None)
+            check_in_place(self.model)
 
         def start_weight_update(self) -> None: ...
 

@@ -65,11 +65,11 @@ TRANSPORTS = {"shared memory": {SharedMemory}, "gloo": {ProcessGroup}, "both": {
 @pytest.fixture(params=TRANSPORTS)
 def transport(request, monkeypatch) -> str:
     """With gloo every worker, with both it and its first training rank seem to be on different machines."""
-    connect, connected = shared.connect, set()
+    connect, thread = shared.connect, threading.local()  # each meeting has a thread of its own
 
     def connect_elsewhere(address: str, **settings: Any) -> Any:
-        is_first = threading.get_ident() not in connected
-        connected.add(threading.get_ident())
+        is_first = not hasattr(thread, "has_connected")
+        thread.has_connected = True
         return None if request.param == "gloo" or is_first else connect(address, **settings)
 
     if request.param != "shared memory":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -177,7 +178,12 @@ def test_both_ends_of_a_tree_cut_alike():
         cuts: dict[int, Any] = {}
         for number in stale:
             joined: list[Any] = []
-            weights._invite(number, SimpleNamespace(join=joined.append))
+
+            def join(invitation: Any, joined: list[Any] = joined) -> Future[None]:
+                joined.append(invitation)
+                return Future()
+
+            weights._invite(number, SimpleNamespace(join=join))
             cuts[number] = [incoming(worker, joined[0]) for worker in range(8)]
         edges = [(seat.upstream[0], below) for below in stale if (seat := weights.seating.seats[below]).upstream]
         assert len(edges) == (5 if apart else 2)

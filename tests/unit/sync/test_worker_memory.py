@@ -53,7 +53,7 @@ def receiving(**values: Any) -> Any:
 
     engine = object.__new__(transfer_engine._engine_class())
     given = {
-        "parallel_config": SimpleNamespace(rank=0, data_parallel_rank=0),
+        "parallel_config": SimpleNamespace(rank=0, data_parallel_rank=0, world_size=1),
         "vllm_config": SimpleNamespace(load_config=SimpleNamespace(load_format="auto")),
     }
     vars(engine).update(given | values)
@@ -137,7 +137,8 @@ def adapters_in_their_slot(folder: str) -> None:
         assert torch.equal(view, whole[box.within(type(box)(box.name, (0,) * whole.dim(), whole.shape))]), box
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
-    invitation = {"model": asdict(shape), "lora": asdict(LORA), "host": "127.0.0.1", "port": 1}
+    place = {"host": "127.0.0.1", "port": 1, "engine": 0, "generation": 0}
+    invitation = {"model": asdict(shape), "lora": asdict(LORA), **place}
     plain, _ = start(folder)
     engine = receiving(model=plain, receiver=None)
     with pytest.raises(RuntimeError, match="started without enable_lora, which lora_sync=adapter needs"):
