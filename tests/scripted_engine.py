@@ -20,10 +20,14 @@ class ScriptedEngine:
         fails: the name of the call whose future raises an EngineError; "all" of them.
         hangs: the name of the call whose future is never done.
         answers: whether prompts are answered as soon as the engine samples; otherwise by `answer`.
+        refuses: the reason for which a prompt is refused, by its first token.
     """
 
-    def __init__(self, *, fails: str = "", hangs: str = "", answers: bool = True) -> None:
-        self.fails, self.hangs, self.answers = fails, hangs, answers
+    def __init__(
+        self, *, fails: str = "", hangs: str = "", answers: bool = True, refuses: Mapping[int, str] | None = None
+    ) -> None:
+        self.fails, self.hangs, self.answers, self.refuses = fails, hangs, answers, refuses or {}
+        self.refused: dict[int, str] = {}
         self.batches: list[PromptBatch] = []
         """All that were submitted."""
         self.calls: list[tuple[Any, ...]] = []
@@ -45,10 +49,14 @@ class ScriptedEngine:
         for place, (number, (a, b)) in enumerate(
             zip(batch.numbers.tolist(), itertools.pairwise(batch.cu_seqlens), strict=True)
         ):
+            if (reason := self.refuses.get(int(batch.tokens[a]))) is not None:
+                self.refused[number] = reason
+                continue
             self.queued[number] = batch.tokens[a:b], batch.sampling.num_samples
             if batch.starts is not None and batch.sampling.prompt_logprobs is not None:
                 self.asked[number] = int(batch.starts[place]), batch.sampling.prompt_logprobs
         self._go_on()
+        self._hand_over()
         return self._future("submit")
 
     def poll(self, gather_s: float = 0.0) -> Future[Completions]:
@@ -132,11 +140,16 @@ class ScriptedEngine:
             self.answer(*self.queued)
 
     def _hand_over(self) -> None:
-        if self.polls and self.finished:
-            finished, self.finished = self.finished, []
+        if not self.polls or not (self.finished or self.refused):
+            return
+        (finished, self.finished), (refused, self.refused) = (self.finished, []), (self.refused, {})
+        joined: Completions = {"numbers": np.zeros(0, np.int64)}
+        if finished:
             joined = {name: np.concatenate([group[name] for group in finished]) for name in finished[0]}
             joined["cu_seqlens"] = np.concatenate(([0], np.cumsum(joined.pop("lengths"))))
-            self.polls.pop(0).set_result(joined)
+        if refused:
+            joined |= {"refused": np.array([*refused]), "refusals": np.array([*refused.values()])}
+        self.polls.pop(0).set_result(joined)
 
     def _future(self, name: str, make: Callable[[], Any] = lambda: None) -> Future[Any]:
         future: Future[Any] = Future()

@@ -300,7 +300,7 @@ def simulate(engines: int, groups: int, *, kills: int = 0, is_before: bool = Fal
     sync_s = cpu_of(sync)
     roster.close()
     own.thread.close()
-    asked = own.for_training(0, prompt((0, 0)), print)
+    asked = own.for_training(0, prompt((0, 0)), print, failed=print)
     return {
         "choice_us_a_group": choice_us(ScannedLoads if is_before else Loads, engines, asked),
         "send_us_a_group": 1e6 * (given - start) / groups / (AHEAD + 1),

@@ -127,7 +127,10 @@ def _agent(agent: str | None, agent_kind: str, agent_check: str | None) -> Itera
 
 
 def _remote(agent_kind: str) -> Iterator[str]:
-    if agent_kind == "remote" and not os.environ.get(WORKER_KEY):
+    key = os.environ.get(WORKER_KEY, "")
+    if agent_kind == "remote" and not (key.isascii() and key.isprintable() and key == key.strip()):
+        yield f"{WORKER_KEY} is the key of agent workers, which HTTP cannot carry; expected one word of printable ASCII"
+    if agent_kind == "remote" and not key:
         yield (
             f"agent=remote gives tasks to whoever has the key {WORKER_KEY}, which the run's environment does not have; export "
             f'{WORKER_KEY}="$(openssl rand -hex 32)" here, and the same where the agents run'

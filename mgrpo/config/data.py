@@ -34,7 +34,7 @@ class Data:
     dataset_mixer_eval_list_splits: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ("test",)
     """Split of each held-out dataset: one for all of them, or one each."""
     ground_truths_key: Annotated[str, OPEN_INSTRUCT] = "ground_truth"
-    """Column with the ground truth that the verifier compares with."""
+    """Column with the ground truth that the verifier compares with, or the path of a value inside one: reward_model.ground_truth."""
     sft_messages_key: Annotated[str, OPEN_INSTRUCT] = "messages"
     """Column with the messages."""
     max_prompt_token_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256

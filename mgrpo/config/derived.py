@@ -35,6 +35,12 @@ def most_tokens(config: Config, folder: str) -> int:
     return min(config.max_taught_length, positions or config.max_taught_length)
 
 
+def reads_text(config: Config) -> bool:
+    """Whether the policy's engines need a tokenizer."""
+    rollout = config.rollout
+    return bool(rollout.stop_strings or config.agent.agent) or rollout.vllm_guided_decoding_regex is not None
+
+
 def num_exports(config: Config) -> int:
     """Exports of the whole run; none of them is deleted."""
     own = config.checkpoint

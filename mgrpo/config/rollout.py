@@ -20,6 +20,8 @@ from mgrpo.config.annotations import (
     Rule,
 )
 
+MOST_TEMPERATURE = 2.0
+"""The highest that vLLM samples at."""
 MOST_KEPT = 64
 """Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
 MOST_MASKED = 2048
@@ -44,8 +46,8 @@ class Rollout:
     """Maximum tokens of a completion."""
     temperature: Annotated[
         float,
-        Range(low=0.01),
-        Reason("the training logits are divided by it, and vLLM samples at 0.01 where less is asked for"),
+        Range(low=0.01, high=MOST_TEMPERATURE),
+        Reason("the training logits are divided by it, and vLLM samples at 0.01 where less is asked for, at most at 2"),
         OPEN_INSTRUCT,
         TRL,
     ] = 1.0
@@ -77,7 +79,7 @@ class Rollout:
     """Texts that end a completion and stay in it, in addition to the model's own stop tokens."""
     eval_pass_at_k: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
     """Completions sampled for each held-out prompt."""
-    eval_temperature: Annotated[float | None, NOT_NEGATIVE] = None
+    eval_temperature: Annotated[float | None, Range(low=0, high=MOST_TEMPERATURE)] = None
     """Sampling temperature of evaluations; none: temperature; 0: greedy."""
     eval_top_p: Annotated[float, SHARE, OPEN_INSTRUCT] = 1.0
     """Evaluations sample from the likeliest tokens whose probabilities add up to this."""

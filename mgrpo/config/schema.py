@@ -27,6 +27,7 @@ from mgrpo.config.parallel import Parallel
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
 from mgrpo.config.rollout import MOST_KEPT as MOST_KEPT
+from mgrpo.config.rollout import MOST_TEMPERATURE as MOST_TEMPERATURE
 from mgrpo.config.rollout import Rollout
 from mgrpo.config.tools import Tools
 from mgrpo.config.tracking import Tracking

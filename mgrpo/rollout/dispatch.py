@@ -12,7 +12,7 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
-from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch
+from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch, RefusedError
 from mgrpo.rollout.engines.engine_queue import EngineQueue
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import listed
@@ -21,6 +21,7 @@ from mgrpo.rollout.requests import (
     EVALUATION,
     Decode,
     Request,
+    RequestBounds,
     Unfinished,
     evaluation_requests,
     evaluation_sampling,
@@ -63,14 +64,17 @@ class Dispatcher(EngineQueue[Request]):
         stop_token_ids: Sequence[int],
         samples_per_engine: int | None = None,
         interaction: Interaction | None = None,
+        bounds: RequestBounds | None = None,
     ) -> None:
         """
         Args:
+            bounds: a request beyond them is refused before it is queued; None: engines find what they refuse.
             interaction: turns a group into requests of one turn each; None: answers are sampled at a stretch.
             samples_per_engine: see `EngineQueue`.
         """
         self.rollout, self.run_seed, self.decode = rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
+        self.bounds = bounds
         self.interaction = interaction
         self.unfinished = Unfinished()
         self.listener: TrainingListener | None = None
@@ -91,17 +95,25 @@ class Dispatcher(EngineQueue[Request]):
         """Tell `listener` from here on, instead of an earlier one. To be called before `for_training`."""
         self.listener = listener
 
-    def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
+    def for_training(
+        self,
+        number: int,
+        prompt: Prompt,
+        done: Callable[[RolloutGroup], None],
+        *,
+        failed: Callable[[Exception], None],
+    ) -> Request:
         """A request for a group to train on.
 
         Args:
             number: the group's, under which the listener knows it.
+            failed: see `Request`; of failures of all groups the listener is told as well.
         """
         assert self.listener is not None, (
             "`listen` first: whoever trains must learn that a group begins again or never comes"
         )
         sampling = training_sampling(self.rollout, self.stop_token_ids)
-        return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
+        return Request(prompt=prompt, sampling=sampling, stream=0, done=done, failed=failed, number=number)
 
     def sample_evaluation(self, prompts: Sequence[Prompt]) -> Future[list[RolloutGroup]]:
         """The groups of held-out prompts, in order, sampled with the settings of evaluations. From any thread."""
@@ -159,6 +171,12 @@ class Dispatcher(EngineQueue[Request]):
             self.unfinished.groups.update(requests)
             self.interaction.begin(requests)
 
+    def queue(self, requests: Sequence[Request]) -> None:
+        """See `EngineQueue`. Requests that every engine would refuse are not queued, and fail alone."""
+        found = [(request, request.problem(self.bounds)) for request in requests]
+        super().queue([request for request, problem in found if not problem])
+        self.refuse([(request, problem) for request, problem in found if problem])
+
     def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
         """Sample these turns of groups that were sent before. In the dispatcher's thread.
 
@@ -183,10 +201,11 @@ class Dispatcher(EngineQueue[Request]):
         request.done(group)
 
     def give_up(self, request: Request, err: Exception) -> None:
-        """A group of several turns has failed, and with it the run. In the dispatcher's thread."""
+        """A group of several turns has failed, and with it the run, unless engines refuse it alone. In the dispatcher's thread."""
         self.unfinished.end(request)
         request.failed(err)
-        self._fail(err)
+        if not isinstance(err, RefusedError):
+            self._fail(err)
 
     def numbers_that_wait(self) -> list[int]:
         """The groups to train on that no engine has begun. In the dispatcher's thread."""

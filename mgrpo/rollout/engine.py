@@ -33,7 +33,10 @@ From engines that draft also `drafts [3]` int64: how many times they did since t
 
 Under `Sampling.prompt_logprobs` also what was asked of the prompts' tokens: `prompt_sizes [groups]` int64 counts them, `prompt_logprobs
 [sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest at their places,
-with -1 and NaN where the engine gave fewer."""
+with -1 and NaN where the engine gave fewer.
+
+Of requests that were refused also their numbers, `refused [requests]` int64, and the engine's reasons, `refusals [requests]` text. Where no
+group has finished there is nothing else beside an empty `numbers`."""
 
 Pause = Literal["drain", "recompute", "keep"]
 """The fate of completions that have begun. drain samples them to their end before the engine pauses. Otherwise they go on after
@@ -47,6 +50,10 @@ class EngineError(RuntimeError):
 
 class WrongAnswerError(EngineError):
     """An engine's answer does not fit its question. It would not at the next one: the engine is given up."""
+
+
+class RefusedError(EngineError):
+    """A request that every engine would refuse. It fails alone, and is given to no other engine."""
 
 
 class NotFiniteError(EngineError):

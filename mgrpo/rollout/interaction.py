@@ -41,7 +41,7 @@ class Turns(Protocol):
         """A group has come to its end."""
 
     def give_up(self, request: Request, err: Exception) -> None:
-        """A group has failed, and with it the run."""
+        """A group has failed, and with it the run, unless it is a RefusedError."""
 
 
 class Opened(Protocol):

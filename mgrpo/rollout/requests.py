@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from mgrpo.config.schema import Rollout
+from mgrpo.config.schema import MOST_TEMPERATURE, Rollout
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, PromptBatch, Sampling
 from mgrpo.types import Completion, KeptTokens, Prompt, RolloutGroup, Routes
 
@@ -53,6 +54,19 @@ class NextTurn:
     """The same for all turns that begin with one prompt, see `PromptBatch`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBounds:
+    """Bounds of a request in all engines of the policy. An engine without a tokenizer reads any token id, also one without a row
+    in its embedding."""
+
+    max_model_len: int
+    """Tokens of a prompt and a completion together."""
+    vocab: int
+    has_tokenizer: bool
+    has_masks: bool
+    """Whether engines return sampling masks."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt to sample."""
@@ -66,7 +80,7 @@ class Request:
     number: int = -1
     """The number of a group to train on."""
     failed: Callable[[Exception], None] = lambda err: None
-    """Called there instead of `done`. Not for groups to train on: their failures go to the `TrainingListener`."""
+    """Called there instead of `done`: with a RefusedError where the others go on."""
     turn: NextTurn | None = None
     """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
     engine: int | None = None
@@ -108,6 +122,80 @@ class Request:
     def max_tokens(self) -> int:
         """The limit of each sample."""
         return self.sampling.max_tokens if self.turn is None else self.turn.max_tokens
+
+    @property
+    def name(self) -> str:
+        """See `QueuedWork`."""
+        epoch, row = self.prompt.id
+        which = f"training row {row} of epoch {epoch}" if self.is_training else f"evaluation row {row}"
+        return which if self.turn is None else f"turn {self.turn.turn} of sample {self.turn.sample} of {which}"
+
+    def problem(self, bounds: RequestBounds | None) -> str:
+        """The reason why every engine would refuse it or answer another question, "" for none.
+
+        Args:
+            bounds: None: they are not known.
+        """
+        return next(itertools.chain(_sampling_problems(self, bounds), _token_problems(self, bounds)), "")
+
+
+def _sampling_problems(request: Request, bounds: RequestBounds | None) -> Iterator[str]:
+    sampling = request.sampling
+    for field, value, low, high in (
+        ("num_samples", sampling.num_samples, 1, None),
+        ("max_tokens", request.max_tokens, 1, None),
+        ("top_k", sampling.top_k, -1, None),
+        ("prompt_logprobs", sampling.prompt_logprobs, 0, None),
+        ("temperature", sampling.temperature, 0.0, MOST_TEMPERATURE),
+        ("top_p", sampling.top_p, np.nextafter(0, 1), 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+    ):
+        kinds = (int, np.integer) if high is None else (int, float, np.integer, np.floating)
+        if value is None and field == "prompt_logprobs":
+            continue
+        if not isinstance(value, kinds) or not low <= value <= (math.inf if high is None else high):
+            expected = f"an integer of at least {low}" if high is None else f"a number from {low:g} to {high:g}"
+            yield f"{field}={value!r}, expected {expected}"
+            return
+    if sampling.temperature == 0 and sampling.num_samples > 1:
+        yield (
+            f"num_samples={sampling.num_samples} with temperature=0 are samples that are all the same, expected num_samples=1 or a "
+            "temperature above 0"
+        )
+    if "" in sampling.stop_strings:
+        yield f"stop_strings={list(sampling.stop_strings)} holds an empty text, expected texts of at least one character"
+    if sampling.regex is not None and "\0" in sampling.regex:
+        yield f"regex={sampling.regex!r} holds a NUL character, expected none"
+    if bounds is None:
+        return
+    if (sampling.stop_strings or sampling.regex is not None) and not bounds.has_tokenizer:
+        name = "stop_strings" if sampling.stop_strings else "regex"
+        yield f"{name} needs engines with a tokenizer, and these were started without; set {name} in the run's configuration"
+    if bounds.has_masks and (sampling.temperature == 0 or sampling.top_k < 1):
+        yield (
+            f"temperature={sampling.temperature:g} with top_k={sampling.top_k}: engines that return sampling masks expect a temperature "
+            "above 0 and a top_k of at least 1"
+        )
+    if outside := [token for token in sampling.stop_token_ids if not 0 <= token < bounds.vocab]:
+        yield f"stop_token_ids holds {outside[0]}, expected ids from 0 to {bounds.vocab - 1}"
+
+
+def _token_problems(request: Request, bounds: RequestBounds | None) -> Iterator[str]:
+    tokens = np.asarray(request.tokens)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        yield f"its tokens are an array of {tokens.dtype} with {tokens.ndim} dimensions, expected one of integers with 1"
+    elif not len(tokens):
+        yield "its prompt has no tokens, expected at least 1"
+    elif bounds is not None:
+        outside = np.flatnonzero((tokens < 0) | (tokens >= bounds.vocab))
+        if len(outside):
+            place = int(outside[0])
+            yield f"token {tokens[place]} at place {place} of its prompt, expected ids from 0 to {bounds.vocab - 1}"
+        elif len(tokens) + request.max_tokens > bounds.max_model_len:
+            yield (
+                f"its prompt has {len(tokens)} tokens, which with max_tokens={request.max_tokens} are more than "
+                f"max_model_len={bounds.max_model_len}; shorten the prompt or lower max_tokens"
+            )
 
 
 class Unfinished:

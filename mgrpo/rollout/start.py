@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import most_tokens
+from mgrpo.config.derived import most_tokens, reads_text
 from mgrpo.config.distillation import Distillation, Teacher
 from mgrpo.models.hf_config import HfConfig, read_hf_config
 from mgrpo.processes.background import announced
@@ -18,6 +18,8 @@ from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.heartbeat import Heartbeat
 from mgrpo.rollout.engines.roster import Roster
+from mgrpo.rollout.process_limits import limit_problems
+from mgrpo.rollout.requests import RequestBounds
 from mgrpo.rollout.teachers import Teachers, Teaching
 from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.cluster import Cluster
@@ -37,6 +39,7 @@ __all__ = [
     "engines_are_local",
     "machine_problems",
     "most_tokens",
+    "request_bounds",
     "serving_gpus",
     "started_engines",
     "started_fleet",
@@ -50,6 +53,9 @@ def machine_problems(
     found = engine_arguments.machine_problems(
         config, num_local_learners=num_local_learners, hf_config=hf_config, starts_engines=starts_engines
     )
+    if starts_engines:
+        has_ray = config.engine.vllm_mode != "server" or bool(config.distillation.num_engines)
+        found += limit_problems(num_learners=num_local_learners, starts_ray=has_ray)
     if starts_engines and num_local_learners:
         found += teacher_machine_problems(config, num_local_learners=num_local_learners)
     return found
@@ -60,6 +66,16 @@ def engines_are_local(config: Config) -> bool:
     if config.engine.vllm_mode == "server":
         return host_elsewhere(config) is None
     return config.engine.ray_address is None
+
+
+def request_bounds(config: Config) -> RequestBounds:
+    """The bounds of requests to the policy's engines, with the stop strings of `config`."""
+    return RequestBounds(
+        max_model_len=config.max_model_length,
+        vocab=read_hf_config(config.model_path)["vocab_size"],
+        has_tokenizer=reads_text(config),
+        has_masks=config.rollout.needs_masks,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from mgrpo.processes.background import Background
-from mgrpo.rollout.engine import Completions, PromptBatch, Sampling
+from mgrpo.rollout.engine import Completions, PromptBatch, RefusedError, Sampling
 from mgrpo.rollout.engines.engine_queue import EngineQueue
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.requests import to_arrays
@@ -42,6 +42,8 @@ class JudgedSequence:
     """The first token that it judges, at least 1."""
     sampling: Sampling
     done: Callable[[TeacherScores], None]
+    nothing: TeacherScores
+    """The answer where the teacher refuses the sequence."""
 
     max_tokens = 1
     home = None
@@ -51,8 +53,15 @@ class JudgedSequence:
         """See `QueuedWork`."""
         return self.sampling
 
+    @property
+    def name(self) -> str:
+        """See `QueuedWork`."""
+        return f"a sequence of {len(self.tokens)} tokens"
+
     def failed(self, err: Exception) -> None:
-        """Whoever listens to the teachers is told once for all."""
+        """See `QueuedWork`. Other failures are those of all, which the listener is told."""
+        if isinstance(err, RefusedError):
+            self.done(self.nothing)
 
 
 class TeacherQueue(EngineQueue[JudgedSequence]):
@@ -149,7 +158,7 @@ class Teachers:
     ) -> None:
         """Have a teacher judge these sequences.
 
-        What it cannot read, because it is too long for it, comes back as log-probabilities that are missing.
+        What it cannot read, because it is too long for it or the engine refuses it, comes back as log-probabilities that are missing.
 
         Args:
             teacher: its place among the teachers.
@@ -169,11 +178,13 @@ class Teachers:
             questions = []
             for place, (tokens, start) in enumerate(sequences):
                 assert start > 0, "a model says nothing about the first token of a sequence"
+                answer, nothing = partial(answered, place), TeacherScores.none(len(tokens) - start, self.num_likeliest)
                 if start < len(tokens) <= self.teachers[teacher].most_tokens:
-                    answer = partial(answered, place)
-                    questions.append(JudgedSequence(tokens=tokens, start=start, sampling=self.sampling, done=answer))
+                    questions.append(
+                        JudgedSequence(tokens=tokens, start=start, sampling=self.sampling, done=answer, nothing=nothing)
+                    )
                 else:
-                    answered(place, TeacherScores.none(len(tokens) - start, self.num_likeliest))
+                    answer(nothing)
             self.queues[teacher].queue(questions)
 
         self.queues[teacher].post(begin)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from mgrpo.rollout.engine import Sampling
-from mgrpo.rollout.requests import prompt_seeds, to_groups
-from mgrpo.types import Completion, Prompt
+from mgrpo.moving import from_values
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.engine import RefusedError, Sampling
+from mgrpo.rollout.requests import Request, prompt_seeds, to_groups
+from mgrpo.types import Completion, Prompt, RolloutGroup
 from tests import builders
 from tests.e2e.launching import ROOT, Run
 from tests.e2e.lone_engine import lone_engine
@@ -149,3 +154,89 @@ def test_trainer_and_engine_agree_in_every_step_of_a_run(tmp_path, layout):
         assert step["rollout/kept_unknown_share"] == 0 and 1 < step["rollout/kept_tokens_avg"] < 8
     if "num_mini_batches" not in layout:
         assert trained[0]["objective/kl0_avg"] == pytest.approx(0, abs=1e-6), "the policy is still the reference"
+
+
+GOOD = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "words"),
+    [
+        ([3, 4], {"temperature": 0.0}, "n must be 1 when using greedy sampling, got 2"),
+        ([3, 4], {"temperature": 2.5}, "temperature must be in"),
+        ([3, 4], {"temperature": float("nan")}, "temperature must be a finite number"),
+        ([3, 4], {"num_samples": 0}, "n must be at least 1"),
+        ([3, 4], {"num_samples": 1.5}, "n must be an int"),
+        ([3, 4], {"top_p": 0.0}, "top_p must be in"),
+        ([3, 4], {"top_k": -7}, "top_k must be"),
+        ([3, 4], {"min_p": 2.0}, "min_p must be in"),
+        ([3, 4], {"max_tokens": 0}, "max_tokens must be at least 1"),
+        ([3, 4], {"prompt_logprobs": 10**6}, "greater than max allowed"),
+        ([3, 4], {"stop_token_ids": (10**6,)}, "out-of-vocab"),
+        ([3, 4], {"stop_token_ids": ("a",)}, "must contain only integers"),
+        ([3, 4], {"stop_strings": ("",)}, "stop cannot contain an empty string"),
+        ([3, 4], {"regex": "[0-9"}, ""),
+        ([3, 4], {"regex": "a\0"}, "NUL"),
+        ([3, 4], {"temperature": "hot"}, ""),
+        ([], {}, "prompt cannot be empty"),
+        ([3] * 32, {}, "longer than the maximum model length of 32"),
+        ([3] * 100, {}, "longer than the maximum model length of 32"),
+        ([3, 10**6], {}, "out of vocabulary"),
+        ([3, -1], {}, "out of vocabulary"),
+    ],
+    ids=str,
+)
+def test_a_request_that_vllm_refuses_fails_alone_with_its_words(fleet, tokens, change, words):
+    """It ended the engine, with all that this had begun, and then the next one."""
+    (engine,) = fleet.engines
+    bad = replace(GOOD, **change)
+    # In one batch where it may share one.
+    shares = bad == GOOD
+    batches = [prompt_batch([np.array([5, 6]), *[np.array(tokens, np.int32)] * shares, np.array([7, 8])], GOOD)]
+    if not shares:
+        batches.append(prompt_batch([np.array(tokens, np.int32)] * 2, bad, first=10))
+    batches.append(prompt_batch([np.array([9, 10])], GOOD, first=20))
+    for batch in batches:
+        engine.submit(batch)
+    engine.resume().result(60)
+    answered, refused = set(), {}
+    while len(answered) + len(refused) < sum(len(batch.numbers) for batch in batches):
+        answer = engine.poll().result(60)
+        answered |= set(answer["numbers"].tolist())
+        if "refused" in answer:
+            refused |= dict(zip(answer["refused"].tolist(), answer["refusals"].tolist(), strict=True))
+    # A pause that drains waits for no request that was refused.
+    engine.pause("drain").result(60)
+    assert answered == ({0, 2, 20} if shares else {0, 1, 20})
+    assert [*refused] == ([1] if shares else [10, 11])
+    assert all(reason and words in reason for reason in refused.values())
+
+
+def test_requests_that_an_engine_refuses_are_asked_of_it_once_and_the_others_are_answered(fleet, prompts):
+    """The dispatcher here knows no bounds: what it cannot check is left to vLLM."""
+    rollout = from_values({"response_length": 16}).rollout
+    own = Dispatcher(fleet, rollout, run_seed=1, decode=lambda tokens: [""] * len(tokens), stop_token_ids=(1,))
+    found: dict[int, object] = {}
+    requests = [
+        Request(
+            prompt=prompt if row % 2 else replace(prompt, tokens=np.full(40, 3, np.int32)),
+            sampling=GOOD,
+            stream=0,
+            done=partial(found.__setitem__, row),
+            failed=partial(found.__setitem__, row),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    own.post(partial(own.send, requests))
+    own.thread.submit(own.resume).result()
+    deadline = time.monotonic() + 120
+    while len(found) < len(requests):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    own.wait(own.thread.submit(own.pause).result())
+    for row, result in found.items():
+        if row % 2:
+            assert isinstance(result, RolloutGroup) and len(result.completions) == 2
+        else:
+            assert isinstance(result, RefusedError) and "longer than the maximum model length of 32" in str(result)
+    assert fleet.roster.num_deaths == 0 and len(fleet.members.open) == 1

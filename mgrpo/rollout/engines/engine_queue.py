@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from mgrpo.processes.background import Background
-from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, PromptBatch, RefusedError
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.loads import Loads, Work
-from mgrpo.rollout.engines.roster import say
+from mgrpo.rollout.engines.roster import listed, say
 from mgrpo.rollout.engines.urgency_queue import UrgencyQueue
 
 MOST_POLLS_PER_S = 1000
@@ -24,6 +24,10 @@ MOST_POLLS_PER_S = 1000
 
 class QueuedWork(Work, Protocol):
     """A request that is queued, and learns what becomes of it in the queue's thread."""
+
+    @property
+    def name(self) -> str:
+        """The request, in the words of a message."""
 
     @property
     def batch_key(self) -> Hashable:
@@ -35,7 +39,7 @@ class QueuedWork(Work, Protocol):
 
     @property
     def failed(self) -> Callable[[Exception], None]:
-        """Called instead when it will never come."""
+        """Called instead when it will never come: with a RefusedError where that is so of this request alone."""
 
 
 R = TypeVar("R", bound=QueuedWork)
@@ -192,13 +196,13 @@ class EngineQueue(ABC, Generic[R]):
         if answer.exception() is not None or self.fleet.engines[number] is not engine:
             return
         arrays = answer.result()
-        numbers = arrays["numbers"].tolist()
-        if not self.loads.has(number, numbers):
+        numbers, refused = arrays["numbers"].tolist(), arrays.get("refused", arrays["numbers"][:0]).tolist()
+        if not self.loads.has(number, numbers + refused):
             return  # The engine was given up meanwhile, and its requests have begun again on others.
         self.polled.remove(number)
-        requests = self.loads.of(number, numbers)
-        answers = self._read(requests, arrays)
-        for each in numbers:
+        requests, wrong = self.loads.of(number, numbers), self.loads.of(number, refused)
+        answers = self._read(requests, arrays) if requests else []
+        for each in numbers + refused:
             self.loads.finish(number, each)
         if self.loads.is_busy(number):
             self._poll(number, engine)
@@ -208,6 +212,17 @@ class EngineQueue(ABC, Generic[R]):
                 self.withdrawn.remove(request)
             else:
                 request.done(read)
+        refusals = zip(wrong, arrays["refusals"].tolist(), strict=True) if wrong else ()
+        self.refuse([(request, why) for request, why in refusals if request not in self.withdrawn])
+        self.withdrawn.difference_update(wrong)
+
+    def refuse(self, requests: Sequence[tuple[R, str]]) -> None:
+        """Fail these requests, each with its reason, and no others: every engine would refuse them."""
+        if requests:
+            named = [f"{request.name}: {reason}" for request, reason in requests]
+            say(f"requests that no engine can answer: {len(named)}; {listed(named, '; ')}")
+        for request, reason in requests:
+            request.failed(RefusedError(f"the engine cannot answer the request of {request.name}: {reason}"))
 
     def _fail(self, err: Exception) -> None:
         for request in self.loads.clear() + self.waiting.clear():

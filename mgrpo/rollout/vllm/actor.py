@@ -18,7 +18,7 @@ import numpy as np
 from mgrpo.models.adapters import ENGINE_ADAPTER, LoraShape, are_apart
 from mgrpo.models.hf_files.hub import HubSnapshot
 from mgrpo.rollout.drafts import reads_heads
-from mgrpo.rollout.engine import GATHER_S, Completions, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, PromptBatch, RefusedError
 from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, of_prompt, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
@@ -200,6 +200,7 @@ class EngineActor(EngineCalls):
 
     async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -210,26 +211,32 @@ class EngineActor(EngineCalls):
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        if constraint := settings.get("structured_outputs"):
-            settings["structured_outputs"] = StructuredOutputsParams(**constraint)
-        if batch.seeds is None and batch.max_tokens is None:
-            params = [SamplingParams(**settings)] * len(prompts)
-        else:
-            params = [SamplingParams(**(settings | own)) for own in own_settings(batch)]
+        constraint = settings.pop("structured_outputs", None)
+        # Other errors are the engine's own.
+        refusals = (VLLMClientError, ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError)
         reading = {
             "num_logprobs": settings["logprobs"],
             "has_masks": self.has_masks and batch.sampling.has_sets,
             "mixtures": self.mixtures if batch.sampling.keeps_routes else None,
         }
         starts = [None] * len(prompts) if batch.starts is None else batch.starts.tolist()
-        asked = zip(batch.numbers.tolist(), prompts, salts(batch), params, starts, strict=True)
+        asked = zip(batch.numbers.tolist(), prompts, salts(batch), own_settings(batch), starts, strict=True)
+        params = None
         for number, prompt, salt, own, start in asked:
             salted = tokens_input(prompt, cache_salt=str(salt))
-            copy = self.copies.take(salt, own.n)
-            request = await self.engine.add_request(
-                str(number), salted, own, lora_request=self.adapter, data_parallel_rank=copy
-            )
-            group = self.copies.until_done(copy, own.n, _group(number, request, start=start, **reading))
+            copy = self.copies.take(salt, settings["n"])
+            try:
+                if params is None or own:
+                    grammar = constraint and StructuredOutputsParams(**constraint)
+                    params = SamplingParams(structured_outputs=grammar, **(settings | own))
+                request = await self.engine.add_request(
+                    str(number), salted, params, lora_request=self.adapter, data_parallel_rank=copy
+                )
+            except refusals as err:
+                self.copies.give_back(copy, settings["n"])
+                self._refuse(number, str(err) or type(err).__name__)
+                continue
+            group = self.copies.until_done(copy, settings["n"], _group(number, request, start=start, **reading))
             self._expect(number, request.request_id, group)
 
 
@@ -279,8 +286,12 @@ class Copies:
         try:
             return await group
         finally:
-            if copy is not None:
-                self.samples[copy] -= samples
+            self.give_back(copy, samples)
+
+    def give_back(self, copy: int | None, samples: int) -> None:
+        """So many samples of a copy count no more."""
+        if copy is not None:
+            self.samples[copy] -= samples
 
     def forget(self) -> None:
         """The caches are of other weights now."""
@@ -303,10 +314,14 @@ async def _group(
         num_logprobs: log-probabilities at each position beside the sampled token's; above 0 they show the set that was sampled from.
         has_masks: masks show it.
         mixtures: the engine says which experts it chose in these layers.
+    Raises:
+        RefusedError: vLLM has accepted the request and cannot work on it, for example because its grammar is not compiled.
     """
     while not (output := await request.get()).finished:
         pass
     completions = sorted(output.outputs, key=lambda c: c.index)
+    if any(completion.finish_reason == "error" for completion in completions):
+        raise RefusedError("vLLM has ended the request with an error; the engine's log says why")
     step = num_logprobs + 1
     logprobs = [_logprobs(completion, step) for completion in completions]
     if any(completion.finish_reason == "abort" for completion in completions):

@@ -16,7 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions, Pause, PromptBatch, Sampling
+from mgrpo.rollout.engine import (
+    FINISH_REASONS,
+    GATHER_S,
+    UNSYNCED,
+    Completions,
+    Pause,
+    PromptBatch,
+    RefusedError,
+    Sampling,
+)
 from mgrpo.types import KeptTokens, Routes
 
 
@@ -88,6 +97,8 @@ class EngineCalls(ABC):
         self.is_idle.set()
         self.finished: list[Completions] = []
         """One group each."""
+        self.refused: dict[int, str] = {}
+        """The reasons for which requests were refused since the last poll, by number."""
         self.has_finished = asyncio.Event()
 
     @abstractmethod
@@ -108,7 +119,7 @@ class EngineCalls(ABC):
 
     @abstractmethod
     async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
-        """Queue these prompts of a batch, and `_expect` the group of each."""
+        """Queue these prompts of a batch, and `_expect` the group of each or `_refuse` it."""
 
     @abstractmethod
     async def _abort(self, requests: Sequence[str]) -> None:
@@ -180,17 +191,22 @@ class EngineCalls(ABC):
             prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
             self.is_idle.clear()
             await self._while_alive(self._add(batch, prompts))
+            if not self.requests:
+                self.is_idle.set()
 
     async def poll(self, gather_s: float = GATHER_S) -> Completions:
-        """The groups that have finished since the last poll; waits for the first, and then `gather_s` seconds for more."""
+        """The groups that have finished or were refused since the last poll; waits for the first, and then `gather_s` seconds for more."""
         await self._while_alive(self.has_finished.wait())
         if self.failure is not None:
             raise self.failure
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.is_idle.wait(), gather_s)
-        finished, self.finished = self.finished, []
+        (finished, self.finished), (refused, self.refused) = (self.finished, []), (self.refused, {})
         self.has_finished.clear()
-        return joined(finished)
+        found = joined(finished) if finished else {"numbers": np.zeros(0, np.int64)}
+        if refused:
+            found |= {"refused": np.array([*refused], np.int64), "refusals": np.array([*refused.values()])}
+        return found
 
     async def abort(self) -> None:
         """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
@@ -208,17 +224,26 @@ class EngineCalls(ABC):
 
         Args:
             request: vLLM's name of the request.
-            group: its result of `flattened`, as soon as all its completions have ended.
+            group: its result of `flattened`, as soon as all its completions have ended; or RefusedError.
         """
         self.requests[number] = request
         task = asyncio.create_task(self._collect(number, group))
         self.collecting.add(task)
         task.add_done_callback(self._collected)
 
-    async def _collect(self, number: int, group: Coroutine[Any, Any, Completions]) -> None:
-        found = await group  # a poll may meanwhile have taken the list
-        self.finished.append(found)
+    def _refuse(self, number: int, reason: str) -> None:
+        """Have `poll` report that the request of this number was refused."""
+        self.refused[number] = reason
         self.has_finished.set()
+
+    async def _collect(self, number: int, group: Coroutine[Any, Any, Completions]) -> None:
+        try:
+            found = await group  # a poll may meanwhile have taken the list
+        except RefusedError as err:
+            self._refuse(number, str(err))
+        else:
+            self.finished.append(found)
+            self.has_finished.set()
         del self.requests[number]
         if not self.requests:
             self.is_idle.set()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config.adapter import ADAPTER_RANKS
+from mgrpo.config.derived import reads_text
 from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS, LoraShape, are_apart
@@ -324,17 +325,16 @@ def engine_args(
         spans_nodes: an engine's workers are on several nodes.
         has_learners: the run has learners, whose first sync writes the weights: the engines do not read them.
     """
-    settings, rollout = config.engine, config.rollout
-    reads_text = (
-        bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None or config.agent.agent is not None
-    )
+    settings = config.engine
+    has_tokenizer = reads_text(config)
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, where vLLM would take a relative path for a
         # model's name on the Hub.
         "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
         # The first weight sync writes every weight (`check_written`), except with adapters, and nothing is sampled before it.
-        "load_format": "dummy" if has_learners and not are_apart(config.adapter.lora) else "auto",
+        # "auto" would prefer consolidated*.safetensors, which the checks and transformers do not read.
+        "load_format": "dummy" if has_learners and not are_apart(config.adapter.lora) else "hf",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
@@ -344,7 +344,7 @@ def engine_args(
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": not reads_text,
+        "skip_tokenizer_init": not has_tokenizer,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
         **kept_args(config),
@@ -354,7 +354,7 @@ def engine_args(
     }
     if config.model.cast_lm_head_to_fp32:
         args["hf_overrides"] = {"head_dtype": "float32"}
-    if reads_text:
+    if has_tokenizer:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.num_workers > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.

@@ -7,13 +7,14 @@ learners, and a third of the time of short completions. Imported in the actor's 
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -38,6 +39,8 @@ class LocalCore(EngineCoreClient):
         self.core = self.thread.submit(lambda: EngineCore(vllm_config, executor_class, log_stats)).result()
         self.added: deque[EngineCoreRequest] = deque()
         """Requests that the core has not seen yet: it takes over all of them before it does anything else."""
+        self.failed: list[EngineCoreOutput] = []
+        """The outputs of requests that the core could not take over."""
         self.is_called = asyncio.Event()
         """Set by each call since the last step."""
         self.engine_ranks_managed = [0]
@@ -98,11 +101,22 @@ class LocalCore(EngineCoreClient):
 
     def _do(self, call: Callable[[], T]) -> T:
         while self.added:
-            self.core.add_request(*self.core.preprocess_add_request(self.added.popleft()))
+            request = self.added.popleft()
+            try:
+                prepared = self.core.preprocess_add_request(request)
+            except Exception:
+                # As vLLM does it in a process of the core's own: the failure is this request's alone.
+                traceback.print_exc()
+                self.failed.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
+            else:
+                self.core.add_request(*prepared)
         return call()
 
     def _step(self) -> EngineCoreOutputs | None:
         """The outputs of a step; None: there is nothing to do, or the scheduler is paused."""
+        if self.failed:
+            failed, self.failed = self.failed, []
+            return EngineCoreOutputs(outputs=failed, finished_requests={each.request_id for each in failed})
         if not self.core.scheduler.has_requests():
             return None
         outputs, is_executed = self.core.step_fn()

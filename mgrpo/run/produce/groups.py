@@ -13,6 +13,7 @@ from typing import Any
 from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rubrics.buffer import RubricBuffer, plain_rubric, read_rubric, with_criteria
+from mgrpo.rollout.engine import RefusedError
 from mgrpo.rollout.requests import seed_of
 from mgrpo.rollout.stream import Stream
 from mgrpo.run.produce.lessons import Lessons
@@ -36,8 +37,10 @@ class Group:
     """A group that is out: admitted, and not taken by a step."""
 
     prompt: Prompt | None
-    """None: too few prompts are left for a whole step, and this place stays empty."""
+    """None: this place stays empty, because too few prompts are left for a whole step, or because of `refusal`."""
     cohort: Cohort
+    refusal: RefusedError | None = None
+    """The reason why no engine samples its prompt."""
     sampled: RolloutGroup | None = None
     scored: ScoredGroup | None = None
     is_kept: bool = False
@@ -170,13 +173,23 @@ class Groups:
         """A group has been sampled. The groups that can be scored now."""
         group = self.out[number]
         group.sampled = sampled
-        cohort = group.cohort
+        return self._unscored(group.cohort, number)
+
+    def refused(self, number: int, refusal: RefusedError) -> Unscored | None:
+        """A group will not be sampled, and its place stays empty. The groups that can be scored now."""
+        group = self.out[number]
+        group.prompt, group.refusal = None, refusal
+        self.stream.finish(number)
+        return self._unscored(group.cohort, number)
+
+    def _unscored(self, cohort: Cohort, number: int) -> Unscored | None:
+        """The groups that can be scored because this one of the cohort will not be waited for any longer."""
         if self.scores_cohorts and not self._is_there(cohort):
             return None
         numbers = cohort.numbers if self.scores_cohorts else (number,)
         part = {other: self.out[other] for other in numbers if other in self.out and self.out[other].awaits_score}
         groups = [other.sampled for other in part.values() if other.sampled]
-        return Unscored(numbers=list(part), groups=groups, context=cohort.context)
+        return Unscored(numbers=list(part), groups=groups, context=cohort.context) if part else None
 
     def _is_there(self, cohort: Cohort) -> bool:
         """Whether every group of a cohort that awaits its score has been sampled."""
@@ -225,11 +238,17 @@ class Groups:
             group.excludes = row if self.sampler.num_excluded > before else None
 
     def choose(self) -> list[Group] | None:
-        """The groups of the next step, and those that gave their places back, in order; None while it has to wait."""
+        """The groups of the next step, and those that gave their places back, in order; None while it has to wait.
+
+        Raises:
+            RefusedError: engines refuse all prompts of the step.
+        """
         numbers = self.stream.choose()
         if numbers is None:
             return None
         is_empty = all(self.out[number].prompt is None for number in numbers)
+        if is_empty and (refusal := next(filter(None, (self.out[number].refusal for number in numbers)), None)):
+            raise refusal
         if is_empty and any(group.prompt for group in self.out.values()):
             return None
         self.chosen = self.returned | {number: self.out[number] for number in numbers}

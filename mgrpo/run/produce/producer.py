@@ -35,7 +35,8 @@ Engines pause for a weight sync, and where a run repeats after every step: `paus
 where sampling and training take turns; `begin` or the next `take` ends it. Groups that have begun are sampled to their end first, or go
 on after it (`inflight_updates`).
 
-A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run.
+A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run. A request that
+engines refuse leaves the place of its group empty; a step of which nothing else is left fails.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.processes.stopwatch import Stopwatch
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.engine import RefusedError
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.produce.asked_teachers import Asking
 from mgrpo.run.produce.group_scoring import Scoring
@@ -191,7 +193,9 @@ class Producer:
     def _send(self, numbers: Sequence[int]) -> None:
         prompts = [(number, self.groups.out[number].prompt) for number in numbers]
         requests = [
-            self.dispatcher.for_training(n, prompt, partial(self._sampled, n)) for n, prompt in prompts if prompt
+            self.dispatcher.for_training(n, prompt, partial(self._sampled, n), failed=partial(self._refused, n))
+            for n, prompt in prompts
+            if prompt
         ]
         self.dispatcher.send(requests)
 
@@ -199,6 +203,14 @@ class Producer:
         self.answered_at = time.perf_counter()
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
+
+    def _refused(self, number: int, err: Exception) -> None:
+        # Of other failures `failed` is told once for all.
+        if isinstance(err, RefusedError):
+            if part := self.groups.refused(number, err):
+                self.scoring.add(part)
+            self._refill()
+            self._advance()
 
     def replayed(self, numbers: Sequence[int]) -> None:
         """See `TrainingListener`."""
@@ -264,7 +276,8 @@ class Producer:
             teach_s=teach_s,
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
-            engine_metrics=self.dispatcher.take_metrics(),
+            engine_metrics=self.dispatcher.take_metrics()
+            | {"engines/refused_groups": sum(group.refusal is not None for group in chosen)},
             reward_metrics=self.scoring.take_metrics() | self.groups.rubrics.metrics(),
             rubrics=self.groups.rubrics.records,
             teacher_metrics=lesson_metrics([score for score, _ in scored]) | teaching,

@@ -23,7 +23,7 @@ from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.requests import Decode
-from mgrpo.rollout.start import TextSample, started_engines
+from mgrpo.rollout.start import TextSample, request_bounds, started_engines
 from mgrpo.rollout.teachers import Teachers
 from mgrpo.run.inputs.reading import Inputs
 from mgrpo.run.inputs.row_teachers import RowTeachers, TeacherTemplate, template_remarks
@@ -149,15 +149,17 @@ def prepare(config: Config, parts: Started) -> Production:
     prompts = parts.inputs.prompts
     assert prompts is not None, "checked: the rows are prompts"
     tokenizer, train, held_out, stop_ids = prompts.tokenizer, prompts.train, prompts.held_out, prompts.stop_ids
+    with_strings = with_stop_strings(config, prompts.language)
     dispatcher = Dispatcher(
         parts.fleet,
-        with_stop_strings(config, prompts.language).rollout,
+        with_strings.rollout,
         run_seed=config.experiment.seed,
         # The language of an interaction reads turns and decodes whole completions.
         decode=partial(_told, parts.startup, partial(decode, tokenizer) if parts.interaction is None else _undecoded),
         stop_token_ids=stop_ids,
         samples_per_engine=_samples_per_engine(config),
         interaction=parts.interaction,
+        bounds=request_bounds(with_strings),
     )
     prompt = partial(_prompt, replacements=config.reward.verifier_replacements)
     evaluator = Evaluator(

@@ -75,3 +75,21 @@ def test_containers_need_their_program_and_an_image(boxes, box, other):
     assert boxes(box, agent_box=box, agent_image="python:3.12") == []
     assert [each.partition(",")[0] for each in boxes(agent_box=box)] == [f"agent_box={box} needs agent_image"]
     assert boxes(agent_box="local") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("", "agent=remote gives tasks to whoever has the key"),
+        ("schlüssel", "expected one word of printable ASCII"),
+        ("a\nb", "expected one word of printable ASCII"),
+        (" a", "expected one word of printable ASCII"),
+        ("0f" * 32, None),
+    ],
+)
+def test_the_key_of_agent_workers_must_fit_into_a_header(model, monkeypatch, key, said):
+    """No worker could come: its key would never be the run's."""
+    monkeypatch.setenv("MGRPO_WORKER_KEY", key)
+    values = {"agent": "remote", "output_dir": f"{model['model_name_or_path']}/out"}
+    told = [each for each in problems(from_values(model | values), world_size=1) if "MGRPO_WORKER_KEY" in each]
+    assert [said in each for each in told] == [True] * (said is not None)

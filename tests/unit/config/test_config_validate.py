@@ -42,9 +42,9 @@ def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"temperature": 0}, "temperature=0.0 must be at least 0.01 and finite; the training logits are divided by it"),
-        ({"temperature": "nan"}, "temperature=nan must be at least 0.01"),
-        ({"temperature": "inf"}, "temperature=inf must be at least 0.01 and finite"),
+        ({"temperature": 0}, "temperature=0.0 must be in [0.01, 2.0]; the training logits are divided by it"),
+        ({"temperature": "nan"}, "temperature=nan must be in [0.01, 2.0]"),
+        ({"temperature": "inf"}, "temperature=inf must be in [0.01, 2.0]"),
         ({"learning_rate": 0}, "learning_rate=0.0 must be above 0"),
         ({"adam_beta1": 1}, "adam_beta1=1.0 must be in [0, 1)"),
         ({"adam_beta2": -0.1}, "adam_beta2=-0.1 must be in [0, 1)"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mgrpo.rollout.engine import Completions
+from mgrpo.rollout.engine import Completions, RefusedError
 from mgrpo.rollout.vllm.actor import Copies, EngineActor, _group
 from mgrpo.rollout.vllm.calls import joined
 
@@ -161,3 +162,35 @@ def test_an_engine_whose_coordinator_or_part_has_died_is_dead():
     assert "coordinates the engine's copies" in str(actor._death())
     actor.lost = RuntimeError("a part of the engine")
     assert actor._death() is actor.lost
+
+
+def test_a_request_that_vllm_ends_with_an_error_is_refused():
+    """A grammar that is not compiled: without tokens, it would be trained on as an answer that is empty."""
+    with pytest.raises(RefusedError, match="ended the request with an error"):
+        group(0, [completion([], [], "error"), completion([7], [-0.5])])
+
+
+def test_a_request_that_the_core_cannot_take_over_is_ended_alone(monkeypatch, capsys):
+    """The core's thread would have ended, and with it the engine."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
+    local_core = pytest.importorskip("mgrpo.rollout.vllm.local_core")
+    added = []
+
+    class Core:
+        scheduler = SimpleNamespace(has_requests=lambda: False)
+
+        def preprocess_add_request(self, request):
+            if request.request_id == "1":
+                raise ValueError("no such grammar")
+            return request.request_id, 0
+
+        def add_request(self, request, wave):
+            added.append(request)
+
+    core = object.__new__(local_core.LocalCore)
+    vars(core).update(core=Core(), added=deque(SimpleNamespace(request_id=str(n)) for n in range(3)), failed=[])
+    outputs = core._do(core._step)
+    assert added == ["0", "2"] and outputs.finished_requests == {"1"}
+    assert [(each.request_id, str(each.finish_reason)) for each in outputs.outputs] == [("1", "error")]
+    assert "no such grammar" in capsys.readouterr().err
+    assert core._do(core._step) is None

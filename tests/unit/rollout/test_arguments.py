@@ -116,8 +116,8 @@ def test_engines_have_room_for_an_adapter_only_where_it_is_sent(values, rank, ta
     [
         ({}, 1, "dummy"),
         ({"use_peft": True, "lora_sync": "merged"}, 4, "dummy"),
-        (APART, 1, "auto"),
-        ({}, 0, "auto"),
+        (APART, 1, "hf"),
+        ({}, 0, "hf"),
     ],
 )
 def test_engines_read_the_model_only_where_no_sync_brings_all_of_it(values, num_local_learners, load_format):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.engine import EngineError, NotFiniteError
+from mgrpo.rollout.engine import EngineError, NotFiniteError, RefusedError, Sampling
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import Roster
-from mgrpo.rollout.requests import EVALUATION, Request, prompt_seeds
+from mgrpo.rollout.requests import EVALUATION, Request, RequestBounds, prompt_seeds
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told
@@ -56,13 +57,16 @@ def train(own: Dispatcher, prompts: Sequence[Prompt]) -> list[Future[RolloutGrou
     """Send training prompts; their groups when they are there."""
     groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
 
-    def fail(err: Exception) -> None:
-        for group in groups:
+    def fail(err: Exception, failing: Sequence[Future[RolloutGroup]] = groups) -> None:
+        for group in failing:
             if not group.done():
                 group.set_exception(err)
 
     own.listen(Told(fail))
-    requests = [own.for_training(0, asked, group.set_result) for asked, group in zip(prompts, groups, strict=True)]
+    requests = [
+        own.for_training(0, asked, group.set_result, failed=partial(fail, failing=[group]))
+        for asked, group in zip(prompts, groups, strict=True)
+    ]
     own.thread.submit(lambda: own.send(requests)).result()
     return groups
 
@@ -109,7 +113,7 @@ def test_the_expected_length_is_that_of_the_answers_so_far() -> None:
     assert own.loads.state_dict() == {"lengths": [0, 0]}
     own.loads.learn(groups)
     assert own.loads.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
-    request = own.for_training(0, numbered(9), print)
+    request = own.for_training(0, numbered(9), print, failed=print)
     assert own.loads.cost(request) == 10 + 2 * 3
     again = dispatcher()
     assert again.loads.cost(request) == 10 + 2 * 64
@@ -177,7 +181,9 @@ def sent(own: Dispatcher, *rows: int) -> tuple[list[Request], list[int]]:
     """Training requests that were sent, and the rows of those that are answered, now and later."""
     came: list[int] = []
     own.listen(Told())
-    requests = [own.for_training(row, numbered(row), lambda group, row=row: came.append(row)) for row in rows]
+    requests = [
+        own.for_training(row, numbered(row), lambda group, row=row: came.append(row), failed=print) for row in rows
+    ]
     own.thread.submit(lambda: own.send(requests)).result()
     return requests, came
 
@@ -326,3 +332,121 @@ def test_many_engines_hand_over_more_at_a_time(num_engines, gather_s):
     for group in train(own, [numbered(i) for i in range(num_engines)]):
         group.result(10)
     assert {engine.gather_s for engine in own.fleet.engines} == {gather_s}
+
+
+BOUNDS = RequestBounds(max_model_len=8, vocab=10, has_tokenizer=False, has_masks=False)
+GOOD = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,))
+
+
+def answered(
+    own: Dispatcher, *asked: tuple[Sequence[int], Sampling], stream: int = EVALUATION
+) -> list[RolloutGroup | Exception]:
+    """What becomes of these requests, sent together."""
+    found: list[Future[RolloutGroup]] = [Future() for _ in asked]
+    requests = [
+        Request(
+            prompt=prompt(tokens, id=(0, row)),
+            sampling=sampling,
+            stream=stream,
+            done=future.set_result,
+            failed=future.set_exception,
+        )
+        for row, ((tokens, sampling), future) in enumerate(zip(asked, found, strict=True))
+    ]
+    own.thread.submit(lambda: own.send(requests)).result()
+    return [future.exception(10) or future.result() for future in found]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "problem"),
+    [
+        ([3], {"temperature": 0.0}, "num_samples=2 with temperature=0 are samples that are all the same, expected num_samples=1 or"),
+        ([3], {"temperature": 2.5}, "temperature=2.5, expected a number from 0 to 2"),
+        ([3], {"temperature": float("nan")}, "temperature=nan, expected a number from 0 to 2"),
+        ([3], {"temperature": -0.1}, "temperature=-0.1, expected"),
+        ([3], {"temperature": "hot"}, "temperature='hot', expected a number"),
+        ([3], {"num_samples": 0}, "num_samples=0, expected an integer of at least 1"),
+        ([3], {"num_samples": 1.5}, "num_samples=1.5, expected an integer of at least 1"),
+        ([3], {"top_p": 0.0}, "top_p=0.0, expected a number from"),
+        ([3], {"top_p": 1.1}, "top_p=1.1, expected a number from"),
+        ([3], {"top_k": -2}, "top_k=-2, expected an integer of at least -1"),
+        ([3], {"min_p": 1.5}, "min_p=1.5, expected a number from 0 to 1"),
+        ([3], {"max_tokens": 0}, "max_tokens=0, expected an integer of at least 1"),
+        ([3], {"prompt_logprobs": -1}, "prompt_logprobs=-1, expected an integer of at least 0"),
+        ([3], {"stop_strings": ("",)}, "stop_strings=[''] holds an empty text"),
+        ([3], {"stop_strings": ("!",)}, "stop_strings needs engines with a tokenizer"),
+        ([3], {"regex": "a"}, "regex needs engines with a tokenizer"),
+        ([3], {"regex": "a\0"}, "regex='a\\x00' holds a NUL character"),
+        ([3], {"stop_token_ids": (10,)}, "stop_token_ids holds 10, expected ids from 0 to 9"),
+        ([3], {"stop_token_ids": (-1,)}, "stop_token_ids holds -1, expected ids from 0 to 9"),
+        ([], {}, "its prompt has no tokens, expected at least 1"),
+        ([3, 10], {}, "token 10 at place 1 of its prompt, expected ids from 0 to 9"),
+        ([-1], {}, "token -1 at place 0 of its prompt, expected ids from 0 to 9"),
+        ([3] * 5, {}, "its prompt has 5 tokens, which with max_tokens=4 are more than max_model_len=8"),
+        ([3] * 9, {}, "its prompt has 9 tokens, which with max_tokens=4 are more than max_model_len=8"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_request_that_every_engine_would_refuse_is_not_queued_and_fails_alone(
+    capsys, tokens, change, problem
+) -> None:
+    """It would end one engine after the other, and with the last the run."""
+    own = dispatcher()
+    own.bounds = BOUNDS
+    first, wrong, last = answered(own, ([3], GOOD), (tokens, replace(GOOD, **change)), ([4] * 4, GOOD))
+    assert isinstance(wrong, RefusedError)
+    assert str(wrong).startswith(f"the engine cannot answer the request of evaluation row 1: {problem}")
+    assert all(isinstance(group, RolloutGroup) for group in (first, last))
+    (engine,) = own.fleet.engines
+    given = np.concatenate([batch.tokens for batch in engine.batches])
+    assert sorted(given.tolist()) == [3, 4, 4, 4, 4], "the engine is given the others alone"
+    assert f"requests that no engine can answer: 1; evaluation row 1: {problem}" in capsys.readouterr().err
+
+
+def test_tokens_beyond_32_bits_or_of_another_kind_are_refused() -> None:
+    """Cast to the engines' type, they would be other tokens."""
+    own = dispatcher()
+    own.bounds = BOUNDS
+    for tokens in (np.array([2**32 + 3]), np.array([3.5]), np.array([[3]])):
+        asked = Request(prompt=replace(prompt([3]), tokens=tokens), sampling=GOOD, stream=0, done=print)
+        assert asked.problem(BOUNDS) != ""
+
+
+def test_engines_with_masks_refuse_what_has_none() -> None:
+    """They would not say which tokens were left."""
+    bounds = replace(BOUNDS, has_masks=True)
+    for sampling, is_good in ((GOOD, False), (replace(GOOD, top_k=5), True), (replace(GOOD, top_k=5, num_samples=1, temperature=0), False)):  # fmt: skip
+        asked = Request(prompt=prompt([3]), sampling=sampling, stream=0, done=print)
+        assert (asked.problem(bounds) == "") is is_good
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_a_request_that_an_engine_refuses_fails_alone_and_is_asked_of_no_other(capsys, num_engines) -> None:
+    """Its reason is vLLM's, which may know more than this side does."""
+    refusing = partial(ScriptedEngine, refuses={5: "the grammar is empty"})
+    own = dispatcher(num_engines=num_engines, engine=refusing)
+    found = answered(own, ([3], GOOD), ([5], GOOD), ([5, 6], GOOD), ([4], GOOD))
+    assert [str(each) for each in found[1:3]] == [
+        f"the engine cannot answer the request of evaluation row {row}: the grammar is empty" for row in (1, 2)
+    ]
+    assert [group.completions[0].tokens.tolist() for group in (found[0], found[3])] == [[3], [4]]
+    batches = [batch for engine in own.fleet.engines for batch in engine.batches]
+    assert sum(len(batch.numbers) for batch in batches) == 4, "each was given once"
+    assert len(own.fleet.members.open) == num_engines and own.loads.num_busy == 0
+    assert "evaluation row 1: the grammar is empty" in capsys.readouterr().err
+    assert isinstance(answered(own, ([3], GOOD))[0], RolloutGroup), "the engines go on"
+
+
+def test_a_refused_request_that_was_withdrawn_is_told_to_nobody() -> None:
+    own = dispatcher(answers=False, engine=partial(ScriptedEngine, hangs="withdraw"))
+    came: list[object] = []
+    asked = Request(prompt=prompt([5]), sampling=GOOD, stream=0, done=came.append, failed=came.append)
+    own.thread.submit(lambda: own.send([asked])).result()
+    own.thread.submit(lambda: own.withdraw(asked, 0)).result()
+    (engine,) = own.fleet.engines
+    (number,) = engine.queued
+    del engine.queued[number]
+    engine.refused[number] = "too long"
+    engine._hand_over()
+    own.thread.submit(lambda: None).result()
+    assert not came and not own.withdrawn and own.loads.num_busy == 0

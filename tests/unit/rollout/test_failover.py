@@ -48,6 +48,7 @@ class Run:
             samples_per_engine=limit,
         )
         self.came: Counter[int] = Counter()
+        self.failures: list[Exception] = []
         self.told = Told()
         self.dispatcher.listen(self.told)
         self.dispatcher.thread.submit(self.dispatcher.resume).result()
@@ -74,7 +75,9 @@ class Run:
 
     def send(self, *rows: int) -> None:
         requests = [
-            self.dispatcher.for_training(row, prompt([row], id=(0, row)), lambda _, row=row: self.came.update([row]))
+            self.dispatcher.for_training(
+                row, prompt([row], id=(0, row)), lambda _, row=row: self.came.update([row]), failed=self.failures.append
+            )
             for row in rows
         ]
         self.dispatcher.thread.submit(lambda: self.dispatcher.send(requests)).result()
@@ -425,7 +428,7 @@ def test_a_wiring_that_was_forgotten_is_found_at_the_first_group() -> None:
     with pytest.raises(
         AssertionError, match="`listen` first: whoever trains must learn that a group begins again or never comes"
     ):
-        own.for_training(0, prompt(), print)
+        own.for_training(0, prompt(), print, failed=print)
 
 
 @pytest.mark.parametrize("when", ["before the fleet is there", "later"])

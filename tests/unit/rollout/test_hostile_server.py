@@ -153,6 +153,29 @@ def test_a_server_that_breaks_completions_off_is_not_given_up_for_good(server, e
     assert f"broken off a completion itself, with finish_reason {reason}" in refusal(engine, kind=EngineError)
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_a_server_refuses_fails_alone(server, engine, status):
+    """It was asked of each server again and again, as each came back."""
+    said = {"error": {"message": "prompt too long", "type": "BadRequestError", "code": status}}
+    server.answers[GENERATE] = (status, said)
+    engine.submit(prompt_batch([np.arange(2, 5)], SAMPLING))
+    found = engine.poll().result(10)
+    assert found["numbers"].tolist() == [] and found["refused"].tolist() == [0]
+    assert found["refusals"].tolist() == [f"server {server.url}: HTTP {status}: prompt too long"]
+    engine.pause("drain").result(10)
+    engine.resume().result(10)
+    server.answers[GENERATE] = (200, changed(lambda choices: None))
+    engine.submit(prompt_batch([np.arange(2, 5)], SAMPLING, first=1))
+    assert engine.poll().result(10)["numbers"].tolist() == [1]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
+def test_a_server_that_refuses_everything_is_an_engine_that_has_failed(server, engine, status):
+    """The prompt is not at fault, and another server may answer it."""
+    server.answers[GENERATE] = (status, {"error": {"message": "no"}})
+    assert f"HTTP {status}: no" in refusal(engine, kind=EngineError)
+
+
 CUT = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,), top_k=2)
 
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ from mgrpo.environments.loop.losses import EnvironmentLost
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.moving import from_values
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.engine import EngineError, RefusedError
 from mgrpo.rollout.engines.fleet import Fleet
 from mgrpo.rollout.engines.roster import Roster
 from mgrpo.rollout.interaction import Asked, Interaction
+from mgrpo.rollout.requests import RequestBounds
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine, Told
@@ -148,14 +151,15 @@ def playing(
 def begin(own: Dispatcher, *prompts: Prompt) -> list[Future[RolloutGroup]]:
     groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
 
-    def fail(err: Exception) -> None:
-        for group in groups:
+    def fail(err: Exception, failing: Sequence[Future[RolloutGroup]] = groups) -> None:
+        for group in failing:
             if not group.done():
                 group.set_exception(err)
 
     own.listen(Told(fail))
     requests = [
-        own.for_training(n, p, group.set_result) for n, (p, group) in enumerate(zip(prompts, groups, strict=True))
+        own.for_training(n, p, group.set_result, failed=partial(fail, failing=[group]))
+        for n, (p, group) in enumerate(zip(prompts, groups, strict=True))
     ]
     own.thread.submit(lambda: own.send(requests)).result()
     return groups
@@ -423,3 +427,28 @@ def test_an_environment_that_breaks_its_promise_ends_the_run() -> None:
 
 async def _failing(row: Mapping[str, object], *, seed: int, trajectory: str) -> Acting:
     raise ValueError("different texts")
+
+
+def test_a_turn_that_engines_refuse_fails_its_group_alone() -> None:
+    """What an environment has answered may be at fault; the other groups have nothing to do with it."""
+    with playing(turns=3, in_rounds=True) as (own, _):
+        own.fleet.engines[0].refuses = {11: "token 99 is out of vocabulary"}
+        groups = begin(own, *PROMPTS)
+        failure = groups[1].exception(10)
+        assert isinstance(failure, RefusedError) and "turn 0 of sample 0 of training row 1" in str(failure)
+        assert [len(groups[row].result(10).completions) for row in (0, 2)] == [2, 2]
+        wait_until(lambda: not own.unfinished.groups and not own.interaction.groups)
+        assert own.listener.failure is None
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_a_later_turn_that_is_refused_before_the_queue_fails_its_group_alone(in_rounds) -> None:
+    """Token 99 is what the environment answers."""
+    with playing(turns=3, in_rounds=in_rounds) as (own, _):
+        own.bounds = RequestBounds(max_model_len=70, vocab=99, has_tokenizer=False, has_masks=False)
+        for group, row in zip(begin(own, *PROMPTS), range(3), strict=True):
+            failure = str(group.exception(10))
+            assert f"of training row {row} of epoch 0: token 99 at place {2 * row + 2} of its prompt" in failure
+        own.bounds = replace(own.bounds, vocab=100)
+        assert [len(group.result(10).completions) for group in begin(own, *PROMPTS)] == [2, 2, 2]
+        assert own.listener.failure is None

@@ -26,11 +26,13 @@ def keeper():
     assert not Path(own.folder).exists()
 
 
-@pytest.fixture
-def daemon(keeper):
-    """A process of the cluster that is called raylet."""
-    shutil.copy(shutil.which("sleep"), f"{keeper.scratch}/raylet")
-    process = subprocess.Popen([f"{keeper.scratch}/raylet", "60"], env=os.environ | keeper.mark)
+@pytest.fixture(params=["raylet", "gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent"])
+def daemon(request, keeper):
+    """A process of the cluster that is called like a daemon of Ray's."""
+    program = f"{keeper.scratch}/{request.param}"
+    shutil.copy(shutil.which("sleep"), program)
+    process = subprocess.Popen([program, "60"], env=os.environ | keeper.mark)
+    until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == f"{request.param[:15]}\n")
     yield process
     process.kill()
 
@@ -63,15 +65,15 @@ def test_a_reaper_that_dies_is_replaced(keeper):
     [(signal.SIGKILL, "died of SIGKILL"), (signal.SIGSTOP, "has been stopped for 0 s; continue it with kill -CONT")],
 )
 def test_a_daemon_of_ray_that_fails_is_named(keeper, daemon, monkeypatch, number, words):
-    """Ray takes minutes for it, and then it is the engine that does not answer."""
+    """Ray takes minutes for it, and then it is the engine that does not answer; without its agents Ray starts no engine again."""
     monkeypatch.setattr(module, "STOPPED_S", 0.0)
     reasons = []
-    until(lambda: Path(f"/proc/{daemon.pid}/comm").read_text() == "raylet\n")
     keeper.watch(reasons.append)
     assert keeper.failure() is None
     daemon.send_signal(number)
     until(lambda: reasons)
-    assert reasons == [f"Ray's raylet (process {daemon.pid}) {words}"]
+    name = Path(daemon.args[0]).name.removeprefix("ray::")
+    assert reasons == [f"Ray's {name} (process {daemon.pid}) {words}"]
 
 
 def test_what_ray_has_of_an_engine_is_kept_without_following_links(keeper, tmp_path, monkeypatch):

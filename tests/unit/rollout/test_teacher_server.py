@@ -220,7 +220,7 @@ def test_a_place_without_an_answer_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "is_final", "sentence"), [(400, True, "it refuses a question"), (503, False, "HTTP 503"), (500, False, "HTTP 500")]
+    ("status", "is_final", "sentence"), [(404, True, "it refuses a question"), (503, False, "HTTP 503"), (500, False, "HTTP 500")]
 )  # fmt: skip
 def test_a_question_that_is_never_answered_is_told_from_one_that_is_not_answered_now(
     server, status, is_final, sentence
@@ -229,6 +229,14 @@ def test_a_question_that_is_never_answered_is_told_from_one_that_is_not_answered
     failed = asked(server, (status, refused("so"))).exception()
     assert failed is not None and sentence in str(failed)
     assert isinstance(failed, WrongAnswerError) == is_final
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_question_that_a_server_refuses_for_itself_leaves_the_server_to_others(server, status) -> None:
+    """Every other server of the teacher would refuse it as well."""
+    found = asked(server, (status, refused("too long"))).result(10)
+    assert found["numbers"].tolist() == [] and len(found["refused"]) == 1
+    assert found["refusals"].tolist() == [f"server {server.url}: HTTP {status}: too long"]
 
 
 def test_a_server_that_comes_back_must_be_of_the_same_model(server, monkeypatch) -> None:

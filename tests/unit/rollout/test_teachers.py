@@ -173,3 +173,17 @@ def test_restarts_of_a_teachers_engines_are_counted_within_the_weight_syncs_of_t
         own.rosters[0].lost(0, own.rosters[0].engines[0], "it has died")
         own.settle()
     assert own.rosters[0].describe()[0]["starts"] == 4
+
+
+def test_a_sequence_that_a_teacher_refuses_is_not_judged_and_asked_of_no_other_engine(capsys) -> None:
+    """It would end one engine of the teacher after the other, and the run; the others of its question are judged."""
+    own = Class(answers=True)
+    for engine in own.engines[0]:
+        engine.refuses = {5: "token 5 is out of vocabulary"}
+    own.ask(0, ([1, 2], 1), ([5, 6, 7], 1), ([3, 4], 1))
+    first, refused, last = own.came[0]
+    assert [first.logprobs.tolist(), last.logprobs.tolist()] == [[-2], [-4]]
+    assert np.isnan(refused.logprobs).tolist() == [True, True] and refused.ids.tolist() == [[-1, -1], [-1, -1]]
+    assert not own.failures and [len(roster.open) for roster in own.rosters] == [2, 2]
+    assert sum(len(batch.numbers) for engine in own.engines[0] for batch in engine.batches) == 3
+    assert "a sequence of 3 tokens: token 5 is out of vocabulary" in capsys.readouterr().err

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.engine import EngineError, RefusedError
 from mgrpo.rollout.requests import EVALUATION, sampler_seed
-from mgrpo.types import Score, ScoredGroup
+from mgrpo.types import Prompt, PromptId, Score, ScoredGroup
+from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import collect, evaluator, producer
 
@@ -456,3 +458,60 @@ def test_a_step_waits_for_prompts_while_there_are_some() -> None:
     assert len(engine.queued) == 2 and not taking.done(), "one row, once for each step"
     engine.answer(*engine.queued)
     assert len(own.dispatcher.wait(taking).dropped) >= 1
+
+
+def marked(prompt_id: PromptId, opening: str = "") -> Prompt:
+    """Its first token is its row."""
+    return prompt([prompt_id[1], 7], id=prompt_id, verifiers=["integer"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_steps": 1}], ids=str)
+def test_a_prompt_that_engines_refuse_leaves_its_place_empty_and_the_others_are_trained_on(settings) -> None:
+    """One row would end the run, or hold its step until `rollout_timeout`."""
+    engine = ScriptedEngine(refuses={1: "too long", 6: "too long", 7: "too long"})
+    own = producer(engine=engine, prompt=marked, **settings)
+    rows = []
+    for _ in range(3):
+        rollouts = collect(own)
+        own.begin()
+        rows.append([group.group.prompt.id[1] for group in rollouts.groups])
+        assert rollouts.engine_metrics["engines/refused_groups"] == 4 - len(rows[-1])
+    assert rows == [[0, 2, 3], [4, 5], [8, 9, 10, 11]]
+    asked = np.concatenate([batch.tokens[batch.cu_seqlens[:-1]] for batch in engine.batches])
+    assert max(Counter(asked.tolist()).values()) == 1, "each prompt was asked once"
+
+
+def test_a_step_of_which_engines_refuse_every_prompt_ends_the_run_with_their_reason() -> None:
+    """The settings are at fault: every further step would be empty as well."""
+    engine = ScriptedEngine(refuses=dict.fromkeys(range(4), "temperature must be in [0, 2], got 3"))
+    own = producer(engine=engine, prompt=marked)
+    with pytest.raises(
+        RefusedError, match=r"the request of training row 0 of epoch 0: temperature must be in \[0, 2\], got 3$"
+    ):
+        own.dispatcher.wait(own.take())
+
+
+def test_groups_that_are_scored_together_do_not_wait_for_one_that_was_refused() -> None:
+    """It comes last here: those before it have been sampled, and nothing else would have them scored."""
+    engine = ScriptedEngine(answers=False)
+    own = producer(engine=engine, prompt=marked)
+    own.rewarder.functions = ("score",)
+    own.groups.scores_cohorts = own.groups.stream.is_ordered
+    taking = own.take()
+    own.thread.submit(lambda: None).result()
+    numbers = sorted(engine.queued)
+    engine.answer(*numbers[:3])
+    own.thread.submit(lambda: None).result()
+    assert not taking.done()
+    del engine.queued[numbers[3]]
+    engine.refused[numbers[3]] = "too long"
+    engine._hand_over()
+    assert [group.group.prompt.id[1] for group in own.dispatcher.wait(taking).groups] == [0, 1, 2]
+
+
+def test_a_held_out_prompt_that_engines_refuse_ends_the_evaluation_with_their_reason() -> None:
+    """The number would be that of other prompts, and be compared with those of before."""
+    own = evaluator()
+    own.dispatcher.fleet.engines[0].refuses = {int(own.prompts[0].tokens[0]): "too long"}
+    with pytest.raises(RefusedError, match=r"the request of evaluation row \d: too long$"):
+        own.evaluate(0)

@@ -16,8 +16,10 @@ from mgrpo.processes.lifetime import ending
 from mgrpo.rollout.vllm.printed import last_error, tail
 from mgrpo.rollout.vllm.ray_processes.reaper import LIMIT_S, MARK, processes_of
 
-DAEMONS = ("raylet", "gcs_server")
+DAEMONS = ("raylet", "gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Processes without which Ray cannot go on; without a watch the engines would be blamed, after minutes."""
+COMM_CHARACTERS = 15
+"""Length to which the kernel cuts a process's name."""
 POLL_S = 0.5
 STOPPED_S = 30.0
 """A daemon that is stopped (SIGSTOP) for this long counts as failed."""
@@ -51,8 +53,9 @@ class ClusterKeeper:
         """
         for pid in processes_of(self.folder):
             name = _read(f"/proc/{pid}/comm").strip()
-            if name in DAEMONS:
-                self.daemons[pid] = name
+            for daemon in DAEMONS:
+                if name == daemon[:COMM_CHARACTERS]:
+                    self.daemons[pid] = daemon.removeprefix("ray::")
         self._thread = threading.Thread(target=self._watch, args=(on_failure,), name="ray-watch", daemon=True)
         self._thread.start()
 

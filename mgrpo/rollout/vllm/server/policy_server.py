@@ -17,13 +17,13 @@ from mgrpo.config.schema import Config
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.shape import ModelShape
-from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
+from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch, RefusedError
 from mgrpo.rollout.mixtures import Mixtures, mixtures
 from mgrpo.rollout.vllm.calls import flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import num_logprobs
 from mgrpo.rollout.vllm.server.server_answers import ExpectedAnswer, ServerChoice, read_answer
 from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
-from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ANSWER_S, ServerRefusal
+from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ANSWER_S, OF_THE_REQUEST, ServerRefusal
 from mgrpo.rollout.vllm.server.server_facts import config_problems
 
 ABORT_EVERY_S = 0.05
@@ -186,7 +186,14 @@ class PolicyServer(ServerCalls):
                 self.aborted.remove(request)
                 nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(expected.num_samples)]  # fmt: skip
                 return flattened(number, nothing, [[]] * len(nothing))
-            answer = await self.connection.sample("/inference/v1/generate", body, most_bytes=self._most_bytes(expected))
+            try:
+                answer = await self.connection.sample(
+                    "/inference/v1/generate", body, most_bytes=self._most_bytes(expected)
+                )
+            except ServerRefusal as err:
+                if err.status in OF_THE_REQUEST:
+                    raise RefusedError(f"server {self.url}: {err}") from err
+                raise
         is_aborted = request in self.aborted
         self.aborted.discard(request)
         choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)

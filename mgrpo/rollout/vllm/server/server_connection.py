@@ -26,6 +26,10 @@ SILENCE_S = 60
 """Seconds of waiting for an answer before the system checks that the other end is still there."""
 
 
+OF_THE_REQUEST = (400, 413, 422)
+"""Statuses with which a server refuses a request for what is in it, as every other would."""
+
+
 class ServerRefusal(EngineError):
     """The server's answer is an error."""
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from mgrpo.config.schema import Config
 from mgrpo.models.hf_config import read_hf_config
-from mgrpo.rollout.engine import Completions, EngineError, PromptBatch, WrongAnswerError
+from mgrpo.rollout.engine import Completions, EngineError, PromptBatch, RefusedError, WrongAnswerError
 from mgrpo.rollout.vllm.calls import flattened, of_prompt
 from mgrpo.rollout.vllm.server.server_answers import LEAST_LOGPROB, MOST_LOGPROB
 from mgrpo.rollout.vllm.server.server_calls import ServerCalls
-from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, ServerRefusal
+from mgrpo.rollout.vllm.server.server_connection import ANSWER_BYTES, OF_THE_REQUEST, ServerRefusal
 from mgrpo.rollout.vllm.server.server_facts import TextSample
 
 COMPLETIONS = "/v1/completions"
@@ -179,6 +179,8 @@ class TeacherServer(ServerCalls):
                     return _group(number, _nothing(len(tokens) - start, num_likeliest))
                 if err.status in TEMPORARY:
                     raise
+                if err.status in OF_THE_REQUEST:
+                    raise RefusedError(f"server {self.url}: {err}") from err
                 raise WrongAnswerError(f"it refuses a question ({err})") from err
         return _group(number, read_teacher_answer(answer, tokens, start, num_likeliest))
 
