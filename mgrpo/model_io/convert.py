@@ -40,8 +40,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import is_on_hub, read_hf_config
 from mgrpo.models.hf_files.checksums import sum_problems
 from mgrpo.models.hf_files.hub import Part, fetch
-from mgrpo.models.hf_files.surplus import some
-from mgrpo.models.hf_files.weight_files import MEGATRON, torch_dist_folder
+from mgrpo.models.hf_files.weight_files import MEGATRON, left_out_note, torch_dist_folder
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.placement.boxes import Box, Shape
 from mgrpo.models.shape import ModelShape
@@ -130,10 +129,7 @@ def megatron_to_hf(
 
 def _tell_left_out(names: Sequence[str], folder: str | Path) -> None:
     if names:
-        print(
-            f"left out: {some(names)} of {folder}; layers that guess further tokens, tables of RoPE and an LM head equal to the "
-            "embedding are no part of the model"
-        )
+        print(left_out_note(names, folder))
 
 
 def _folder(hf: str | Path, part: Part) -> Path:

@@ -190,8 +190,14 @@ def write_checkpoint(
         read: gives boxes of HF tensors.
         dtypes: type of each HF tensor, in which it is kept.
     Raises:
-        ValueError: tensors that make up one of Megatron's are of different types, or of a type that it does not have.
+        ValueError: tensors that make up one of Megatron's are of different types, or of a type that it does not have; or a model that
+            Megatron-core does not have.
     """
+    if shape.out_bias and not shape.experts:
+        raise ValueError(
+            "attention_out_bias=true: Megatron-core's attention has no bias of its output without biases of the MLPs; use "
+            "--format safetensors"
+        )
     view = MegatronView(shape)
     kept = _kept_dtypes(view, dtypes)
     read = view.kept_reader(read)

@@ -46,7 +46,7 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dic
     """
     new, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     own = (new[layer_type] or {}) | (scaling if layer_type == FULL else {}) if layer_type in new else scaling or new
-    common = {"rope_theta": hf.get("rope_theta") or 10_000.0, "partial_rotary_factor": hf.get("partial_rotary_factor")}
+    common = {"rope_theta": hf.get("rope_theta", 10_000.0), "partial_rotary_factor": hf.get("partial_rotary_factor")}
     return common | own
 
 
@@ -58,7 +58,11 @@ def record_problems(hf: Mapping[str, Any], used: Iterable[Mapping[str, Any]], *,
         by_layer_type: transformers has a record for each type of layer in this family.
     """
     new, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling")
-    nested = [key for key, record in new.items() if isinstance(record, Mapping)]
+    nested, scaled = (
+        [key for key, record in found.items() if isinstance(record, Mapping)] for found in (new, scaling or {})
+    )
+    if scaled:
+        yield f"rope_scaling with records of their own for {', '.join(scaled)} (transformers reads such records in rope_parameters alone)"
     if nested and not by_layer_type:
         yield f"rope_parameters with records of their own for {', '.join(nested)} (transformers reads one for all layers)"
     if new and by_layer_type and not nested:
@@ -88,6 +92,8 @@ def table_positions(hf: Mapping[str, Any]) -> int | None:
 def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Why these embeddings cannot be built exactly."""
     scaling = _scaling(parameters)
+    if not parameters.get("rope_type", scaling):
+        yield f"RoPE of rope_type {parameters['rope_type']!r} (expected one of {', '.join(SCALINGS)})"
     if parameters.get("type", scaling) != scaling:
         yield f"RoPE of rope_type {scaling!r} and type {parameters['type']!r} (vLLM refuses two)"
     if scaling not in SCALINGS:
@@ -97,6 +103,18 @@ def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     missing = [key for key in needed.get(scaling, ()) if parameters.get(key) is None]
     if missing:
         yield f"RoPE scaling {scaling!r} without {', '.join(missing)}"
+    read = ["rope_theta", *needed.get(scaling, ())]
+    if scaling in ("llama3", "yarn") and "original_max_position_embeddings" in parameters:
+        read.append("original_max_position_embeddings")
+    if wrong := [
+        f"{key}={parameters[key]!r}" for key in read if key not in missing and not is_positive(parameters[key])
+    ]:
+        yield f"RoPE with {', '.join(wrong)} (expected numbers above 0)"
+
+
+def is_positive(value: Any) -> bool:
+    """Whether this is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:

@@ -7,6 +7,7 @@ no torch, no processes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
@@ -34,7 +35,7 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine's names of norms that it computes with the matrix product after them, and Megatron's own."""
-_ROPE_TABLES = tuple(f".rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"))
+_ROPE_TABLES = re.compile(r"\.rotary_emb(_local)?\.(\w*inv_freq|cos_cached|sin_cached)$")
 
 
 def hf_tensors(model: ModelShape) -> dict[str, Shape]:
@@ -64,7 +65,7 @@ def is_draft(name: str, model: ModelShape) -> bool:
 
 def is_left_out(name: str, model: ModelShape) -> bool:
     """True for tensors that transformers and vLLM leave unread: drafting layers, and tables of RoPE in old checkpoints."""
-    return is_draft(name, model) or name.startswith("mtp.") or name.endswith(_ROPE_TABLES)
+    return is_draft(name, model) or name.startswith("mtp.") or bool(_ROPE_TABLES.search(name))
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:

@@ -20,6 +20,8 @@ from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import is_hub_name, read_hf_config
 from mgrpo.models.hf_files.hub import HubError, fetch
+from mgrpo.models.hf_files.weight_files import is_hf_format, weight_problems
+from mgrpo.models.shape import ModelShape
 from mgrpo.moving import parse
 from mgrpo.planner import comparison, roles
 from mgrpo.planner.engines.answer_lengths import recorded_lengths
@@ -51,11 +53,16 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
     hf_config = _model_config(options.hf_config, config.model.model_name_or_path, config.hub.model_revision)
     shape = shape_of(hf_config)
     teachers = [_teacher_config(teacher.model) for teacher in config.distillation.loaded_teachers]
+    teacher_shapes = [*map(shape_of, teachers)]
     num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
     wrong = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
     # The model's sizes are known, also without its folder.
     places = ("model_name_or_path", *(f"{TEACHERS}={teacher.model}" for teacher in config.distillation.loaded_teachers))
     wrong = [problem for problem in wrong if not problem.startswith(places)]
+    if not options.hf_config:
+        wrong += _stored_problems("model_name_or_path", config.model.model_name_or_path or "", shape)
+    for teacher, own in zip(config.distillation.loaded_teachers, teacher_shapes, strict=True):
+        wrong += _stored_problems(TEACHERS, teacher.model, own)
     if wrong:
         raise ConfigError(wrong)
     for sentence in warnings(config, world_size=num_learners, hf_config=hf_config):
@@ -68,7 +75,7 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
         network_gbps=options.network_gbps,
         assumed=Assumptions(**{name: getattr(options, name) for name in names}),
     )
-    plan = plan_run(config, shape, hardware, num_learners=num_learners, teachers=[*map(shape_of, teachers)])
+    plan = plan_run(config, shape, hardware, num_learners=num_learners, teachers=teacher_shapes)
     if options.rehearse:
         return _rehearse(options, plan, argv, hf_config, teachers)
     held = teachers if config.distillation.teacher_mode == "learner" else ()
@@ -254,6 +261,13 @@ def _model_config(hf_config: str | None, name: str | None, revision: str | None)
             "give its config.json: --hf_config FILE"
         )
     return shipped
+
+
+def _stored_problems(setting: str, folder: str, shape: ModelShape) -> list[str]:
+    """Reasons why a run would refuse the weights in this folder; none where it has only a config.json."""
+    if not any(Path(folder).glob("*.safetensors")) or not is_hf_format(folder):
+        return []
+    return [f"{setting}={problem}" for problem in weight_problems(folder, shape)]
 
 
 def _teacher_config(name: str) -> dict[str, Any]:

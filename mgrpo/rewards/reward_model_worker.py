@@ -13,6 +13,8 @@ from typing import Any
 from mgrpo.processes.json_lines import Message, serve
 
 _BATCH_SIZE = 16
+_UNUSED = ("inv_freq", "lm_head.weight", "masked_bias", "attn.bias")
+"""Tensors that checkpoints hold beside a classifier: buffers, and the head of the language model that it was made of."""
 
 
 def main() -> None:
@@ -59,6 +61,11 @@ class LoadedModel:
         if loaded["missing_keys"]:
             missing = ", ".join(sorted(loaded["missing_keys"])[:3])
             raise ValueError(f"the checkpoint has no {missing}; random weights would give random rewards")
+        if surplus := sorted(name for name in loaded["unexpected_keys"] if not name.endswith(_UNUSED)):
+            raise ValueError(
+                f"the checkpoint holds {len(surplus)} tensors that the model does not read ({', '.join(surplus[:3])}); merge an "
+                "adapter into the weights, or take the tensors out of the folder"
+            )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         # The logit is read at the last token other than this one.

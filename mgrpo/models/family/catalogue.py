@@ -163,7 +163,7 @@ def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
 
 
 def _seed_oss(hf: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": bool(hf["attention_bias"])}
+    return {"qkv_bias": hf["attention_bias"], "out_bias": hf["attention_out_bias"]}
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
@@ -302,6 +302,7 @@ SEED = {
     "head_dim": 128,
     "max_position_embeddings": 524_288,
     "attention_bias": True,
+    "attention_out_bias": False,
 }
 OLMO = {"rms_norm_eps": 1e-5}
 GEMMA = {

@@ -60,7 +60,7 @@ class EngineField:
 
 ENGINE_FIELDS: Mapping[str, EngineField] = {
     # The layers of a family.
-    "sliding_window": EngineField((None, 0), ALL - WINDOWED),
+    "sliding_window": EngineField(EMPTY, ALL - WINDOWED),
     "is_causal": EngineField((True,)),
     "dual_chunk_attention_config": EngineField(EMPTY),
     "attention_chunk_size": EngineField(EMPTY),

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mgrpo.models.family.catalogue import FAMILIES, NOT_BUILT, Family
 from mgrpo.models.family.refusals import problems, windows
 from mgrpo.models.hf_config import HfConfig
-from mgrpo.models.rope import FULL, SLIDING, read_rope, rope_parameters
+from mgrpo.models.rope import FULL, SLIDING, is_positive, read_rope, rope_parameters
 from mgrpo.models.shape import ModelShape
+
+NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+USUAL: Mapping[str, Any] = {
+    **dict.fromkeys((*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"), 1),
+    **dict.fromkeys(("sliding_window_pattern", "full_attention_interval"), 1),
+    "rms_norm_eps": 1.0,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), False),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), ()),
+}
+"""A value of the right type for fields of all families, as `Family.defaults` has them for one."""
+NULL_IS_OFF = frozenset(
+    [
+        "num_key_value_heads",
+        "head_dim",
+        "sliding_window",
+        "q_lora_rank",
+        "partial_rotary_factor",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "layer_types",
+        "mlp_layer_types",
+        "mlp_only_layers",
+    ]
+)
+MAY_BE_ZERO = frozenset(("first_k_dense_replace", "num_nextn_predict_layers", "max_window_layers", "n_shared_experts"))
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of one number, of which transformers prefers another one in each family."""
 
 
 def shape_of(hf: HfConfig) -> ModelShape:
@@ -19,14 +46,15 @@ def shape_of(hf: HfConfig) -> ModelShape:
         reason = f": {NOT_BUILT[name]}" if name in NOT_BUILT else ""
         raise ValueError(f"model_type={name!r} is not supported{reason}; supported families: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    counts = [f"{key}={hf[key]!r}" for key in EXPERT_COUNTS if hf.get(key) is not None]
+    if len({count.partition("=")[2] for count in counts}) > 1:
+        raise ValueError(f"config.json of a {name} model has {' and '.join(counts)}; expected one number of experts")
     hf = {**family.defaults, **hf}
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in needed if key not in hf]
+    missing = [key for key in NEEDED if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
-    wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
-    if wrong:
-        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
+    if wrong := [*_wrong_values(hf, {**USUAL, **family.defaults})]:
+        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(hf.get(key) or {}, Mapping):
             raise ValueError(f"config.json of a {name} model has {key}={hf[key]!r}; expected an object")
@@ -57,6 +85,26 @@ def shape_of(hf: HfConfig) -> ModelShape:
         "attention_scale": head_dim**-0.5,
     }
     return ModelShape(family=name, **common | fields)
+
+
+def _wrong_values(hf: HfConfig, usual: HfConfig) -> Iterator[str]:
+    """Fields with a value of another type or range than `usual`, which transformers' own class refuses or cannot compute with."""
+    for key, known in usual.items():
+        value = hf.get(key, known)
+        if value is None and key in NULL_IS_OFF:
+            continue
+        if isinstance(known, bool):
+            fits, expected = isinstance(value, bool), "true or false"
+        elif isinstance(known, tuple):
+            fits, expected = isinstance(value, (list, tuple)), "a list"
+        elif isinstance(known, float):
+            fits, expected = is_positive(value), "a number above 0"
+        elif key in MAY_BE_ZERO:
+            fits, expected = type(value) is int and value >= 0, "a whole number, 0 or more"
+        else:
+            fits, expected = type(value) is int and value > 0, "a whole number above 0"
+        if not fits:
+            yield f"{key}={value!r:.80} (expected {expected})"
 
 
 def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str, Any]:

@@ -46,17 +46,19 @@ def problems(
         yield f"{key}={hf[key]!r} (expected {expected!r})"
     if hf.get("mlp_bias"):
         yield "mlp_bias=true"
-    if hf.get("attention_out_bias"):
-        yield "attention_out_bias=true (a bias of attention's output projection without biases of the MLPs is not built)"
+    if fields.get("out_bias") and not fields.get("qkv_bias"):
+        yield "attention_out_bias=true with attention_bias=false (Megatron gives queries, keys and values a bias with the output)"
     if hf.get("attention_bias") and family.biased_attention == "refused":
         yield "attention_bias=true (its output projection has a bias)"
     if family.biased_attention == "all" and not hf.get("attention_bias"):
         yield "attention_bias=false (vLLM's attention always has biases in this family)"
+    if hf.get("transformers_weights"):
+        yield f"transformers_weights={hf['transformers_weights']!r} (a file of weights that transformers alone reads; take it out)"
     if hf.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention=true"
     if hf.get("attn_logit_softcapping") and "attention_softcap" not in fields:
         yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
-    if quantization := hf.get("quantization_config"):
+    if (quantization := hf.get("quantization_config")) is not None:
         is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
         yield f"quantization_config ({MXFP4_COPY if is_mxfp4 else 'export the weights unquantised'})"
     if latent := fields.get("latent"):
@@ -83,6 +85,8 @@ def problems(
         yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
     elif windows(hf, hf.get("layer_types") or layer_types) != windows(hf, layer_types):
         yield "layer_types (layers of this family attend alike)"
+    elif {FULL, SLIDING} <= {*layer_types} and hf.get("sliding_window") is None:
+        yield "sliding_window=null with layers of sliding attention (expected its width in tokens)"
     shares = dict.fromkeys(float(parameters.get("partial_rotary_factor") or 1.0) for parameters in ropes.values())
     if not family.rotates_part:
         yield from (f"partial_rotary_factor={share:g}" for share in shares if share != 1.0)

@@ -41,7 +41,7 @@ def name_problems(
             f"{cures and ': '}{cures}"
         )
     elif missing:
-        yield f"{folder} lacks {some(missing)}, which its config.json implies"
+        yield f"{folder} lacks {some(missing)}, which its config.json implies{cures and ': '}{cures}"
     elif extra:
         yield (
             f"{folder} holds {some(extra)}, which a {shape.family} model with this config.json does not have: "
@@ -62,8 +62,10 @@ def beside_problems(folder: Path) -> Iterator[str]:
 
 def _cures(missing: list[str], extra: list[str], shape: ModelShape) -> Iterator[str]:
     """Remedies for mistakes that the names reveal."""
-    if any(".lora_" in name for name in extra):
+    if any(mark in name for name in extra for mark in (".lora_", ".modules_to_save.")):
         yield "merge the adapter into the weights"
+    if missing == [HEAD]:
+        yield "set tie_word_embeddings to true in config.json if the model's embedding is its head"
     if HEAD in extra and shape.tied:
         yield (
             f"{HEAD} differs from the embedding, to which tie_word_embeddings=true ties it; set tie_word_embeddings to false in "
@@ -71,21 +73,32 @@ def _cures(missing: list[str], extra: list[str], shape: ModelShape) -> Iterator[
         )
     numbered = re.compile(re.escape(shape.prefix) + r"layers\.(\d+)\.")
     layers = {int(at[1]) for name in extra if (at := numbered.match(name))}
-    if layers and max(layers) >= shape.num_layers:
+    if any(name.endswith(".eh_proj.weight") for name in extra):
+        yield "layers that draft are among them; set num_nextn_predict_layers to their number"
+    elif layers and max(layers) >= shape.num_layers:
         yield f"there are {max(layers) + 1} layers, config.json has num_hidden_layers={shape.num_layers}; correct it"
     if missing and any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in extra):
         yield (
             "all experts of a layer are in one tensor; load the model with transformers and write it with save_pretrained, which gives "
             "each expert tensors of its own"
         )
-    elif prefix := _prefix(missing, extra):
-        yield f"names have {prefix!r} before them; write them without it"
-    elif prefix := _prefix(extra, missing):
-        yield f"names lack {prefix!r} before them; write them with it"
+    elif part := _inserted(missing, extra):
+        yield f"names have {part!r} in them; write them without it"
+    elif part := _inserted(extra, missing):
+        yield f"names lack {part!r}; write them with it"
 
 
-def _prefix(names: list[str], longer: list[str]) -> str:
-    """The text before every one of `names` in `longer`; empty: there is none."""
-    first = next(iter(names), "")
-    prefixes = (name.removesuffix(first) for name in longer if first and name.endswith(first))
-    return next((prefix for prefix in prefixes if prefix and {prefix + name for name in names} <= {*longer}), "")
+def _inserted(names: list[str], longer: list[str]) -> str:
+    """The part, like "module.", without which `longer` has every one of `names`; empty: there is none."""
+    first = names[0].split(".") if names else []
+    for words in (name.split(".") for name in longer):
+        more = len(words) - len(first)
+        for place in range(len(first) + 1 if first and more > 0 else 0):
+            part = ".".join(words[place : place + more]) + "."
+            if words[:place] + words[place + more :] == first and {*names} <= {_without(name, part) for name in longer}:
+                return part
+    return ""
+
+
+def _without(name: str, part: str) -> str:
+    return f".{name}".replace(f".{part}", ".")[1:]

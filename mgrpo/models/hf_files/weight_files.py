@@ -6,6 +6,7 @@ no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -95,7 +96,13 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     for name, file in weight_map.items():
         if not (isinstance(file, str) and _is_inside(PurePosixPath(file))):
             raise ValueError(f"{folder}: {INDEX} has {name} in {file!r:.100}; expected a file in the same folder")
-    return {name: folder / file for name, file in weight_map.items()}
+    files = {name: folder / file for name, file in weight_map.items()}
+    others = {*files.values()} - {folder / SINGLE}
+    if (folder / SINGLE).is_file() and others and all(file.is_file() for file in others):
+        raise ValueError(
+            f"{folder} holds {SINGLE}, and {INDEX} of other files: transformers reads the one, vLLM the others; delete what is not the model"
+        )
+    return files
 
 
 def head_files(folder: str | Path, shape: ModelShape) -> dict[str, Path]:
@@ -187,17 +194,40 @@ def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Col
         return
     expected, found = hf_tensors(shape), {name: header(path)[name] for name, path in files.items()}
     # transformers and vLLM also load what an index does not list.
-    stored = {name: (path, header(path)[name]) for path in dict.fromkeys(files.values()) for name in header(path)}
+    stored: dict[str, tuple[Path, Tensor]] = {}
+    for path in dict.fromkeys(files.values()):
+        for name, tensor in header(path).items():
+            first = stored.setdefault(name, (path, tensor))
+            if not _same_values(first, (path, tensor)):
+                yield f"{folder} holds {name} in {first[0].name} and with other values in {path.name}; take one of them out"
     extra = stored.keys() - expected.keys() - {*_left_out(stored, shape)}
     yield from name_problems(folder, expected.keys() - found.keys(), extra, shape)
     yield from _differences(folder, found, expected, dtypes)
     yield from beside_problems(Path(folder))
+    yield from _second_files(Path(folder), expected)
+
+
+def _second_files(folder: Path, expected: Collection[str]) -> Iterator[str]:
+    """Reasons why engines that load a folder themselves would take tensors from another file: without an index vLLM loads every file."""
+    others = [] if (folder / INDEX).is_file() else sorted({*folder.glob("*.safetensors")} - {folder / SINGLE})
+    for path in others:
+        with contextlib.suppress(ValueError):
+            if twice := [name for name in read_header(path) if name in expected]:
+                yield f"{folder} holds {some(twice)} in {path.name} as well, which vLLM loads beside {SINGLE}; take that file out"
 
 
 def left_out(folder: str | Path, shape: ModelShape) -> list[str]:
     """Tensors of a whole folder that the model does without: see `is_left_out`, and the LM head of a tied model if it equals the embedding."""
     paths = dict.fromkeys(tensor_files(folder).values())
     return _left_out({name: (path, tensor) for path in paths for name, tensor in read_header(path).items()}, shape)
+
+
+def left_out_note(names: Collection[str], folder: str | Path) -> str:
+    """A line for the user that names what is `left_out`."""
+    return (
+        f"left out: {some(names)} of {folder}; layers that guess further tokens, tables of RoPE and an LM head equal to the "
+        "embedding are no part of the model"
+    )
 
 
 def _left_out(stored: Mapping[str, tuple[Path, Tensor]], shape: ModelShape) -> list[str]:
@@ -210,6 +240,8 @@ def _left_out(stored: Mapping[str, tuple[Path, Tensor]], shape: ModelShape) -> l
 def _same_values(*both: tuple[Path, Tensor]) -> bool:
     """True if two tensors have the same type, shape and bits."""
     (path, tensor), (other_path, other) = both
+    if both[0] == both[1]:
+        return True
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
     with path.open("rb") as one, other_path.open("rb") as two:
@@ -240,6 +272,15 @@ def _differences(
             f"{folder}: {some(wrong)} of type {found[wrong[0]].dtype}; expected one of {', '.join(dtypes)}: "
             "export the weights unquantised"
         )
+
+
+def is_hf_format(folder: str | Path) -> bool:
+    """Whether the weights are those of a Hugging Face folder, not in one of Megatron's formats, whose readers check their own files.
+
+    Raises:
+        ValueError: see `torch_dist_folder`.
+    """
+    return not (Path(folder) / MEGATRON).is_file() and torch_dist_folder(folder) is None
 
 
 def torch_dist_folder(path: str | Path) -> Path | None:

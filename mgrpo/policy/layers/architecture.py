@@ -70,9 +70,9 @@ def transformer_config(
     if _activation(config, shape) is not None:
         # Megatron's name for an activation that takes gate and up together, from `block`; its constructor knows fewer.
         config.use_te_activation_func, config.bias_activation_fusion = True, False
-    # Of all linear layers and routers. The constructor excludes it beside expert tensor ranks, where Megatron's experts add
-    # their bias on each; ours do not.
-    config.add_bias_linear = shape.out_bias
+    # Of linear layers outside of attention, and of routers. The constructor excludes it beside expert tensor ranks, where Megatron's
+    # experts add their bias on each; ours do not.
+    config.add_bias_linear = bool(shape.experts and shape.experts.biases)
     return config
 
 
@@ -265,7 +265,7 @@ def _attention(
         params = {"rope": rope, "latent": shape.latent, "core_attention": core_attention}
         return ModuleSpec(LatentSelfAttention, params=params)
     spec.module = RotaryAttention
-    spec.params.update(rope=rope, has_whole_norms=shape.qk_norm == "whole")
+    spec.params.update(rope=rope, has_whole_norms=shape.qk_norm == "whole", has_out_bias=shape.out_bias)
     spec.submodules.core_attention = core_attention
     if shape.qk_norm == "head":
         spec.submodules.q_layernorm = spec.submodules.k_layernorm = RMSNorm

@@ -80,8 +80,13 @@ class RotaryAttention(SelfAttention):
     Megatron's own rotation computes sines and cosines in every layer and asks the device for the lengths of documents.
     """
 
-    def __init__(self, *args: Any, rope: int, has_whole_norms: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: Any, config: LayerConfig, rope: int, has_whole_norms: bool, has_out_bias: bool, **kwargs: Any
+    ) -> None:
+        # Megatron has one setting for all linear layers, which the MLP's keep.
+        config.add_bias_linear, of_others = has_out_bias, config.add_bias_linear
+        super().__init__(*args, config=config, **kwargs)
+        config.add_bias_linear = of_others
         self.rope, self.turn = rope, _turn(self.config)
         if has_whole_norms:
             # In the spec, megatron-core 0.19 wants `qk_layernorm` as well, which sums their gradients over tensor ranks.

@@ -12,7 +12,7 @@ from mgrpo.data.tokenizer import first_difference, load_tokenizer
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
-from mgrpo.models.hf_files.weight_files import MEGATRON, torch_dist_folder, weight_problems
+from mgrpo.models.hf_files.weight_files import is_hf_format, weight_problems
 from mgrpo.models.shape import ModelShape
 from mgrpo.run.ranks.process import world_size
 
@@ -45,16 +45,17 @@ def _problems(config: Config, path: str, shape: ModelShape | None) -> Iterator[s
             f"{path} has {positions} positions (max_position_embeddings), and sequences of this run up to {config.max_model_length} tokens; "
             "shorten prompts or completions, or take another teacher"
         )
-    own = None
-    if config.distillation.teacher_mode == "learner":
-        try:
-            own = shape_of(hf_config)
-        except ValueError as err:
+    own, is_held = None, config.distillation.teacher_mode == "learner"
+    try:
+        own = shape_of(hf_config)
+    except ValueError as err:
+        if is_held:  # an engine may serve models that cannot be built here
             yield f"{path}: {err}"
+    if is_held:
         for problem in held_problems(config, world_size=world_size(), hf_config=hf_config):
             yield f"{path}: {problem}"
     try:
-        if not ((Path(path) / MEGATRON).is_file() or torch_dist_folder(Path(path))):
+        if is_hf_format(path):
             yield from weight_problems(path, own)
         tokenizer, other = load_tokenizer(config.tokenizer_path), load_tokenizer(path)
     except ValueError as err:

@@ -76,7 +76,7 @@ class Reporter:
         """
         self.start = {} if start is None else start
         self.config, self.scale, self.throughput = config, scale, throughput
-        self.listener = listener or RunListener()
+        self.listener, self.pieces = listener or RunListener(), pieces
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         root = state_root(config)
@@ -340,6 +340,8 @@ class Reporter:
 
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
+
+    pieces: Pieces | None = None
 
     @property
     def tracked(self) -> tuple[str, ...]:

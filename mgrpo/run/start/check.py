@@ -28,7 +28,7 @@ from mgrpo.models.cuts import size_of
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import HfConfig, read_hf_config
 from mgrpo.models.hf_files.checksums import sum_problems
-from mgrpo.models.hf_files.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.models.hf_files.weight_files import files_beside, is_hf_format, left_out, left_out_note, weight_problems
 from mgrpo.models.shape import ModelShape
 from mgrpo.rollout.start import machine_problems, serving_gpus
 from mgrpo.run.inputs.continuing import Continued, changes, resume_problems, saved_adapters
@@ -117,6 +117,7 @@ def check_run(
         *config.notes,
         *warnings(config, world_size=world_size(), hf_config=hf_config, num_reward_funcs=len(functions)),
         *inputs.notes(config),
+        *_left_out_notes(config, shape),
         *room_notes(config, shape),
         *(vocabulary_notes(inputs.prompts.tokenizer, shape.vocab) if inputs.prompts else ()),
         *remarks,
@@ -171,7 +172,7 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
     """
     folder = Path(config.model_path)
     try:
-        if (folder / MEGATRON).is_file() or torch_dist_folder(folder):
+        if not is_hf_format(folder):
             return []
     except ValueError as err:
         return [f"model_name_or_path={err}"]
@@ -181,6 +182,11 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
     except ValueError as err:
         found.append(str(err))
     return [f"model_name_or_path={problem}" for problem in found] + changed_files(config, of_weights=False)
+
+
+def _left_out_notes(config: Config, shape: ModelShape) -> list[str]:
+    names = left_out(config.model_path, shape) if is_hf_format(config.model_path) else ()
+    return [left_out_note(names, config.model_path)] if names else []
 
 
 def changed_files(config: Config, *, of_weights: bool, rank: int = 0, world_size: int = 1) -> list[str]:

@@ -6,7 +6,7 @@ Both have the weights of the model's folder then, so that their log-probabilitie
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ FREE_ROUTING = 2.0
 """Factor for experts in 16 bits that engine and learner choose each by themselves: a tie that rounding decides changes a token."""
 FATAL = 10.0
 """Factor at which the run ends, with `max_initial_mismatch=auto`."""
+SHOWN = 24
+"""Characters of a token's text in a message."""
 SCORE = "start"
 """The name of the scores that are compared."""
 
@@ -32,7 +34,13 @@ class Mismatch(NamedTuple):
     mean: float
     largest: float
     token: int
-    """The id of the token with the largest difference."""
+    """Id of the token with the largest difference."""
+    position: int
+    """Its position in prompt and completion."""
+    learner: float
+    """Its log-probability in the learner."""
+    engine: float
+    """Its log-probability in the engine."""
     num_tokens: int
 
     def exceeds(self, limit: float) -> bool:
@@ -41,16 +49,23 @@ class Mismatch(NamedTuple):
 
 
 def differences(batches: Sequence[Microbatch]) -> list[list[float]]:
-    """Sum, number, largest and its token, of each micro-batch's trained tokens that the present weights have sampled; in JSON."""
+    """Sum and number of each micro-batch's differences, and `Mismatch`'s fields of the largest; in JSON.
+
+    Trained tokens count that the present weights have sampled.
+    """
     found = []
     for batch in batches:
-        pack = batch.pack
-        gaps = np.abs(batch.logprobs[SCORE].float().cpu().numpy() - pack.rollout_logprobs)
+        pack, learner = batch.pack, batch.logprobs[SCORE].float().cpu().numpy()
+        gaps = np.abs(learner - pack.rollout_logprobs)
         gaps = np.where(pack.loss_mask & np.isfinite(pack.rollout_logprobs) & (pack.ages == 0), gaps, -1.0)
         counted = gaps[~(gaps < 0)]
         if len(counted):
             place = int(np.argmax(gaps))
-            found.append([float(counted.sum()), len(counted), float(gaps[place]), int(pack.targets[place])])
+            position = int(pack.positions[pack.rows[place]]) + 1
+            own = [float(learner[place]), float(pack.rollout_logprobs[place])]
+            found.append(
+                [float(counted.sum()), len(counted), float(gaps[place]), int(pack.targets[place]), position, *own]
+            )
     return found
 
 
@@ -59,8 +74,10 @@ def mismatch_of(parts: Sequence[Sequence[Any]]) -> Mismatch | None:
     if not parts:
         return None
     total, count = (sum(part[index] for part in parts) for index in (0, 1))
-    largest, token = max(((part[2], part[3]) for part in parts), key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    return Mismatch(total / count, largest, token, count)
+    largest, token, position, learner, engine = max(
+        (part[2:] for part in parts), key=lambda fields: (math.isnan(fields[0]), fields[0])
+    )
+    return Mismatch(total / count, largest, token, position, learner, engine, count)
 
 
 def limit_of(config: Config, *, has_experts: bool) -> float:
@@ -79,11 +96,17 @@ def fatal_of(config: Config, limit: float) -> float:
     return FATAL * limit if chosen == "auto" else math.inf if chosen is None else chosen
 
 
-def sentence(found: Mismatch, limit: float) -> str:
-    """The finding and its likely causes."""
+def sentence(found: Mismatch, limit: float, pieces: Callable[[Sequence[int]], list[str]] | None = None) -> str:
+    """The finding and its likely causes.
+
+    Args:
+        pieces: the text of single tokens; None leaves it out.
+    """
+    text = f", {''.join(pieces([found.token]))[:SHOWN]!r}," if pieces else ""
     return (
         f"learner and engines differ by {found.mean:.2g} nats on average over {found.num_tokens} sampled tokens before the first "
-        f"update, where rounding explains {limit:g}; the largest difference is {found.largest:.2g}, of token {found.token}. They "
-        "compute different models: a field of config.json that only one of them reads, settings in vllm_extra_args, or weights "
-        "that did not arrive (weight_sync_check_every=1 compares them)"
+        f"update, where rounding explains {limit:g}; the largest difference is {found.largest:.2g}, of token {found.token}{text} at "
+        f"position {found.position} of prompt and completion, whose log-probability is {found.learner:.4g} in the learner and "
+        f"{found.engine:.4g} in the engine. They compute different models; likely causes: a field of config.json that only one of "
+        "them reads, settings in vllm_extra_args, or weights that did not arrive (weight_sync_check_every=1 compares them)"
     )

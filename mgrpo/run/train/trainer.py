@@ -222,9 +222,10 @@ class Trainer:
         limit = limit_of(self.config, has_experts=self.learner.shape.experts is not None)
         if found is None or not found.exceeds(limit):
             return
+        message = sentence(found, limit, self.reporter.pieces)
         if found.exceeds(fatal_of(self.config, limit)):
-            raise ConfigError([f"{sentence(found, limit)}; max_initial_mismatch=none trains nevertheless"])
-        self.reporter.say(f"warning: {sentence(found, limit)}")
+            raise ConfigError([f"{message}; max_initial_mismatch=none trains nevertheless"])
+        self.reporter.say(f"warning: {message}")
 
     @contextmanager
     def part(self, name: str, split: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch_dist_folder import FC2, LAYERS, edit, export, place_of, rename
 
+from mgrpo.layout import Layout
 from mgrpo.model_io import convert as conversion
 from mgrpo.model_io import megatron_checkpoint
 from mgrpo.model_io.convert import hf_to_megatron, hf_to_megatron_command, megatron_to_hf
@@ -24,7 +25,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
 from mgrpo.models.table import hf_tensors
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, save_tiny
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,6 +34,18 @@ def test_every_bit_comes_back(model, tmp_path, family):
     hf_to_megatron(model(family), tmp_path / "megatron", None)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
     assert_same(tmp_path / "hf", model(family))
+
+
+def test_a_bias_that_megatron_core_does_not_have_is_refused(tmp_path):
+    """It loads what its own model has, and passes over the rest without a word."""
+    hf = save_tiny(tmp_path, "seed_oss", layers=2, attention_out_bias=True)
+    with pytest.raises(ValueError, match=r"attention_out_bias=true: Megatron-core's attention .* --format safetensors"):
+        hf_to_megatron(hf, tmp_path / "megatron", None)
+    hf_to_megatron(hf, tmp_path / "own", Layout(world_size=1))
+    megatron_to_hf(tmp_path / "own", tmp_path / "hf")
+    found, expected = tensors_of(tmp_path / "hf"), tensors_of(hf)
+    assert found.keys() == expected.keys() and "model.layers.1.self_attn.o_proj.bias" in found
+    assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_files_are_of_bounded_size(model, tmp_path, monkeypatch):

@@ -266,6 +266,8 @@ DUAL = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddi
             "sliding_window=16 .vLLM reads it, transformers ignores it in this family; take it",
         ),
         (SMALL | HUB["glm 4.5 air"] | {"sliding_window": 16}, "sliding_window=16"),
+        (LLAMA | {"sliding_window": 0}, "sliding_window=0 "),
+        (LLAMA | {"quantization_config": {}}, "quantization_config .export the weights unquantised"),
         (LLAMA | {"logit_scale": 0.0625}, "logit_scale=0.0625"),
         (LLAMA | {"is_causal": False}, "is_causal=False"),
         (LLAMA | {"bias": True}, "bias=True"),
@@ -287,7 +289,10 @@ DUAL = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddi
         (SMALL | HUB["qwen3 30B-A3B"] | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
         (SMALL | HUB["deepseek v3"] | {"per_layer_config": {"0": {}}}, "per_layer_config"),
         (SMALL | HUB["glm 4.7 flash"] | {"first_k_dense_replace": 3}, "first_k_dense_replace=3 with 1 dense layers"),
-        (SMALL | {"model_type": "seed_oss", "attention_out_bias": True}, r"attention_out_bias=true \(a bias of"),
+        (
+            SMALL | {"model_type": "seed_oss", "attention_out_bias": True, "attention_bias": False},
+            "attention_out_bias=true with attention_bias=false",
+        ),
     ],
 )
 def test_fields_that_only_the_engine_reads_are_refused(config, message):

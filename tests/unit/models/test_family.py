@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import transformers
 
 from mgrpo.models.family import FAMILIES, shape_of
 from mgrpo.models.hf_config import read_hf_config
@@ -356,6 +358,7 @@ def test_experts_are_where_the_config_says():
         ({"model_type": "olmo3", "layer_types": ["full_attention"] * 7}, "7 layer_types for num_hidden_layers=8"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=null with layers of sliding attention"),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
             "num_experts_per_tok=1 with weights that add up to 1",
@@ -377,13 +380,87 @@ def test_experts_are_where_the_config_says():
         ),
         (HUB["glm 4.7 flash"] | {"mlp_layer_types": ["sparse"] * 7 + ["dense"]}, "with dense layers behind others"),
         ({"model_type": "qwen3_moe"}, "config.json of a qwen3_moe model lacks num_experts"),
-        ({"hidden_size": "64", "vocab_size": 0}, "has hidden_size='64', vocab_size=0; expected whole numbers above 0"),
+        (
+            {"hidden_size": "64", "vocab_size": 0},
+            r"has hidden_size='64' \(expected a whole number above 0\), vocab_size=0 ",
+        ),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights='other.safetensors'"),
     ],
 )
 def test_what_cannot_be_built_exactly_is_refused(change, words):
     """A silently different model learns something else."""
     with pytest.raises(ValueError, match=words):
         shape_of(QWEN2 | {"sliding_window": 4} | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "expected"),
+    [
+        ("llama", "rms_norm_eps", None, "a number above 0"),
+        ("llama", "rms_norm_eps", "1e-6", "a number above 0"),
+        ("llama", "tie_word_embeddings", "false", "true or false"),
+        ("llama", "tie_word_embeddings", None, "true or false"),
+        ("llama", "max_position_embeddings", None, "a whole number above 0"),
+        ("llama", "max_position_embeddings", 256.0, "a whole number above 0"),
+        ("llama", "num_key_value_heads", "2", "a whole number above 0"),
+        ("llama", "head_dim", 16.0, "a whole number above 0"),
+        ("llama", "num_hidden_layers", True, "a whole number above 0"),
+        ("llama", "layer_types", 5, "a list"),
+        ("mistral", "sliding_window", "16", "a whole number above 0"),
+        ("mistral", "sliding_window", [16, None], "a whole number above 0"),
+        ("gemma3_text", "sliding_window", 5.0, "a whole number above 0"),
+        ("gemma3_text", "sliding_window_pattern", 0, "a whole number above 0"),
+        ("gemma2", "query_pre_attn_scalar", None, "a whole number above 0"),
+        ("gemma2", "attn_logit_softcapping", 0, "a number above 0"),
+        ("qwen2", "use_sliding_window", "false", "true or false"),
+        ("qwen3_moe", "norm_topk_prob", "true", "true or false"),
+        ("qwen3_moe", "num_experts_per_tok", None, "a whole number above 0"),
+        ("qwen3_moe", "mlp_only_layers", 1, "a list"),
+        ("seed_oss", "attention_bias", None, "true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_where_transformers_refuses_it(family, field, value, expected):
+    """Else it is a traceback here, or the engine ends with one after all checks have passed."""
+    config = (
+        SMALL | {"model_type": family} | ({"num_experts": 4, "moe_intermediate_size": 24} if "moe" in family else {})
+    )
+    assert shape_of(config)
+    words = re.escape(f"config.json of a {family} model has {field}={value!r} (expected {expected})")
+    with pytest.raises(ValueError, match=words):
+        shape_of(config | {field: value})
+    with pytest.raises(Exception):  # noqa: B017 - of many classes
+        transformers.AutoConfig.for_model(**config | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", -1),
+        ("llama", "head_dim", -1),
+        ("llama", "rms_norm_eps", -1e-6),
+        ("qwen3_moe", "num_experts_per_tok", 0),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+    ],
+)
+def test_a_number_with_which_nothing_can_be_computed_is_refused(family, field, value):
+    """transformers reads these, and fails or divides by zero in the model."""
+    config = (
+        SMALL | {"model_type": family} | ({"num_experts": 4, "moe_intermediate_size": 24} if "moe" in family else {})
+    )
+    with pytest.raises(ValueError, match=f"{field}={value} .expected a (whole )?number above 0"):
+        shape_of(config | {field: value})
+
+
+def test_two_numbers_of_experts_are_refused():
+    """transformers goes by another name in each family: num_experts in Qwen3-Next, num_local_experts in GLM, the alias in Mixtral."""
+    both = {"num_experts": 4, "num_local_experts": 8, "moe_intermediate_size": 24}
+    for family in ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss"):
+        with pytest.raises(ValueError, match="num_experts=4 and num_local_experts=8; expected one number of experts"):
+            shape_of(SMALL | {"model_type": family} | both)
+    with pytest.raises(ValueError, match="num_local_experts=8 and n_routed_experts=16"):
+        shape_of(SMALL | DEEPSEEK_V3 | {"n_routed_experts": 16, "num_local_experts": 8})
+    assert shape_of(SMALL | {"model_type": "mixtral"} | both | {"num_experts": 8}).experts.count == 8
 
 
 def test_all_reasons_come_at_once():

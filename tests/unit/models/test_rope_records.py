@@ -158,10 +158,23 @@ def test_each_type_of_layer_keeps_its_own_record():
             "rope_type 'yarn' and type 'lin",
         ),
         ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 4096}, "=4096 beside 64 in the record"),
+        ("qwen3", {"rope_scaling": {"full_attention": YARN}}, "rope_scaling with records of their own for full_attention"),
+        ("gemma3_text", {"rope_scaling": {"full_attention": YARN}}, "in rope_parameters alone"),
+        ("qwen3", {"rope_theta": None}, "RoPE with rope_theta=None .expected numbers above 0"),
+        ("qwen3", {"rope_theta": 0}, "rope_theta=0 "),
+        ("qwen3", {"rope_theta": "500"}, "rope_theta='500'"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta=None"),
+        ("gemma3_text", {"rope_local_base_freq": None}, "rope_theta=None"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2.0"}}, "RoPE with factor='2.0'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": True}}, "RoPE with factor=True"),
+        ("qwen3", {"rope_scaling": {**YARN, "original_max_position_embeddings": None}}, "original_max_position_embeddings=None"),
+        ("qwen3", {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max_position_embeddings=0"),
+        ("qwen3", {"rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}}, "rope_type None .expected one of default"),
+        ("qwen3", {"rope_scaling": {**YARN, "rope_type": ""}}, "rope_type ''"),
         ("llama", {"rope_scaling": [1]}, r"has rope_scaling=\[1\]; expected an object"),
         ("llama", {"rope_parameters": "yarn"}, "has rope_parameters='yarn'; expected an object"),
     ],
-)
+)  # fmt: skip
 def test_records_that_nobody_reads_alike_are_refused(family, config, words):
     """transformers cannot load some of them, and vLLM reads or refuses others."""
     with pytest.raises(ValueError, match=words):

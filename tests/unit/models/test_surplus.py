@@ -1,10 +1,13 @@
-"""Tensors beyond the model: training (`weight_problems`, which `hf_reader` asks), conversion and the start decide alike."""
+"""Tensors beyond the model: start, ranks that load, teachers, plan and conversion decide alike."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,15 @@ from mgrpo.model_io.hf_folder import HfFolder, write_weights
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.hf_files.weight_files import INDEX, SINGLE, head_files, left_out, weight_problems
+from mgrpo.moving import from_values
+from mgrpo.planner.plan_command import plan_command
 from mgrpo.policy.weights import hf_reader
+from mgrpo.run.inputs.teachers import teacher_problems
+from mgrpo.run.start.check import file_problems
 from tests.tiny_models import save_tiny
 
 Tensors = dict[str, torch.Tensor]
+QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/model"
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +72,28 @@ def named(names: list[str], size: tuple[int, ...] = (4,)) -> Callable[[Tensors],
     return lambda own: own | {name: torch.ones(size) for name in names}
 
 
+def planned(*words: str) -> str:
+    """The plan's refusal; empty: it was planned."""
+    learners = ("--num_learners_per_node", "1", "--suggest", "0", "--learning_rate", "1e-6")
+    lengths = ("--max_prompt_token_length", "16", "--response_length", "8")
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
+        status = plan_command([*words, *learners, *lengths])
+    assert (status == 2) == bool(said.getvalue())
+    return said.getvalue()
+
+
 def refusal(folder: Path) -> str:
-    """The sentence of the start, of a rank that loads, and of a conversion: one."""
+    """The one sentence of all who load a model: start and evaluation, ranks, teachers in learners and engines, plan, conversion."""
     shape = shape_of(read_hf_config(folder))
     (problem,) = weight_problems(folder, shape)
+    assert file_problems(from_values({"model_name_or_path": str(folder)}), shape)[0] == f"model_name_or_path={problem}"
+    for mode in ("learner", "engine"):
+        teacher = {"teacher_model_name_or_path": str(folder), "teacher_mode": mode}
+        found = teacher_problems(from_values({"model_name_or_path": str(QUICKSTART)} | teacher), None)
+        assert f"teacher_model_name_or_path={problem}" in found
+    assert f"model_name_or_path={problem}" in planned("--model_name_or_path", str(folder))
+    words = ("--model_name_or_path", str(QUICKSTART), "--teacher_model_name_or_path", str(folder))
+    assert f"teacher_model_name_or_path={problem}" in planned(*words)
     for load in (
         lambda: hf_reader(folder, shape),
         lambda: HfFolder(folder, shape),
@@ -95,6 +121,10 @@ PEFT = [f"base_model.model.model.layers.0.mlp.up_proj.lora_{part}.default.weight
         ("qwen2", ["model.layers.0.self_attn.q_proj.weight_scale"], ["q_proj.weight_scale"]),
         ("llama", ["model.layers.2.input_layernorm.weight"], ["there are 3 layers, config.json has num_hidden_layers=2"]),
         ("llama", ["score.weight"], ["holds score.weight"]),
+        ("llama", ["lm_head.modules_to_save.weight"], ["merge the adapter into the weights"]),
+        ("qwen2", ["visual.patch_embed.weight", "model.visual.norm.weight"], ["holds 2 tensors (model.visual.norm.weight"]),
+        ("llama", ["model.layers.0.self_attn.inv_freq"], ["holds model.layers.0.self_attn.inv_freq"]),
+        ("deepseek_v3", ["model.layers.3.eh_proj.weight"], ["set num_nextn_predict_layers to their number"]),
         ("glm4_moe", ["model.layers.3.input_layernorm.weight"], ["there are 4 layers"]),
     ],
 )  # fmt: skip
@@ -102,6 +132,15 @@ def test_tensors_that_change_the_model_are_refused(copy, family, names, words):
     """Dropped without a word, the model in the folder is not the one that is trained."""
     problem = refusal(copy(family, named(names)))
     assert all(word in problem for word in words), problem
+
+
+def test_a_config_without_weights_is_planned(copy):
+    """On a machine that has the model's config.json alone, and with another config.json than the folder's."""
+    folder = copy("llama", named(["score.weight"]))
+    bare = folder.parent / "config.json"
+    shutil.copy(folder / "config.json", bare)
+    assert planned("--model_name_or_path", str(folder.parent)) == ""
+    assert planned("--model_name_or_path", str(folder), "--hf_config", str(bare)) == ""
 
 
 def test_fewer_layers_in_config_than_in_the_file_are_refused(copy):
@@ -148,6 +187,8 @@ TABLES = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in ran
         ("llama", False, named(TABLES), TABLES),
         ("kimi_k2", False, named(TABLES), TABLES),
         ("llama", False, named(["model.rotary_emb.inv_freq"]), ["model.rotary_emb.inv_freq"]),
+        ("gemma3_text", True, named(["model.rotary_emb_local.inv_freq"]), ["model.rotary_emb_local.inv_freq"]),
+        ("olmo3", False, named(["model.rotary_emb.full_attention_inv_freq"]), ["model.rotary_emb.full_attention_inv_freq"]),
         ("qwen3_next", False, named(["mtp.layers.0.mlp.gate.weight"]), ["mtp.layers.0.mlp.gate.weight"]),
         ("llama", False, named(["mtp.fc.weight"]), ["mtp.fc.weight"]),
         ("llama", True, lambda own: own | {"lm_head.weight": own["model.embed_tokens.weight"].clone()}, ["lm_head.weight"]),
@@ -159,6 +200,7 @@ def test_tensors_that_no_model_needs_are_left_out_by_name(copy, capsys, family, 
     shape = shape_of(read_hf_config(folder))
     assert list(weight_problems(folder, shape)) == []
     assert HfFolder(folder, shape).left_out == left_out(folder, shape) == names
+    assert planned("--model_name_or_path", str(folder)) == ""
     hf_to_megatron(folder, folder.parent / "out", None)
     assert f"left out: {names[0] if len(names) == 1 else f'{len(names)} tensors ('}" in capsys.readouterr().out
 
@@ -180,6 +222,56 @@ def test_tensors_that_an_index_does_not_list_count(copy):
     assert LORA[0] in refusal(folder)
 
 
+def in_shards(folder: Path, more: Callable[[Tensors], Tensors]) -> None:
+    """Two files with an index that does not list what `more` adds to the second one."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, own in parts.items():
+        part = {name: tensors[name] for name in own}
+        save_file(part | (more(tensors) if file == "b.safetensors" else {}), folder / file)
+    index = {name: file for file, own in parts.items() for name in own}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": index}))
+
+
+def test_a_tensor_in_two_files_is_refused_unless_both_are_equal(copy):
+    """transformers and vLLM keep the one that they read last, training the one in the index."""
+    name = "model.embed_tokens.weight"
+    folder = copy("llama")
+    in_shards(folder, lambda own: {name: own[name] + 1})
+    assert (
+        refusal(folder)
+        == f"{folder} holds {name} in a.safetensors and with other values in b.safetensors; take one of them out"
+    )
+
+
+def test_equal_tensors_in_two_files_are_accepted(copy):
+    """Shards that were cut by layer repeat a tied embedding."""
+    folder = copy("llama")
+    in_shards(folder, lambda own: {"model.embed_tokens.weight": own["model.embed_tokens.weight"].clone()})
+    assert list(weight_problems(folder, shape_of(read_hf_config(folder)))) == []
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(copy):
+    """transformers reads the single file, training and vLLM the files in the index."""
+    folder = copy("llama")
+    tensors = load_file(folder / SINGLE)
+    in_shards(folder, lambda own: {})
+    assert list(weight_problems(folder, shape_of(read_hf_config(folder)))) == []
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / SINGLE)
+    assert f"holds {SINGLE}, and {INDEX} of other files" in refusal(folder)
+
+
+def test_a_second_file_with_the_same_tensors_is_refused(copy):
+    """Without an index vLLM loads every file of an evaluation or a teacher, and the last one counts."""
+    folder = copy("llama")
+    save_file({"tok_embeddings.weight": torch.ones(4)}, folder / "consolidated.safetensors")
+    assert list(weight_problems(folder, shape_of(read_hf_config(folder)))) == []
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model_old.safetensors")
+    assert "holds model.norm.weight in model_old.safetensors as well, which vLLM loads" in refusal(folder)
+
+
 def renamed(change: Callable[[str], str]) -> Callable[[Tensors], Tensors]:
     return lambda own: {change(name): tensor for name, tensor in own.items()}
 
@@ -193,9 +285,15 @@ def fused(own: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("llama", renamed(lambda name: "_orig_mod." + name), ["but holds", "names have '_orig_mod.' before them; write them without"]),
-        ("llama", renamed(lambda name: "module.model." + name), ["names have 'module.model.' before them"]),
-        ("llama", renamed(lambda name: name.removeprefix("model.")), ["but holds", "names lack 'model.' before them"]),
+        ("llama", renamed(lambda name: "_orig_mod." + name), ["but holds", "names have '_orig_mod.' in them; write them without"]),
+        ("llama", renamed(lambda name: "module.model." + name), ["names have 'module.model.' in them"]),
+        ("llama", renamed(lambda name: name.removeprefix("model.")), ["but holds", "names lack 'model.'; write them with it"]),
+        ("llama", renamed(lambda name: "base_model.model." + name), ["names have 'base_model.model.' in them"]),
+        ("llama", renamed(lambda name: name.replace("model.", "model._orig_mod.")), ["names have '_orig_mod.' in them"]),
+        ("llama", renamed(lambda name: name.replace("model.", "model.language_model.")), ["names have 'language_model.' in them"]),
+        ("llama", renamed(lambda name: re.sub(r"(layers\.\d+\.)", r"\1_fsdp_wrapped_module.", name)), ["'_fsdp_wrapped_module.' in them"]),
+        ("llama", renamed(lambda name: name.replace("layers.", "layers._checkpoint_wrapped_module.")), ["'_checkpoint_wrapped_module.'"]),
+        ("llama", renamed(lambda name: name.replace("q_proj", "q_proj.base_layer")), ["names have 'base_layer.' in them"]),
         ("llama", renamed(lambda name: name.replace("self_attn", "attn")), ["but holds 8 tensors (model.layers.0.attn.k_proj.weight"]),
         (
             "qwen3_moe",
@@ -203,6 +301,11 @@ def fused(own: Tensors) -> Tensors:
             ["lacks 12 tensors", "but holds model.layers.0.mlp.experts.gate_up_proj", "all experts of a layer are in one tensor"],
         ),
         ("llama", lambda own: {name: own[name] for name in own if name != "model.norm.weight"}, ["lacks model.norm.weight, which its"]),
+        (
+            "llama",
+            lambda own: {name: own[name] for name in own if name != "lm_head.weight"},
+            ["lacks lm_head.weight", "set tie_word_embeddings to true in config.json if"],
+        ),
     ],
 )  # fmt: skip
 def test_a_missing_tensor_is_named_with_what_is_there_instead(copy, family, change, words):

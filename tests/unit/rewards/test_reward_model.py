@@ -114,6 +114,20 @@ def test_the_chat_template_gets_its_variables(folder: Path) -> None:
     assert found == pytest.approx(_oracle(folder, ["<user>a!\n<assistant>b!\n"]), abs=1e-5)
 
 
+def test_tensors_that_the_model_does_not_read_are_refused(tmp_path: Path) -> None:
+    """An adapter that nobody merged leaves the scores of its base."""
+    from safetensors.torch import load_file, save_file
+
+    folder = _save(tmp_path / "adapted")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.zeros(257, 32)}, folder / "model.safetensors", {"format": "pt"})
+    assert len(LoadedModel(str(folder), {}).scores([("2+3=", "5")])) == 1
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file(tensors | {name: torch.zeros(4, 32)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"holds 1 tensors that the model does not read .{name}"):
+        LoadedModel(str(folder), {})
+
+
 def test_padding_does_not_move_the_text(tmp_path: Path) -> None:
     """A model with learned positions gives a text another score when padding stands before it."""
     folder = _save(tmp_path / "gpt2", family="GPT2")

@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from mgrpo import cli
 from mgrpo.config import ConfigError
@@ -246,6 +248,20 @@ def test_show_config_counts_the_rows(bench, capsys):
     assert "# num_training_steps: 2\n" in shown and "\ntotal_episodes: 640  # alias num_train_epochs (flag)\n" in shown
     assert cli.main(["train", *words, "--dataset_mixer_list", "missing.jsonl", "1.0"]) == 0
     assert "# num_training_steps: num_train_epochs decides" in capsys.readouterr().out
+
+
+def test_tensors_that_are_left_out_are_named_at_the_start(bench, capsys):
+    """Who expects them to be trained or exported learns it before hours have passed."""
+    weights = load_file(bench.model / "model.safetensors")
+    weights |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in range(2)}
+    save_file(weights, bench.model / "model.safetensors")
+    words = ["--config", str(ROOT / "examples/configs/quickstart.yaml"), "--output_dir", str(bench.folder / "out")]
+    words += ["--model_name_or_path", str(bench.model), "--dataset_local_cache_dir", str(bench.folder / "cache")]
+    words += ["--dataset_mixer_list", str(bench.folder / "rows.jsonl"), "1.0", "--dataset_mixer_eval_list", ""]
+    check.check_run(parse(words), None, "", functions=[], dataset=None, eval_dataset=None, loss=None)
+    noted = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    names = ", ".join(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2))
+    assert len(noted) == 1 and noted[0].startswith(f"mgrpo: left out: 2 tensors ({names}) of {bench.model}; ")
 
 
 def test_a_script_of_trl_starts_with_a_small_model(bench, capsys):

@@ -180,14 +180,14 @@ def test_a_run_whose_engines_have_another_model_ends_before_its_first_update(
     tmp_path, monkeypatch, dtype, mean, limit, outcome
 ):
     """Every ratio of such a run is wrong from the first step, and nothing else shows it."""
-    found = Mismatch(mean=mean, largest=3.5, token=17, num_tokens=40)
+    found = Mismatch(mean=mean, largest=3.5, token=17, position=5, learner=-4.0, engine=-0.5, num_tokens=40)
     trainer = seven_steps(tmp_path, monkeypatch, found, model_dtype=dtype, max_initial_mismatch=limit)
     said: list[str] = []
     monkeypatch.setattr(trainer.reporter, "say", said.append, raising=False)
     trainer.send_weights(check=True)
     if outcome == "ended":
         with pytest.raises(
-            ValueError, match=r"learner and engines differ .* 3\.5, of token 17\..*max_initial_mismatch"
+            ValueError, match=r"learner and engines differ .* 3\.5, of token 17 at position 5.*max_initial_mismatch"
         ):
             trainer.fit()
         assert trainer.done == 0
