@@ -20,7 +20,7 @@ import numpy as np
 
 from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Mistake, Row
-from mgrpo.data.encoding import Encoder, MessageCheck, Recipe
+from mgrpo.data.encoding import REMARKS, Encoder, MessageCheck, Recipe
 from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, largest_token, num_tokens, open_prompts
 from mgrpo.data.sources import DataSource
 from mgrpo.data.statistics import statistics_of
@@ -113,7 +113,7 @@ def build(
         overlong=recipe.overlong,
     ) | {
         "largest_token": largest_token(prompts),
-        "left_out": _left_out(prompts),
+        **{name: _remarked(prompts, name) for name in REMARKS},
         "same_text": _same_texts(prompts, recipe),
     }
     (folder / STATISTICS).write_text(json.dumps(statistics, indent=1) + "\n")
@@ -146,7 +146,7 @@ def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Enc
             tokens=List(Value("int32")),
             num_tokens=Value("int64"),
             problem=Value("large_string"),
-            left_out=Value("large_string"),
+            **{name: Value("large_string") for name in REMARKS},
         ),
         cache_file_name=str(folder / PROMPTS),
         new_fingerprint=fingerprint,
@@ -196,10 +196,10 @@ def _raise_problems(prompts: pyarrow.Table, sources: Sequence[DataSource], recip
         )
 
 
-def _left_out(prompts: pyarrow.Table) -> list[dict[str, Any]]:
-    """For each source and sequence of roles that templates left out: the number of rows, and the line of the first."""
+def _remarked(prompts: pyarrow.Table, column: str) -> list[dict[str, Any]]:
+    """For each source and sequence of roles in a column of `REMARKS`: the number of rows, and the line of the first."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for batch in prompts.select(["source", "line", "left_out"]).to_batches():
+    for batch in prompts.select(["source", "line", column]).to_batches():
         for source, line, roles in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             if roles:
                 first = {"source": source, "line": line, "what": roles, "rows": 0}

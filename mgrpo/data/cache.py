@@ -7,6 +7,7 @@ damaged one is noticed and built again. Any folder may be deleted at any time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -56,6 +57,7 @@ class Cache:
         """
         parent = self._parent()
         folder = _new_folder(parent)
+        lock = _lock(folder)
         try:
             write(folder)
             files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
@@ -64,6 +66,8 @@ class Cache:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        finally:
+            os.close(lock)
 
     def _keep(self, folder: Path, final: Path, key: Mapping[str, Any]) -> Path:
         for _ in range(10):
@@ -93,6 +97,7 @@ class Cache:
             if is_usable and not self._skip:
                 return self._root
             self._scratch = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._root if is_usable else None))
+            weakref.finalize(self, os.close, _lock(self._scratch))
             weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         return self._scratch
 
@@ -114,7 +119,10 @@ class Cache:
         for path in self._root.glob(f"{_UNFINISHED}*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                    # A long run uses it still, or a clock was set; BlockingIOError.
+                    lock = _lock(path, fcntl.LOCK_EX)
                     shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
 
 
 def default_root() -> Path:
@@ -133,6 +141,19 @@ def _new_folder(parent: Path) -> Path:
     folder = parent / f"{_UNFINISHED}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder
+
+
+def _lock(folder: Path, kind: int = fcntl.LOCK_SH) -> int:
+    """A descriptor that holds a flock on the folder; without one where the file system has none."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        pass
+    return handle
 
 
 def _plain(key: Mapping[str, Any]) -> Any:

@@ -17,7 +17,11 @@ from mgrpo.data.tokenizer import token_ids
 
 ASKING_ROLES = ("user", "tool", "system")
 """Roles of a message that a model may answer."""
+_USUAL_ROLES = frozenset((*ASKING_ROLES, "assistant", "developer", "function"))
+"""Roles that a template may write without a rule for them."""
 TOOLS_COLUMN = "the column tools"
+REMARKS = ("left_out", "unnamed_roles", "dropped_answer")
+"""Columns with the roles of messages that warnings count; "" without any."""
 
 
 class ToolSchemas(Protocol):
@@ -76,6 +80,13 @@ class Recipe:
         if self.tools is not None:
             return self.tools.schemas(record)
         return (row_schemas(record) or None) if self.has_row_tools else None
+
+    def unnamed_roles(self, messages: Sequence[Message]) -> list[str]:
+        """Roles besides the usual ones that do not occur in the template."""
+        roles = dict.fromkeys(message["role"] for message in messages if message["role"] not in _USUAL_ROLES)
+        template = self.template or ""
+        is_named = {role: f"'{role}'" in template or f'"{role}"' in template for role in roles}
+        return [role for role in roles if "role" in template and not is_named[role]]
 
     def rendered(
         self, asked: str | Sequence[Message], tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None
@@ -200,10 +211,11 @@ class Encoder:
 
     def __call__(self, records: Sequence[str]) -> dict[str, Sequence[Any] | np.ndarray]:
         """The new columns for rows in JSON."""
-        texts, problems, left_out = ([""] * len(records) for _ in range(3))
+        texts, problems = ([""] * len(records) for _ in range(2))
+        remarks: list[dict[str, str]] = [{}] * len(records)
         for index, record in enumerate(records):
             try:
-                texts[index], left_out[index] = self._text(loads(record))
+                texts[index], remarks[index] = self._text(loads(record))
             except ValueError as err:
                 problems[index] = str(err)
         tokens = [
@@ -215,14 +227,15 @@ class Encoder:
             problems[index] = problems[index] or "the prompt has no tokens"
         for index in np.flatnonzero(lengths > self.recipe.max_tokens):
             tokens[index], texts[index] = self.recipe.shortened(tokens[index], self.tokenizer)
-        return {"text": texts, "tokens": tokens, "num_tokens": lengths, "problem": problems, "left_out": left_out}
+        columns = {name: [remark.get(name, "") for remark in remarks] for name in REMARKS}
+        return {"text": texts, "tokens": tokens, "num_tokens": lengths, "problem": problems, **columns}
 
-    def _text(self, record: Mapping[str, object]) -> tuple[str, str]:
-        """The prompt of a row, and the roles of the messages that are not in it; ValueError where it is not the row's question."""
+    def _text(self, record: Mapping[str, object]) -> tuple[str, dict[str, str]]:
+        """The prompt of a row, and `REMARKS` on it; ValueError where it is not the row's question."""
         asked, tools = self.recipe.asked(record), self.recipe.schemas(record)
         text = self.recipe.rendered(asked, self.tokenizer, tools=tools)
         if isinstance(asked, str) or not text:
-            return text, ""
+            return text, {}
         places, roles = self.check.left_out(asked, text, tools=tools)
         questions = [place for place, message in enumerate(asked) if message["role"] != "system"]
         for place in (len(asked) - 1, *questions[-1:]):
@@ -242,4 +255,9 @@ class Encoder:
                 "reads an answer copies it; a single message 'assistant' behind the question is left out "
                 f"(chat_template_name={self.recipe.template_name})"
             )
-        return text, ", ".join(dict.fromkeys([*(asked[place]["role"] for place in places), *roles]))
+        shown = [message for place, message in enumerate(asked) if place not in places]
+        return text, {
+            "left_out": ", ".join(dict.fromkeys([*(asked[place]["role"] for place in places), *roles])),
+            "unnamed_roles": ", ".join(map(repr, self.recipe.unnamed_roles(shown))),
+            "dropped_answer": "assistant" if self.recipe.contract.ends_with_answer(record) else "",
+        }

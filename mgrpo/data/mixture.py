@@ -18,7 +18,7 @@ from mgrpo.data.amounts import Entry, entries
 from mgrpo.data.building import Selection, build
 from mgrpo.data.cache import Cache, digest
 from mgrpo.data.checking import MOST_SHOWN
-from mgrpo.data.encoding import Recipe, ToolSchemas
+from mgrpo.data.encoding import REMARKS, Recipe, ToolSchemas
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
 from mgrpo.data.sources import DataSource, SourceReader
@@ -29,7 +29,7 @@ from mgrpo.data.trial import exceeded
 _log = logging.getLogger(__name__)
 
 # Part of every key of the cache: another number where the same rows would become other prompts.
-_TRANSFORM_VERSION = 4
+_TRANSFORM_VERSION = 5
 
 T = TypeVar("T")
 
@@ -372,16 +372,18 @@ def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
 
 
 def _warn_of_lost_text(statistics: Mapping[str, Any], sources: Sequence[DataSource], template: str) -> None:
-    for lost in statistics["left_out"]:
-        source = sources[lost["source"]]
-        _log.warning(
-            "the chat template (%s) leaves out text of %d rows of %s, first in %s: %s",
-            template,
-            lost["rows"],
-            source.name,
-            source.origin(lost["line"]),
-            lost["what"],
-        )
+    for name in REMARKS:
+        for found in statistics[name]:
+            source, what = sources[found["source"]], found["what"]
+            rows, origin = f"{found['rows']} rows of {source.name}", source.origin(found["line"])
+            sentences = {
+                "left_out": f"the chat template ({template}) leaves out text of {rows}, first in {origin}: {what}",
+                "unnamed_roles": f"{rows}, first {origin}, have messages of the role {what}, which the chat template ({template}) "
+                "writes and does not name: the model may not know it; rename it to system, user, assistant or tool",
+                "dropped_answer": f"{rows}, first {origin}, end with a message of the {what}, which is left out of the prompt: "
+                "the model answers in its place",
+            }
+            _log.warning("%s", sentences[name])
     if same := statistics["same_text"]:
         first, second = (sources[number].origin(line) for number, line in same["first"])
         _log.warning(

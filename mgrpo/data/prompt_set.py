@@ -15,7 +15,7 @@ import numpy as np
 
 from mgrpo.data.encoding import Recipe
 from mgrpo.data.rows import Message
-from mgrpo.data.tokenizer import token_ids
+from mgrpo.data.tokenizer import special_token, token_ids
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
@@ -116,10 +116,15 @@ class PromptSet:
         """The prompt with the text that an environment begins with, which follows the last message of the user.
 
         Raises:
-            ValueError: it has too many tokens, and prompts are not to be cut.
+            ValueError: it has too many tokens, and prompts are not to be cut; or the text holds a special token.
         """
         if not opening:
             return prompt
+        if special := special_token(tokenizer, opening):
+            raise ValueError(
+                f"the text that an environment begins with ({opening[:60]!r}) holds the special token {special!r}, which would end a "
+                "turn or begin one; have the environment leave it out"
+            )
         recipe, (_, record) = self._recipe, self._row(prompt.id)
         text = recipe.text(record, tokenizer, change=_added(opening))
         tokens = np.array(token_ids(tokenizer, [text])[0], np.int32)

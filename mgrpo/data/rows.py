@@ -24,6 +24,7 @@ _KEYS = tuple(
     tuple(re.compile(rf"""['"]{key}['"]\s*:""") for key in keys) for keys in (("role", "content"), ("from", "value"))
 )
 """The keys of a message, as JSON and Python write them."""
+_TEXT_CURE = 'make messages of a text, [{"role": "user", "content": text}], or rename its column to prompt, which is read without a chat template'
 
 
 class BadRow(ValueError):
@@ -60,15 +61,15 @@ class Contract:
         elif not is_own:
             raise BadRow(
                 f"{self.messages_key} {shown(prompt)}",
-                "a list with at least one message; text goes into a column prompt",
+                f"a list with at least one message; {_TEXT_CURE}",
             )
         elif isinstance(prompt, str) and prompt:
             _check_text(prompt)
         else:
             keys = ", ".join(map(repr, record)) or "nothing"
             cure = (
-                "; name the column that holds messages with sft_messages_key, that of the answers with ground_truths_key, and "
-                "rename one that holds text to prompt"
+                "; name the column that holds messages with sft_messages_key, that of the answers with ground_truths_key "
+                f"(reward_model.ground_truth for one inside another); {_TEXT_CURE}"
             )
             expected = f"{self.messages_key} (a list of role and content) or prompt (text)"
             raise BadRow(f"prompt {shown(prompt)} among {keys}", expected if PROMPT in record else expected + cure)
@@ -81,7 +82,12 @@ class Contract:
             return prompt
         assert isinstance(prompt, list)
         messages = [_plain_message(message) for message in prompt]
-        return messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
+        return messages[:-1] if self.ends_with_answer(record) else messages
+
+    def ends_with_answer(self, record: Mapping[str, object]) -> bool:
+        """True if the messages end with one of the assistant's, which is no part of the prompt."""
+        prompt = self._given(record)
+        return isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
 
     def is_own_prompt(self, record: Mapping[str, object]) -> bool:
         """Whether the prompt is in the column `prompt`, as in TRL."""
@@ -89,7 +95,7 @@ class Contract:
 
     def labels(self, record: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[object, ...]]:
         """Verifiers and their ground truths; in runs without verifiers the ground truth as it is, if there is one."""
-        names, truth = record.get(VERIFIERS), record.get(self.ground_truths_key)
+        names, truth = record.get(VERIFIERS), _nested(record, self.ground_truths_key)
         missing = "no" if truth is None else "NaN as"
         truth = None if _is_nan(truth) else truth
         if not self.need_verifiers:
@@ -101,12 +107,13 @@ class Contract:
         else:
             raise BadRow(
                 f"dataset {shown(names)}",
-                "the name of a verifier, or a list of names; without one, score with a function of yours: reward_funcs",
+                "the name of a verifier, or a list of names: add the column, the same name in every row for example, or score with "
+                "a function of yours: reward_funcs",
             )
         if truth is None:
             raise BadRow(
                 f"{missing} {self.ground_truths_key}",
-                "what the verifier compares with; name another column with ground_truths_key",
+                "what the verifier compares with; name another column with ground_truths_key (column.key for a value inside one)",
             )
         if isinstance(names, str) or (len(verifiers) == 1 and not isinstance(truth, list)):
             return verifiers, (truth,)
@@ -149,6 +156,14 @@ class Contract:
         messages = record.get(self.messages_key)
         given = record.get(PROMPT) if messages is None else messages
         return _read_messages(given) if isinstance(given, str) else given
+
+
+def _nested(record: Mapping[str, object], key: str) -> object:
+    """The column of that name, else what a path such as reward_model.ground_truth names inside one; None without it."""
+    found: object = record
+    for part in [key] if key in record else key.split("."):
+        found = found.get(part) if isinstance(found := _from_json(found), Mapping) else None
+    return found
 
 
 def row_schemas(record: Mapping[str, object]) -> list[dict[str, Any]]:

@@ -88,6 +88,14 @@ def text_of_all_tokens(tokenizer: Any) -> tuple[str, list[int]]:
     return text, token_ids(tokenizer, [text])[0]
 
 
+def special_token(tokenizer: Any, text: str) -> str:
+    """The first special token that a text from outside would put into a prompt, "" for none."""
+    tokens = (
+        token for token in tokenizer.added_tokens_decoder.values() if token.special and len(token.content.strip()) > 1
+    )
+    return next((token.content for token in tokens if token.content in text), "")
+
+
 def token_ids(
     tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None, num_threads: int = 1
 ) -> list[list[int]]:

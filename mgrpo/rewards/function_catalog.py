@@ -98,6 +98,6 @@ def _load(
     module, dot, name = word.rpartition(".")
     if dot and all(part.isidentifier() for part in word.split(".")):
         return user_function("reward_funcs", word, module, name)
-    near = difflib.get_close_matches(word, BUILTIN, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(word, BUILTIN, n=2, cutoff=0.5) or [each for each in BUILTIN if word in each]
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"reward_funcs: {word} is not the name of a reward function; {meant}{_FORMS}")

@@ -18,7 +18,9 @@ from mgrpo.config.schema import Reward
 THINK_END = "</think>"
 LARGEST = 2.0**128 - 2.0**104
 """The largest score and reward: beyond it float32, which holds them from here on, is infinite."""
-_THOUGHT = re.compile(r"(?<![\"'`])<think>")
+_THINK_TAG = r"<{slash}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)\s*>|\[{slash}THINK\]|◁{slash}think▷"
+_THOUGHT = re.compile(rf"(?<![\"'`])(?:{_THINK_TAG.format(slash='')})", re.IGNORECASE)
+_THOUGHT_END = re.compile(_THINK_TAG.format(slash="/"), re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +137,17 @@ def shown(value: object) -> str:
 
 
 def after_thinking(completion: str) -> str:
-    """The text after the last `</think>`; "" where a thought is never ended."""
-    return "" if has_open_thought(completion) else completion.rpartition(THINK_END)[2]
+    """The text after the last `</think>`, or another tag that ends a thought; "" where one is never ended."""
+    return "" if has_open_thought(completion) else _behind_thoughts(completion)
 
 
 def has_open_thought(completion: str) -> bool:
     """True if an unquoted `<think>` has no `</think>` behind it: there is no answer yet."""
-    return _THOUGHT.search(completion.rpartition(THINK_END)[2]) is not None
+    return _THOUGHT.search(_behind_thoughts(completion)) is not None
+
+
+def _behind_thoughts(completion: str) -> str:
+    return completion[max((tag.end() for tag in _THOUGHT_END.finditer(completion)), default=0) :]
 
 
 def without_thinking(completion: str) -> str:

@@ -29,6 +29,9 @@ from mgrpo.sandbox.questions import (
     target_names,
 )
 
+_APPROX = "approx"
+"""pytest's object that is equal to numbers near its own: it cannot be handed out, and decides where it is made."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitProgram:
@@ -45,6 +48,8 @@ def split(test: str) -> SplitProgram | None:
         only_inside: frozenset[str] = frozenset()
         while True:
             tree = ast.parse(test)
+            if any(_APPROX in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in ast.walk(tree)):
+                return None
             splitter = _Splitter(test, Names.of(tree, inside, only_inside))
             body = splitter.statements(_without_check(tree.body))
             if splitter.needed <= inside and splitter.only_inside <= only_inside:

@@ -114,8 +114,10 @@ class Code(RemoteVerifier):
         tests = [read_test(test) for test in _asserts(label)[:_MOST_LOOKED_AT]]
         if not all(test.checks for test in tests):
             return "hold a test that checks nothing, which is left out"
-        return (
-            "" if all(test.is_python for test in tests) else "hold a test that is not Python, which no program passes"
+        if not all(test.is_python for test in tests):
+            return "hold a test that is not Python, which no program passes"
+        return "hold a test function with arguments of pytest's (fixtures), which is not called" * any(
+            test.has_uncalled for test in tests
         )
 
     @classmethod
@@ -125,7 +127,8 @@ class Code(RemoteVerifier):
         if tests and not checking:
             raise ValueError(
                 f"ground_truth={shown(label)} checks nothing: every program would pass; expected assert statements about "
-                "names of the program, or functions test_... without parameters that hold some"
+                "names of the program (imported from `solution`, or not at all), or functions test_... without fixtures that hold some; "
+                "call other functions that hold them (check(add))"
             )
         return checking
 

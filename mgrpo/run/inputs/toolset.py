@@ -134,9 +134,10 @@ def make_language(
         prompts: all of the run.
     Raises:
         ValueError: how calls are written is unknown, or the template cannot be gone on with after a tool, or after an
-            environment that acts as a user.
+            environment that acts as a user; or a tool's schema holds a special token.
     """
     from mgrpo.data.templates import find_template
+    from mgrpo.data.tokenizer import special_token
     from mgrpo.environments.loop.bridge import Bridges
     from mgrpo.environments.loop.language import TemplateLanguage, stop_ids_of
     from mgrpo.environments.loop.program_language import LanguageSpec
@@ -170,6 +171,12 @@ def make_language(
             strips=toolset.description.is_agent and config.tools.thinking_history == "strip",
         )
         return spec.make(tokenizer)
+    for tool in toolset.description.tools if config.tools.pass_tools_to_chat_template else ():
+        if special := special_token(tokenizer, json.dumps(tool.schema, ensure_ascii=False)):
+            raise ValueError(
+                f"the description or the parameters of the tool {tool.name!r} hold the special token {special!r}, which would end a turn "
+                "in the prompt or begin one; change the tool, or leave it out"
+            )
     bridges = bridges_of(toolset.description.tools)
     if toolset.description.acts:
         bridges.check("user")
@@ -237,7 +244,7 @@ def make_interaction(
         episodes=_agents(config, language) if is_agent else Driven if toolset.description.is_program else Episodes,
         asked=asked if toolset.description.is_driven else None,
         opened=opened,
-        hidden_columns=(config.data.ground_truths_key,),
+        hidden_columns=(config.data.ground_truths_key, config.data.ground_truths_key.partition(".")[0]),
         in_rounds=toolset.plays_in_rounds(config),
         run_seed=config.experiment.seed,
     )

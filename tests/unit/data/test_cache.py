@@ -145,6 +145,25 @@ def test_what_killed_runs_left_is_deleted_when_it_is_old(tmp_path: Path) -> None
     assert not old.exists() and new.exists()
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_looks_old_and_is_in_use_stays(tmp_path: Path, skip: bool) -> None:
+    """A clock that is set in the meantime makes any folder old, and so does a run of a week that keeps nothing."""
+    past, cache, building = (time.time() - 3 * 24 * 3600,) * 2, Cache(tmp_path, skip=skip), []
+
+    def write(folder: Path) -> None:
+        building.append(folder if not skip else folder.parent)
+        (folder / "a.txt").write_text("content")
+        os.utime(building[0], past)
+        build(Cache(tmp_path), key={"content": "of another run"})
+
+    built = cache.make("rows", KEY, write)
+    os.utime(building[0] if skip else built, past)
+    build(Cache(tmp_path), key={"content": "of a third"})
+    assert (built / "a.txt").read_text() == "content"
+    del cache
+    assert names(tmp_path) == sorted(name for name in names(tmp_path) if name.startswith("rows-"))
+
+
 def test_a_folder_may_be_read_by_others(tmp_path: Path) -> None:
     """One cache for a team."""
     umask = os.umask(0o022)

@@ -159,6 +159,49 @@ def test_messages_before_the_question_that_are_left_out_are_noted(encode, caplog
     assert "leaves out text of 1 rows of dataset, first in dataset:1: system" in caplog.text
 
 
+def test_answers_that_are_left_out_of_prompts_are_counted(encode, caplog) -> None:
+    """One that was meant as the beginning of the answer is gone, and the rows look as before."""
+    rows = [[user("1")], [user("2"), say("assistant", "Let me think. ")], [user("2"), say("assistant", "4")]]
+    written = [{"prompt": json.dumps([*rows[0], say("assistant", "5")])}, {"prompt": "<u>2<a>"}]
+    for template in ("auto", "none"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            encode(KNOWN_ROLES, *rows, *written, chat_template_name=template)
+        assert [record.getMessage() for record in caplog.records] == [
+            "3 rows of dataset, first dataset:2, end with a message of the assistant, which is left out of the prompt: the model "
+            "answers in its place"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "is_noted"),
+    [
+        (ANY_ROLE, "chatgpt", True),
+        (ANY_ROLE, "Assistant", True),
+        (ANY_ROLE, " user", True),
+        (ANY_ROLE, "bot 100% {sure}", True),
+        (ANY_ROLE, "developer", False),
+        (ANY_ROLE, "tool", False),
+        ('{% if "critic" %}' + ANY_ROLE + "{% endif %}", "critic", False),
+        # An environment's turns are one of olmo's rules.
+        ("olmo", "environment", False),
+        # No template here writes roles.
+        ("{% for m in messages %}<u>{{ m.content }}{% endfor %}<a>", "chatgpt", False),
+        ("none", "chatgpt", False),
+    ],
+)
+def test_roles_that_a_template_writes_without_naming_them_are_noted(encode, caplog, template, role, is_noted) -> None:
+    """The model has not been trained on such turns."""
+    rows = [[user("1")], [user("1"), say(role, "2"), user("3")], [say(role, "2"), user("3")]]
+    name = template if template in ("olmo", "none") else "auto"
+    with caplog.at_level(logging.WARNING):
+        encode(template, *rows, chat_template_name=name)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"2 rows of dataset, first dataset:2, have messages of the role {role!r}, which the chat template (auto) writes and does not "
+        "name: the model may not know it; rename it to system, user, assistant or tool"
+    ] * is_noted
+
+
 def test_templates_that_change_a_content_or_strip_thinking_are_silent(encode, caplog) -> None:
     """A run must not be refused, or warned of, for what its template does on purpose."""
     result = '{"r": "\u00e9\n\\"2"}'

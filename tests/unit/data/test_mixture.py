@@ -92,7 +92,7 @@ def test_bad_rows_of_all_sources_are_reported_together(settings, write) -> None:
         ({"prompt": "2+3=", "dataset": "integer", "answer": 5}, ["found no ground_truth", "ground_truths_key"]),
         (
             {"messages": "2+3=", "dataset": "integer", "ground_truth": 5},
-            ["found messages '2+3='", "into a column prompt"],
+            ["found messages '2+3='", "rename its column to prompt"],
         ),
     ],
 )
@@ -105,6 +105,54 @@ def test_rows_of_another_form_are_one_sentence_with_its_cure(row, said, settings
     assert first.startswith("252 malformed rows in ") and second.endswith("(251 more such rows: 2, 3, 4, ...)")
     for words in (f"{path}:1: ", *said):
         assert words in second
+
+
+ASKED = [{"role": "user", "content": "2+3="}]
+SCHEMAS = '[{"name": "add", "description": "adds", "parameters": {"a": {"type": "int"}}}]'
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "fields", "cures"),
+    [
+        (
+            {"question": "2+3=", "answer": "so #### 5"},
+            {"messages": ASKED, "dataset": "gsm8k"},
+            {"ground_truths_key": "answer"},
+            ["make messages of a text", "ground_truths_key"],
+        ),
+        (
+            {"problem": "2+3=", "answer": "5", "source": "aime", "correctness_llama": None, "generations": ["5"]},
+            {"prompt": "2+3=", "dataset": "math"},
+            {"ground_truths_key": "answer"},
+            ["rename its column to prompt", "ground_truths_key"],
+        ),
+        (
+            {"prompt": ASKED, "data_source": "math_dapo", "reward_model": {"ground_truth": "34", "style": "rule"}},
+            {"dataset": "math"},
+            {"ground_truths_key": "reward_model.ground_truth"},
+            ["add the column"],
+        ),
+        (
+            {"prompt": "2+3=", "messages": [*ASKED, {"role": "assistant", "content": "5"}], "score_chosen": 8.0},
+            {"dataset": "general-quality"},
+            {"ground_truths_key": "score_chosen"},
+            ["add the column"],
+        ),
+        (
+            {"id": 0, "query": "2+3=", "answers": '[{"name": "add"}]', "tools": SCHEMAS},
+            {"messages": ASKED, "dataset": "string_f1"},
+            {"ground_truths_key": "answers"},
+            ["make messages of a text"],
+        ),
+    ],
+)
+def test_the_cure_that_a_row_of_a_public_shape_is_told_works(row, changes, fields, cures, settings, write) -> None:
+    """Advice that leads to another refusal costs a second start."""
+    with pytest.raises(ValueError) as raised:
+        open_data(settings(write("before.jsonl", [row]), "1.0"))
+    assert all(cure in str(raised.value) for cure in cures)
+    train, _ = open_data(settings(write("after.jsonl", [{**row, **changes}]), "1.0", **fields))
+    assert len(train) == 1 and list(train.verifiers) == [changes["dataset"]]
 
 
 def test_twenty_mistakes_are_said_and_the_rest_counted(settings, write) -> None:

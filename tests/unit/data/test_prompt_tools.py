@@ -101,6 +101,13 @@ def test_an_environment_adds_to_the_last_message_of_the_user(encode, tokenizer, 
         assert all(getattr(found, name) == getattr(plain, name) for name in same)
 
 
+def test_a_special_token_in_what_an_environment_begins_with_is_refused(encode, tokenizer) -> None:
+    """An environment elsewhere could end the user's turn, and speak as the system."""
+    prompts = encode({"prompt": [user("1")], "level": 3})
+    with pytest.raises(ValueError, match=r"begins with .'2<eos>3'. holds the special token '<eos>'"):
+        prompts.with_opening(prompts.prompt((5, 0)), "2<eos>3", tokenizer)
+
+
 REWORDED = [
     ("1+22+<u>918<a>", "1+22+<u>9128<a>"),
     ("1+22+<u>1<u>3<u>948<u>5<a>", "1+22+<u>1<u>3<u>94 68<u>5<a>"),

@@ -115,6 +115,20 @@ def test_column_names_may_be_others() -> None:
         contract.check({"messages": MESSAGES})
 
 
+def test_a_label_inside_a_column_is_found_by_its_path() -> None:
+    """DAPO's and verl's rows keep it in reward_model, in tables also as JSON text."""
+    contract = Contract(ground_truths_key="reward_model.ground_truth")
+    label = {"ground_truth": "34", "style": "rule"}
+    for column in ({"reward_model": label}, {"reward_model": json.dumps(label)}, {"reward_model.ground_truth": "34"}):
+        record = {"prompt": MESSAGES, "dataset": "math", **column}
+        assert contract.check(record) == (True, ("math",))
+        assert contract.labels(record) == (("math",), ("34",))
+        assert contract.columns(record) == {"dataset": "math", **column}
+    for column in ({"reward_model": {"style": "rule"}}, {"reward_model": "34"}, {"reward_model": None}, {}):
+        with pytest.raises(ValueError, match=r"found no reward_model\.ground_truth, expected"):
+            contract.check({"prompt": MESSAGES, "dataset": "math", **column})
+
+
 def test_an_answer_that_ends_the_messages_is_no_part_of_the_prompt() -> None:
     """A prompt that holds the answer is solved before it is asked; a lone answer is all there is."""
     answer = {"role": "assistant", "content": "2"}

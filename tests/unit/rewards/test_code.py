@@ -375,6 +375,21 @@ TESTED = [
     ("class TestF:\n    def setup_method(self):\n        self.x = 1\n    def test_f(self):\n        assert f(self.x) == 2", None),
     ("import unittest\nclass Sums(unittest.TestCase):\n    def setUp(self):\n        self.x = 1\n    def test_f(self):\n"
      "        self.assertEqual(f(self.x), 2)\nif __name__ == '__main__':\n    unittest.main()", None),
+    ("from unittest import TestCase, main\nclass Sums(TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\nmain()", None),
+    ("import unittest\nclass Sums(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+     "suite = unittest.TestLoader().loadTestsFromTestCase(Sums)\nresult = unittest.TextTestRunner().run(suite)\n"
+     "assert result.wasSuccessful()", None),
+    ("class TestF:\n    @classmethod\n    def setup_class(cls):\n        cls.x = 1\n    def test_f(self):\n        assert f(self.x) == 2", None),
+    ("class TestF:\n    @staticmethod\n    def test_f():\n        assert f(1) == 2", None),
+    ("async def test_f():\n    assert f(1) == 2", None),
+    ("import pytest\n@pytest.mark.parametrize('x, y', [(1, 2), (2, 3)])\ndef test_f(x, y):\n    assert f(x) == y",
+     "for x, y in [(1, 2), (2, 3)]:\n    assert f(x) == y"),
+    ("from pytest import mark, param\n@mark.parametrize('x', [param(1, id='one'), 2])\n@mark.parametrize(['z'], [(0,)], ids=['zero'])\n"
+     "@mark.slow\ndef test_f(x, z, one=1):\n    assert f(x) == x + one + z", None),
+    ("import pytest\nCASES = [pytest.param(1, 2, id='a')]\n@pytest.mark.parametrize(argnames='x,y', argvalues=CASES)\nclass TestF:\n"
+     "    def test_f(self, x, y):\n        assert f(x) == y", None),
+    ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1) == 3\ndef test_g():\n    assert f(1) == 2", "assert f(1) == 2"),
+    ("\ufeff    assert f(1) == 2", "assert f(1) == 2"),
 ]  # fmt: skip
 
 
@@ -404,7 +419,14 @@ def test_tests_of_pytests_form_are_run(test, sent, service):
         "f(1) == 2", "", "# f(1) is 2", "pass", "x = f(1)", "print(f(1))", "all([f(1) == 2])", "assert True", "assert (f(1) == 2, 'two')",
         "assert 'f(1) == 2'", "assert 1 + 1 == 2", "import math", "def check(candidate):\n    assert candidate(1) == 2",
         "def f_is_two():\n    assert f(1) == 2", "def test_f():\n    f(1) == 2", "def test_f():\n    pass\ntest_f()",
-        "def test_f(fixture):\n    assert f(fixture) == 2", "async def test_f():\n    assert f(1) == 2",
+        "def test_f(fixture):\n    assert f(fixture) == 2", "async def test_f():\n    f(1) == 2",
+        "def test_f():\n    yield\n    assert f(1) == 2", "def test_f():\n    return\n    assert f(1) == 2",
+        "class TestF:\n    def test_f(self):\n        f(1) == 2", "if False:\n    assert f(1) == 2", "for x in []:\n    assert f(x) == 2",
+        "import pytest\n@pytest.mark.xfail\ndef test_f():\n    assert f(1) == 2",
+        "import pytest\n@pytest.mark.parametrize('x', [1], indirect=True)\ndef test_f(x):\n    assert f(x) == 2",
+        "import pytest\n@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.xfail)])\ndef test_f(x):\n    assert f(x) == 2",
+        "try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('wrong')", "try:\n    assert f(1) == 2\nexcept:\n    pass",
+        "from contextlib import suppress\nwith suppress(Exception):\n    assert f(1) == 2",
         "class TestF:\n    def check(self):\n        assert f(1) == 2", "if f(1) == 2:\n    pass", "'f(1) == 2'", "lambda: f(1)",
         "if __name__ == '__main__':\n    assert f(1) == 2",
     ],
@@ -429,6 +451,7 @@ def test_a_test_that_checks_nothing_is_found_before_the_run(test, service):
         "assert False", "raise ValueError",
         "import numpy as np\nnp.testing.assert_equal(f(1), 2)", "with pytest.raises(ValueError):\n    f('x')", "exec('assert f(1)')",
         "assert eval('f(1)') == 2", "assert not f(1)", "assert x == 3", "try:\n    assert f(1)\nexcept TypeError:\n    raise",
+        "try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('wrong')\n    raise", "try:\n    f('x')\n    assert False\nexcept TypeError:\n    pass",
         "def check(c):\n    assert c(1) == 2\ncheck(f)", "assert Solution().f(1) == 2", "match f(1):\n    case 2:\n        raise ValueError",
     ],
 )  # fmt: skip
@@ -438,6 +461,14 @@ def test_a_test_that_checks_something_is_sent_as_it_is(test, service):
     assert Code.check_label([test]) == ""
     assert score(Code, "x", [test], Reward(code_api_url=service.url)) == 1.0
     assert service.asked[0][1]["tests"] == [test]
+
+
+def test_a_test_that_needs_a_fixture_is_noted_before_the_run():
+    """Beside another one it would be left out in silence."""
+    fixture = "import pytest\n@pytest.fixture\ndef one():\n    return 1\ndef test_f(one):\n    assert f(one) == 2\n"
+    assert "(fixtures), which is not called" in Code.check_label([fixture + "def test_g():\n    assert f(2) == 3"])
+    helper = "def test_value(x, y):\n    assert f(x) == y\ntest_value(1, 2)"
+    assert Code.check_label([helper]) == ""
 
 
 def test_a_test_that_is_not_python_is_noted_before_the_run():

@@ -67,6 +67,8 @@ def test_the_six_of_trl_are_known_by_name() -> None:
     ("word", "found"),
     [
         ("acuracy_reward", "is not the name of a reward function; did you mean accuracy_reward"),
+        ("format", "format is not the name of a reward function; did you mean think_format_reward?"),
+        ("cosine", "cosine is not the name of a reward function; did you mean get_cosine_scaled_reward?"),
         ("12", "is not the name of a reward function; give one of accuracy_reward"),
         ("https://x/y", "is not the name of a reward function; give one of"),
         ("nowhere.py:f", "there is no file"),

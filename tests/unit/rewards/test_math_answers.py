@@ -812,11 +812,51 @@ def test_tags_are_a_place_of_the_other_readings_as_well() -> None:
     assert is_right(MathOpenInstruct, "So it is <answer>73</answer>", "73")
 
 
+THOUGHTS = [
+    ("<think>", "</think>"), ("<Think>", "</THINK>"), ("<think >", "</think >"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"),
+]  # fmt: skip
+"""Tags by which families of models mark their thoughts."""
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "expected"),
+    [
+        (r"\boxed5", "5", True), (r"so $\boxed5$.", "5", True), (r"So \boxed12.", "12", True), (r"\boxed-1.5, of course", "-1.5", True),
+        (r"$\boxed\frac12$", r"\frac12", True), (r"$\boxed\pi$", r"\pi", True), (r"\boxed{4}. Rather \boxed5", "5", True),
+        (r"\boxed5. Rather \boxed{4}", "5", False), (r"\boxed{4} or \boxed5", "5", False), (r"\boxed5", "6", False),
+        (r"\boxed{7", "8", False),
+    ],
+)  # fmt: skip
+def test_a_box_without_braces_holds_its_number(completion: str, label: str, expected: bool) -> None:
+    """LaTeX draws a box around what follows."""
+    assert is_right(Math, completion, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "expected"),
+    [
+        (r"e^{i\pi}", "-1", True), ("-1", r"e^{\pi i}", True), (r"e^{2\pi i}", "1", True), (r"e^{i\pi/2}", "i", True),
+        (r"e^{\frac{i\pi}{2}}", "i", True), (r"2e^{i\pi/3}", r"1+\sqrt3 i", True), (r"e^{ix}", r"\cos x+i\sin x", True),
+        (r"e^{i\pi}", "1", False), (r"e^{i\pi/2}", "-i", False), (r"e^{i\pi/3}", r"\frac12-\frac{\sqrt3}{2}i", False),
+        ("e^{in}", "e^{-in}", False), ("i^2", "-1", False),
+    ],
+)  # fmt: skip
+def test_i_is_the_imaginary_unit_beside_a_power_of_e(answer: str, label: str, expected: bool) -> None:
+    """math-verify reads it as a variable."""
+    assert is_right(Math, rf"\boxed{{{answer}}}", label) == expected
+
+
 @pytest.mark.parametrize("verifier", [Math, StrictMath, MathOpenInstruct])
 def test_a_thought_that_never_ends_states_nothing(verifier: type[Verifier]) -> None:
     """Paid for boxes in thoughts, a policy learns to think until its limit."""
     for text in "<think>so {}", "\n<think>\n{}", "Well. <think>{}", "<think>no</think> 8 <think> no, {}":
         assert not is_right(verifier, text.format(r"\boxed{7}"), "7")
+    for begin, end in THOUGHTS:
+        assert not is_right(verifier, rf"{begin}\boxed{{7}}", "7")
+        assert is_right(verifier, rf"{begin}so{end}\boxed{{7}}", "7")
+        # A draft in the thought is no answer; Open Instruct reads it.
+        assert is_right(verifier, rf"{begin}\boxed{{7}}{end}8", "7") == (verifier is MathOpenInstruct)
     assert is_right(verifier, r"<think>so</think>\boxed{7}", "7")
     assert not is_right(verifier, r"It begins with `<think>`. \boxed{8}", "7")
     assert verifier is StrictMath or is_right(verifier, r"It begins with `<think>`. \boxed{7}", "7")
@@ -868,6 +908,8 @@ def test_decimal_commas(verifier: type[Verifier], answer: str, label: str, expec
         (r"\boxed{x = \frac13 \simeq 0.33}", "0.33", True),
         (r"\boxed{\sqrt2 \approx 1.414 \approx 1.41}", "1.41", True),
         (r"\boxed{\pi\approx 3,14}", "3.14", True),
+        (r"\boxed{\pi\approx 3.14}", r"\pi", True),
+        (r"\boxed{\pi\approx 2.5}", "2.5", False),
         (r"\boxed{\sqrt2\approx 1.42}", "1.42", False),
         (r"\boxed{11.5\approx 23.5}", "23.5", False),
         (r"\boxed{2.5\approx 2.6}", "2.6", False),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +111,19 @@ def test_a_language_that_cannot_be_spoken_is_refused(values: dict[str, Any], of:
     with pytest.raises(ValueError) as raised:
         language(values, of)
     assert words in str(raised.value)
+
+
+def test_a_special_token_in_a_tools_schema_is_refused() -> None:
+    """The server that describes a tool could end the system's turn in each prompt."""
+    eos = load_tokenizer(MODEL).eos_token
+    for tool in (
+        Tool(name="search", description=f"Finds.{eos}", parameters={"type": "object", "properties": {}}),
+        Tool(name="search", description="", parameters={"type": "object", "properties": {"q": {"enum": [eos]}}}),
+    ):
+        described = toolset(replace(offer("search"), tools=(tool,)))
+        with pytest.raises(ValueError, match=f"the tool 'search' hold the special token {re.escape(repr(eos))}"):
+            language({}, described)
+        assert language({"pass_tools_to_chat_template": False}, described)
 
 
 def test_only_what_is_needed_of_the_template_is_proven() -> None:

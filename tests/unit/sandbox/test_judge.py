@@ -239,6 +239,8 @@ INSIDE = [
     "try:\n    lose()\nexcept Lost:\n    pass",
     "class Case:\n    def run(self): assert add(1, 2) == 3\nCase().run()",
     "import unittest\nunittest.TestCase().assertEqual(add(1, 2), 3)",
+    "import pytest\nassert half(3) == pytest.approx(1.5, rel=1e-3)",
+    "from pytest import approx\nassert approx([1.0, 2.0]) == [half(2), half(4)]",
 ]
 """The program's process decides; the right program passes, the wrong one fails."""
 ARRAYS = "import numpy as np\ndef squares(n): return np.arange(n) ** 2\ndef total(xs): return np.sum(xs)"

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 _PROGRAM = "solution"
 """The module's name by which tests import the program."""
 _BUILTINS = frozenset(dir(builtins))
 # Through these a test may use names of the program that it does not write.
 _LOOK_UP = frozenset(("eval", "exec", "globals", "locals", "vars", "dir", "__import__"))
-_RUNNERS = ("unittest.main", "pytest.main")
+_RUNNERS = frozenset(("TextTestRunner", "TestLoader", "defaultTestLoader", "TestSuite", "makeSuite", "testmod"))
+"""Names of unittest and doctest that run tests and raise nothing where one fails."""
+_MARK = re.compile(r"(?:pytest\.)?mark\.(\w+)")
+_NOT_RUN = frozenset(("skip", "skipif", "xfail"))
+_CAUGHT = frozenset(("Exception", "BaseException", "AssertionError"))
+"""Exceptions by which a failed assert is caught."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.AsyncFor, ast.AsyncWith, ast.Match)
 _NOT_UNFOLDED = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.ClassDef)
 
@@ -31,33 +41,127 @@ class AssertTest:
     checks: bool
     """True if some program can fail the test."""
     is_python: bool = True
+    has_uncalled: bool = False
+    """True if it defines a test that cannot be called here, since its arguments are pytest's to make."""
 
 
 @functools.lru_cache(maxsize=4096)
 def read_test(source: str) -> AssertTest:
     """A test as it is to be run. A text that is not Python is returned as it is."""
-    try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return AssertTest(source, frozenset(), True, is_python=False)
-    own = ast.Module([node for node in body if not _is_for_scripts(node)], [])
-    used = _without_import_of_program(own)
+    for text in (source, textwrap.dedent(source.removeprefix("\ufeff"))):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return _read(text, ast.parse(text).body)
+    return AssertTest(source, frozenset(), True, is_python=False)
+
+
+def _read(source: str, body: list[ast.stmt]) -> AssertTest:
+    original = ast.dump(ast.Module(body, []))
+    used = _without_import_of_program(ast.Module(_without_runners(body), []))
+    used.body = _without_marks(_OfCases().visit(used).body)
+    tests = list(_uncalled_tests(used.body))
     used.body = _with_calls(used.body)
-    is_changed = ast.dump(used) != ast.dump(ast.Module(body, []))
+    is_changed = ast.dump(used) != original
     called = _called(used)
-    functions = {node.name: node for node in used.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in used.body if isinstance(node, _Function)}
     return AssertTest(
         ast.unparse(ast.fix_missing_locations(used)) if is_changed else source,
         called - _LOOK_UP,
         (bool(called) or any(map(_always_fails, used.body))) and any(_check(used.body, functions)),
+        has_uncalled=not all(map(_can_be_called, tests)),
     )
 
 
-def _is_for_scripts(node: ast.stmt) -> bool:
-    """True for a statement that runs a file's tests when the file is started as a script."""
-    if isinstance(node, ast.If):
-        return "__name__" in (ast.unparse(part) for part in ast.walk(node.test) if isinstance(part, ast.Name))
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _RUNNERS
+def _without_runners(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements without those that run a file's tests, and without what uses the results of these."""
+    runners, kept = set(_RUNNERS), []
+    for node in body:
+        used = _names(node) | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+        match node:
+            case ast.ImportFrom(module="unittest" | "pytest", names=aliases):
+                runners |= {alias.asname or alias.name for alias in aliases if alias.name == "main"}
+            case ast.If(test=test) if "__name__" in _names(test):
+                continue
+            case ast.Expr(value=ast.Call(func=function)) if ast.unparse(function) in ("unittest.main", "pytest.main"):
+                continue
+            case ast.ClassDef():
+                pass
+            case _ if used & runners:
+                runners |= _bound(ast.Module([node], []))
+                continue
+        kept.append(node)
+    return kept
+
+
+def _without_marks(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements without pytest's marks: parametrized tests are loops, skipped ones are missing."""
+    kept: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            marks = [mark for mark in node.decorator_list if _MARK.match(ast.unparse(mark))]
+            node.decorator_list = [mark for mark in node.decorator_list if mark not in marks]
+            for test in node.body if marks else ():
+                if isinstance(test, _Function) and test.name.startswith("test"):
+                    test.decorator_list += marks
+            node.body = _without_marks(node.body) or [ast.Pass()]
+        elif isinstance(node, _Function):
+            names = {mark: match[1] for mark in node.decorator_list if (match := _MARK.match(ast.unparse(mark)))}
+            if not _NOT_RUN.isdisjoint(names.values()):
+                continue
+            left = [mark for mark, name in names.items() if name == "parametrize" and not _became_loop(node, mark)]
+            node.decorator_list = [mark for mark in node.decorator_list if mark not in names or mark in left]
+        kept.append(node)
+    if any("pytest" in _names(node) for node in kept):
+        return kept
+    return [node for node in kept if not (isinstance(node, ast.Import) and ast.unparse(node) == "import pytest")]
+
+
+def _became_loop(function: _Function, mark: ast.expr) -> bool:
+    """Put a loop over the cases of `pytest.mark.parametrize` around a test's body; False for a form that is not read."""
+    match mark:
+        case ast.Call(args=arguments, keywords=keywords):
+            given = {key: value for key, value in zip(("argnames", "argvalues"), arguments, strict=False)}
+            given |= {keyword.arg or "**": keyword.value for keyword in keywords}
+        case _:
+            return False
+    match given.get("argnames"):
+        case ast.Constant(value=str(text)):
+            names = [name for name in re.split(r"[\s,]+", text) if name]
+            is_single = len(names) == 1
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            names, is_single = [ast.literal_eval(element) for element in elements], False
+        case _:
+            return False
+    required = [argument.arg for argument in function.args.args[: _num_required(function)]]
+    parts = list(ast.walk(function))
+    has_exit = any(isinstance(part, ast.Return | ast.Yield | ast.YieldFrom) for part in parts)
+    cases = given.get("argvalues")
+    if (
+        cases is None
+        or has_exit
+        or not set(names) <= set(required)
+        or not given.keys() <= {"argnames", "argvalues", "ids"}
+    ):
+        return False
+    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
+    function.args.args = [argument for argument in function.args.args if argument.arg not in names]
+    function.body = [ast.For(targets[0] if is_single else ast.Tuple(targets, ast.Store()), cases, function.body, [])]
+    return True
+
+
+class _OfCases(ast.NodeTransformer):
+    """Replaces `pytest.param(1, 2, id="x")` by its values, and leaves out those that are not run."""
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        marks = [_MARK.findall(ast.unparse(case)) if isinstance(case, ast.Call) else [] for case in node.elts]
+        node.elts = [case for case, own in zip(node.elts, marks, strict=True) if _NOT_RUN.isdisjoint(own)]
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if ast.unparse(node.func) not in ("pytest.param", "param"):
+            return node
+        return node.args[0] if len(node.args) == 1 else ast.Tuple(node.args, ast.Load())
 
 
 def _without_import_of_program(module: ast.Module) -> ast.Module:
@@ -92,27 +196,39 @@ class _OfProgram(ast.NodeTransformer):
 
 def _with_calls(body: list[ast.stmt]) -> list[ast.stmt]:
     """The statements with calls of the test functions and methods that nothing calls."""
-    used = {part.id for node in body for part in ast.walk(node) if isinstance(part, ast.Name)}
-    functions = [
-        node
-        for node in body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.startswith("test")
-        and node.name not in used
-        and _num_required(node) == 0
-    ]
+    functions = [node for node in _uncalled_tests(body) if _can_be_called(node)]
     if functions and _can_be_unfolded(body, functions):
         return [part for node in body for part in (node.body if node in functions else [node])]
-    calls = [f"{function.name}()" for function in functions]
+    calls = [_call_of(node, f"{node.name}()") for node in functions]
+    used = set().union(*map(_names, body))
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name not in used:
             calls += _calls_of_class(node)
     return [*body, *ast.parse("\n".join(calls)).body]
 
 
-def _can_be_unfolded(body: Sequence[ast.stmt], functions: Sequence[ast.FunctionDef]) -> bool:
+def _uncalled_tests(body: Sequence[ast.stmt]) -> Iterator[_Function]:
+    """The test functions that nothing calls."""
+    used = set().union(*map(_names, body))
+    for node in body:
+        if isinstance(node, _Function) and node.name.startswith("test") and node.name not in used:
+            yield node
+
+
+def _can_be_called(function: _Function) -> bool:
+    is_generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(function))
+    return not is_generator and _num_required(function) == 0
+
+
+def _call_of(function: _Function, call: str) -> str:
+    return f"__import__('asyncio').run({call})" if isinstance(function, ast.AsyncFunctionDef) else call
+
+
+def _can_be_unfolded(body: Sequence[ast.stmt], functions: Sequence[_Function]) -> bool:
     """True if bodies in place of functions do the same: asserts inside a function would be decided by the program."""
     for function in functions:
+        if isinstance(function, ast.AsyncFunctionDef):
+            return False
         parts = [part for node in function.body for part in ast.walk(node)]
         has_arguments = any(isinstance(part, ast.arg) for part in ast.walk(function.args))
         if has_arguments or function.decorator_list or any(isinstance(part, _NOT_UNFOLDED) for part in parts):
@@ -123,19 +239,21 @@ def _can_be_unfolded(body: Sequence[ast.stmt], functions: Sequence[ast.FunctionD
     return True
 
 
-def _free(node: ast.stmt, functions: Sequence[ast.FunctionDef]) -> set[str]:
+def _free(node: ast.stmt, functions: Sequence[_Function]) -> set[str]:
     """The names of a statement, without what a test function binds for itself."""
     own = [_bound(ast.Module(function.body, [])) for function in functions if function is node]
     return _names(node).difference(*own)
 
 
 def _calls_of_class(node: ast.ClassDef) -> Iterator[str]:
-    methods = {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}
+    methods = {method.name: method for method in node.body if isinstance(method, _Function)}
     is_case = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-    if is_case and "setUpClass" in methods:
-        yield f"{node.name}.setUpClass()"
+    for name in ("setUpClass", "setup_class"):
+        if name in methods:
+            yield f"{node.name}.{name}({'' if methods[name].decorator_list else node.name})"
     for name, method in methods.items():
-        if not name.startswith("test") or _num_required(method) != 1:
+        is_static = "staticmethod" in map(ast.unparse, method.decorator_list)
+        if not name.startswith("test") or _num_required(method) != (not is_static) or not any(_check(method.body, {})):
             continue
         if is_case:
             yield f"{node.name}({name!r}).debug()"
@@ -145,10 +263,10 @@ def _calls_of_class(node: ast.ClassDef) -> Iterator[str]:
                 yield f"_instance = {instance}"
                 yield f"_instance.setup_method({'None' if _num_required(methods['setup_method']) > 1 else ''})"
                 instance = "_instance"
-            yield f"{instance}.{name}()"
+            yield _call_of(method, f"{instance}.{name}()")
 
 
-def _num_required(function: ast.FunctionDef) -> int:
+def _num_required(function: _Function) -> int:
     arguments = function.args
     needed = sum(default is None for default in arguments.kw_defaults)
     return len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults) + needed
@@ -185,10 +303,31 @@ def _always_fails(node: ast.stmt) -> bool:
     return isinstance(node, ast.Raise)
 
 
-def _check(nodes: Iterable[ast.AST], functions: dict[str, ast.FunctionDef]) -> Iterator[bool]:
+def _is_caught(node: ast.ExceptHandler | ast.withitem) -> bool:
+    """True if a failed assert in the body of this `try` or `with` is caught."""
+    if isinstance(node, ast.withitem):
+        return "suppress" in ast.unparse(node.context_expr) and not _CAUGHT.isdisjoint(_names(node.context_expr))
+    return node.type is None or not _CAUGHT.isdisjoint(_names(node.type))
+
+
+def _check(nodes: Iterable[ast.AST], functions: dict[str, _Function]) -> Iterator[bool]:
     """Yield for each statement, nested ones included, True if the program can make it fail."""
     for node in nodes:
         match node:
+            case ast.Return():
+                return
+            case ast.If(test=ast.Constant(value=value)):
+                yield from _check(node.body if value else node.orelse, functions)
+            case ast.For(iter=ast.List(elts=[]) | ast.Tuple(elts=[])):
+                yield False
+            case ast.Try(handlers=handlers) if any(map(_is_caught, handlers)):
+                yield from _check(chain(handlers, node.orelse, node.finalbody), functions)
+            case ast.With(items=items) if any(map(_is_caught, items)):
+                yield False
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="run"), args=[ast.Call(func=ast.Name(id=name))])) if (
+                name in functions
+            ):
+                yield from _check(functions[name].body, {})
             case ast.Assert(test=ast.Constant(value=value)):
                 yield not value
             case ast.Assert(test=ast.Tuple(elts=elements)):

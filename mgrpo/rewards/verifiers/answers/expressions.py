@@ -45,6 +45,9 @@ _BRACKET = re.compile(r"[({\[\])}]")
 # A term, even where math-verify would take the letter for a unit: 4c is not 4.
 _TERM = re.compile(r"[-+]?[0-9.]+[a-zA-Z]")
 
+# A power of e, beside which i is no variable.
+_EULER = re.compile(r"e\s*\^.*?(?<![a-zA-Z\\])i")
+
 # What math-verify drops before it reads, so that "1$E9999" is 1E9999.
 _DROPPED = re.compile(r"\\[!$]|[$\"'\s]")
 _COMMAND_OR_SIGN = re.compile(r"\\[a-zA-Z]+|[^0-9A-Za-z.+-]")
@@ -102,7 +105,10 @@ def _is_same_short_value(answer: str, label: str) -> bool:
         return False
     if _is_slow_to_read(answer, label):
         return False
-    return _agree(_read_label(label), _read(_boxed(answer, number)))
+    expected_reading, reading = _read_label(label), _read(_boxed(answer, number))
+    if _EULER.search(answer) or _EULER.search(label):
+        return _agree(_with_imaginary_unit(expected_reading), _with_imaginary_unit(reading))
+    return _agree(expected_reading, reading)
 
 
 def _boxed(expression: str, number: Decimal | None) -> str:
@@ -188,12 +194,28 @@ def _read(text: str) -> _Reading:
     with _silence():
         # The box as a whole or nothing: otherwise the last number of what cannot be read would be the value.
         values = math_verify.parse(text, [_box_only()], extraction_mode="first_match", parsing_timeout=None)
+    return _reading_of(values)
+
+
+def _reading_of(values: list[Any]) -> _Reading:
     try:
         return _Reading(values, estimate(values[0]) if values else None, False)
     except TooLarge:
         return _Reading(values, None, True)
     except RecursionError:
         return _Reading(values, None, False)
+
+
+def _with_imaginary_unit(reading: _Reading) -> _Reading:
+    """The reading with i as the imaginary unit in place of a variable."""
+    import sympy
+
+    if not reading.values or not isinstance(reading.values[0], sympy.Basic):
+        return reading
+    value, *texts = reading.values
+    # math-verify makes the x of ix another symbol than that of x.
+    meant = {symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name) for symbol in value.free_symbols}
+    return _reading_of([value.subs(meant), *texts])
 
 
 @functools.cache

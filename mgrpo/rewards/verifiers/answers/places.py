@@ -14,7 +14,8 @@ from mgrpo.rewards.verifiers.answers.statements import compares, is_withdrawn, n
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_UNBRACED_BOX = "\\boxed "
+_UNBRACED_BOX = re.compile(r"\\f?boxed(?=[ \\0-9+.-])")
+_UNBRACED_CONTENT = re.compile(r"[-+]?[0-9](?:[0-9.,]*[0-9])?|[ \\][^$]*")
 _SENTENCE = "Final Answer: The final answer is"
 _SENTENCE_END = re.compile(". I hope it is correct.")
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:[^.!?\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])|[*_ ]*\n)(?:\s*:)?[*_\s]*")
@@ -165,7 +166,7 @@ def last_formula(text: str) -> str | None:
 
 
 def boxes(text: str) -> list[Span]:
-    r"""The boxes that are in no other one, and a `\boxed 7` after them, which ends at the next dollar sign."""
+    r"""The boxes that are in no other one, and a `\boxed 7` or `\boxed7` after them, which ends with its number or at the next dollar sign."""
     # Braces are paired in one pass over the text, so that a thousand unclosed boxes cost no more than one.
     starts = {match.end(): match.start() for match in _BOX.finditer(text)}
     spans: list[Span] = []
@@ -180,10 +181,13 @@ def boxes(text: str) -> list[Span]:
             while spans and spans[-1].start > starts[inside]:
                 spans.pop()
             spans.append(Span(starts[inside], match.end(), text[inside : match.start()]))
-    start = text.rfind(_UNBRACED_BOX)
-    unbraced = text[start + len(_UNBRACED_BOX) :].partition("$")[0].strip() if start >= 0 else ""
-    if unbraced and unbraced[0] != "{" and (not spans or spans[-1].end <= start):
-        spans.append(Span(start, len(text), unbraced))
+    last: re.Match[str] | None = None
+    for last in _UNBRACED_BOX.finditer(text):  # noqa: B007
+        pass
+    content = last and _UNBRACED_CONTENT.match(text, last.end())
+    if last and content and content[0].strip() and (not spans or spans[-1].end <= last.start()):
+        unbraced = content[0].strip()
+        spans += [Span(last.start(), len(text), unbraced)] if unbraced[0] != "{" else []
     return spans
 
 

@@ -145,7 +145,7 @@ def approximation(text: str) -> tuple[str, str] | None:
 def is_bare_name(text: str) -> bool:
     """True if a text is a variable or empty, and so states no value."""
     text = _stripped(text)
-    return not text or _BARE_NAME.fullmatch(text) is not None
+    return not text or (text not in (r"\pi", "e") and _BARE_NAME.fullmatch(text) is not None)
 
 
 def num_words(text: str) -> int:
