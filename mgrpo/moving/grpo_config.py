@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mgrpo.config.schema import Config
 from mgrpo.moving.config_doors import from_values, parse
+from mgrpo.moving.foreign_names import accepted
 from mgrpo.moving.scripts import slime, verl
 from mgrpo.moving.scripts.command_line import words_of
-from mgrpo.moving.trl_config import GRPOConfig as TrlConfig
+from mgrpo.moving.trl_config import TrlConfig, defaults_of, recorded_defaults
 
 if TYPE_CHECKING:
     from mgrpo.moving.keywords import Keywords
@@ -34,8 +35,10 @@ class ConfigDoor:
         """Config of TRL's fields by keyword, of a mapping, of a `trl.GRPOConfig`, or of one with keywords on top.
 
         Args:
-            config: a mapping, or a dataclass object, of which a field that has its class's default counts as not given.
-            preset: the defaults to take, `trl_seed` or `trl_main`; by default those of the object's version, else main.
+            config: a mapping, or a dataclass object, of which a field that has TRL's default counts as not given; other defaults of a
+                class derived from TRL's count as given.
+            preset: the defaults to take, `trl_seed`, `trl_main` or `trl_async`; by default those of the object's version and class, else
+                main.
         Fields of this project may be given as well: `from_trl(trl_config, tensor_model_parallel_size=4)`.
         """
         if isinstance(config, Mapping):
@@ -54,12 +57,13 @@ class ConfigDoor:
 
         Args:
             settings: a command line may be a whole script with launchers, comments and other commands around the trainer's, or
-                the path of one (.sh); also in `from_verl` and `from_slime`.
+                the path of one; also in `from_verl` and `from_slime`. Words without a flag are an error. Of an object, all counts
+                as given that is not Open Instruct's default.
             preset: the defaults to take; `seed` has those of February 2026.
         """
         if isinstance(settings, (str, Path, Sequence)):
             return parse(words_of(settings), preset=preset)
-        given = settings if isinstance(settings, Mapping) else changed_fields(settings)
+        given = settings if isinstance(settings, Mapping) else changed_fields(settings, package="open_instruct")
         return from_values(given, preset=preset)
 
     @staticmethod
@@ -85,30 +89,51 @@ GRPOConfig = ConfigDoor()
 
 
 def given_fields(config: object) -> dict[str, object]:
-    """What a script has given of an object of TRL's class or of ours; of TRL's, the fields that differ from their defaults."""
+    """What a script has given of an object of a class of TRL or of ours."""
     if isinstance(config, TrlConfig):
         return config.given()
-    given = changed_fields(config)
+    given = changed_fields(config, package="trl", defaults=recorded_defaults(preset_of(config)))
     # TRL stores both in the object and computes one from the other.
     if {"generation_batch_size", "steps_per_generation"} <= given.keys():
         del given["generation_batch_size"]
     return given
 
 
-def changed_fields(config: Any) -> dict[str, object]:
-    """Fields of a dataclass object that differ from its class's defaults, except for those that the machine decides."""
+def changed_fields(config: Any, *, package: str, defaults: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Values of a dataclass object that are not its trainer's defaults, except for those that the machine decides.
+
+    Args:
+        package: the trainer's, whose own class has its defaults; a class derived from that may have others, which count as given.
+        defaults: those of the preset: of another version of the trainer, what differs from them counts as given.
+    """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"expected a dataclass object, such as trl.GRPOConfig(...), got {type(config).__name__}")
+    kind = _class_of_trainer(config, package)
+    own, theirs = defaults_of(config), defaults_of(kind) if kind else {}
+    recorded = {**theirs, **(defaults or {})}
     changed = {}
-    for field in dataclasses.fields(config):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = getattr(config, field.name)
-        is_given = value != default and field.name not in _SET_BY_TRANSFORMERS
-        if field.init and (is_given or field.name in _KEEPS_DEFAULT):
-            changed[field.name] = value
+    for name in dict.fromkeys([*own, *(name for name in getattr(config, "__dict__", {}) if name in accepted())]):
+        value = getattr(config, name)
+        if name in _SET_BY_TRANSFORMERS:
+            continue
+        if name in recorded:
+            is_default = value == recorded[name] == theirs.get(name, value)
+        else:
+            # Of a class of the script's: a setting, or a field that is its own affair.
+            is_default = value is None or (name not in accepted() and value == own[name])
+        if not is_default:
+            changed[name] = value
     return changed
 
 
+def _class_of_trainer(config: object, package: str) -> type | None:
+    """The class of the trainer that `config` has or derives from."""
+    kinds = [kind for kind in type(config).__mro__ if kind.__module__.partition(".")[0] == package]
+    return next((kind for kind in kinds if package != "trl" or kind.__name__ in _OF_TRL), None)
+
+
+_OF_TRL = ("GRPOConfig", "AsyncGRPOConfig")
+"""The classes of TRL whose defaults presets have."""
 _SET_BY_TRANSFORMERS = (
     "accelerator_config",
     "debug",
@@ -120,13 +145,12 @@ _SET_BY_TRANSFORMERS = (
 """Fields that TrainingArguments fills in itself."""
 
 
-_KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_staleness", "replay_buffer_size")
-"""Fields whose default no preset has: it changed between versions, or belongs to TRL's asynchronous trainer alone."""
-
-
 def preset_of(config: Any) -> str:
-    """The preset for the version of TRL that made `config`: the default of loss_type was bnpo first, and is dapo now."""
-    if isinstance(config, TrlConfig) or not dataclasses.is_dataclass(config):
-        return "trl_main"
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-    return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"
+    """The preset for the class and version of TRL that made `config`: the default of loss_type was bnpo first, and is dapo now."""
+    if isinstance(config, TrlConfig):
+        return config.trl_preset
+    if any(kind.__name__ == "AsyncGRPOConfig" for kind in type(config).__mro__):
+        return "trl_async"
+    kind = _class_of_trainer(config, "trl") or type(config)
+    is_old = dataclasses.is_dataclass(kind) and defaults_of(kind).get("loss_type") == "bnpo"
+    return "trl_seed" if is_old else "trl_main"

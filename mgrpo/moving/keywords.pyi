@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 class Keywords(TypedDict, total=False):
     """Arguments of `mgrpo.GRPOConfig`."""
 
-    preset: Literal["mgrpo", "seed", "open_instruct_main", "trl_seed", "trl_main"]
+    preset: Literal["mgrpo", "seed", "open_instruct_main", "trl_seed", "trl_main", "trl_async"]
     """Whose defaults to use. (default: mgrpo)"""
     exp_name: str
     """Name of the experiment in logs. (default: grpo)"""
@@ -60,7 +60,7 @@ class Keywords(TypedDict, total=False):
     dataset_mixer_eval_list_splits: Sequence[str] | str
     """Split of each held-out dataset: one for all of them, or one each. (default: test)"""
     ground_truths_key: str
-    """Column with the ground truth that the verifier compares with. (default: ground_truth)"""
+    """Column with the ground truth that the verifier compares with, or the path of a value inside one: reward_model.ground_truth. (default: ground_truth)"""
     sft_messages_key: str
     """Column with the messages. (default: messages)"""
     max_prompt_token_length: int

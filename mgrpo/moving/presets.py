@@ -20,6 +20,14 @@ _TRL_COMMON: dict[str, object] = {
     "vllm_gpu_memory_utilization": 0.3,
     "max_tool_calls": None,
 }
+_TRL_MAIN: dict[str, object] = _TRL_COMMON | {
+    "aggregation": "token",
+    "response_length": 512,
+    "recompute_granularity": "full",
+    "output_dir": "trainer_output",
+    "hub_strategy": "every_save",
+    "keep_last_n_checkpoints": -1,
+}
 _OPEN_INSTRUCT_TOOLS: dict[str, object] = {"tool_parser_type": "legacy", "scored_text": "all"}
 
 PRESETS: dict[str, dict[str, object]] = {
@@ -37,20 +45,23 @@ PRESETS: dict[str, dict[str, object]] = {
         "inflight_kv": "keep",
     },
     "trl_seed": _TRL_COMMON | {"aggregation": "local_token"},
-    "trl_main": _TRL_COMMON
+    "trl_main": _TRL_MAIN
     | {
-        "aggregation": "token",
-        "response_length": 512,
         "use_rho_correction": True,
         "rho_level": "sequence_sum",
         "rho_clamp_upper_bound": 0.0,
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 3.0,
-        "recompute_granularity": "full",
         "kl_bias_correction": True,
-        "output_dir": "trainer_output",
-        "hub_strategy": "every_save",
-        "keep_last_n_checkpoints": -1,
+    },
+    "trl_async": _TRL_MAIN
+    | {
+        "advantage_ddof": 0,
+        "advantage_eps": 1e-8,
+        "lr_scheduler_type": "constant",
+        "max_staleness": 4,
+        "response_length": 2048,
+        "use_vllm_logprobs": True,
     },
 }
 """Values of settings by preset."""
@@ -58,6 +69,11 @@ PRESETS: dict[str, dict[str, object]] = {
 PRESET_NOTES: dict[str, tuple[str, ...]] = {
     "open_instruct_main": (
         "preset open_instruct_main: a step waits for what would become older than async_steps, where Open Instruct drops it",
+    ),
+    "trl_async": (
+        "preset trl_async: a step waits for what would become older than max_staleness, where TRL drops it, and takes "
+        "per_device_train_batch_size x gradient_accumulation_steps completions of each rank, where TRL takes as many as fit into "
+        "token_budget; its tokens have one average, where TRL averages each micro-batch",
     ),
     "trl_seed": ("preset trl_seed: prompts beyond max_prompt_token_length are left out, where TRL cuts them",),
 }
@@ -69,6 +85,12 @@ KEPT: dict[str, dict[str, str]] = {
         "report_to": "TensorBoard's files are written into output_dir, and nothing is sent anywhere",
         "ddp_timeout": "learners first meet when the data are read and the engines have started, for which half an hour may be too short",
         "hub_private_repo": "a repository that an upload makes is private unless false is given",
+    },
+    "trl_async": {
+        "dtype": "weights are float32 there and products bfloat16 (bf16), as here",
+        "remove_unused_columns": "reward functions get every column, there as well",
+        "vllm_server_base_url": "the run starts its engines where no server is given",
+        "weight_sync_timeout": "an engine that has not taken the weights after two minutes counts as dead",
     },
     "open_instruct_main": {
         "output_dir": "the same folder",

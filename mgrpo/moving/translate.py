@@ -193,7 +193,7 @@ def lengths(r: Resolution) -> None:
         elif alias in r.peers and not (alias == "max_prompt_length" and has_trl_defaults(r)):
             r.problems.append(f"{alias}=none is refused: a length needs a limit here; give --{target} N")
     # In TRL's main version only the model limits a prompt.
-    r.has_prompt_limit = r.preset != "trl_main" or r.rank("max_prompt_token_length") > 1
+    r.has_prompt_limit = r.preset not in ("trl_main", "trl_async") or r.rank("max_prompt_token_length") > 1
     need = sum(map(r.value, aliases.values()))
     asks = has_trl_defaults(r) or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
@@ -202,6 +202,8 @@ def lengths(r: Resolution) -> None:
 
 def engines(r: Resolution) -> None:
     """Servers, and copies of the model, which are engines of their own unless they share out experts; see also `model_rules`."""
+    if r.preset == "trl_async" and r.value("vllm_server_base_url") and not r.rank("vllm_mode"):
+        r.derive("vllm_mode", "server", "vllm_mode is server, the only one of TRL's asynchronous trainer")
     place = [name for name in ("vllm_server_host", "vllm_server_port") if name in r.peers]
     if r.value("vllm_mode") != "server":
         idle = [name for name in place if r.peer(name) not in (None, *table()[name].neutral)]

@@ -21,8 +21,7 @@ WITHOUT_EFFECT = (
     "low_cpu_mem_usage",
     "trust_remote_code",
 )
-"""Arguments that describe how transformers computes, or ask for nothing with these values."""
-NEUTRAL: dict[str, tuple[object, ...]] = {"trust_remote_code": (None, False)}
+"""Arguments that describe how transformers loads and computes."""
 OF_TRL_ALONE = ("environment_factory", "rollout_func", "max_tool_calling_iterations", "num_train_epochs")
 """Settings that a configuration of Open Instruct does not have."""
 
@@ -90,8 +89,8 @@ def model_arguments(r: Resolution) -> None:
         elif name == "revision":
             if value is not None:
                 r.put("model_revision", str(value), "model_init_kwargs")
-        elif name in WITHOUT_EFFECT and value in NEUTRAL.get(name, (value,)):
-            if value not in NEUTRAL.get(name, (None,)):
+        elif name in WITHOUT_EFFECT:
+            if value is not None and (name, value) != ("trust_remote_code", False):
                 r.notes.append(
                     f"model_init_kwargs: {name} has no effect: models are Megatron's and vLLM's, not transformers'"
                 )

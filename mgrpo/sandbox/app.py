@@ -57,6 +57,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if start_readers is not None:
+            # The first request would otherwise wait for a process to start.
+            await read(b'{"program": "", "tests": []}', is_stdio=False)
         yield
         if readers is not None:
             readers.shutdown(wait=False, cancel_futures=True)

@@ -1,11 +1,14 @@
-"""TRL's `GRPOConfig` and `GRPOTrainer` on this project: a script of TRL ports by changing its import.
+"""TRL's configs and trainers on this project: a script of TRL ports by changing its imports.
 
     from mgrpo.trl import GRPOConfig, GRPOTrainer
+    from mgrpo.trl import AsyncGRPOConfig, AsyncGRPOTrainer
 
-Names and defaults are TRL's (preset trl_main). What cannot be done is an error that says so, before anything is started.
+Names and defaults are TRL's (presets trl_main and trl_async). What cannot be done is an error that says so, before anything is started.
 """
 
+from mgrpo.moving.trl_config import AsyncGRPOConfig as AsyncGRPOConfig
 from mgrpo.moving.trl_config import GRPOConfig as GRPOConfig
+from mgrpo.trl.grpo_trainer import AsyncGRPOTrainer as AsyncGRPOTrainer
 from mgrpo.trl.grpo_trainer import GRPOTrainer as GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "GRPOConfig", "GRPOTrainer"]

@@ -73,7 +73,7 @@ def argument_problems(
 
 def warnings_of(args: Any) -> Iterator[str]:
     """Sentences about combinations that are trained as they are."""
-    if args.importance_sampling_level == "sequence" and args.loss_type in BY_TOKEN:
+    if getattr(args, "importance_sampling_level", "token") == "sequence" and args.loss_type in BY_TOKEN:
         yield (
             f"loss_type={args.loss_type} with importance_sampling_level=sequence weights each sequence by its completion length, "
             "unlike GSPO; loss_type=grpo does not"

@@ -15,7 +15,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.models.hf_files.checksums import SUMS
 from mgrpo.moving import grpo_config
 from mgrpo.moving.config_doors import with_tools
-from mgrpo.moving.trl_config import GRPOConfig
+from mgrpo.moving.trl_config import AsyncGRPOConfig, GRPOConfig
 from mgrpo.run.ranks.process import rank, world_size
 from mgrpo.run.report.result import NothingTrained, step_of
 from mgrpo.run.report.upload import Uploads, token_warning
@@ -69,7 +69,7 @@ class GRPOTrainer:
             model: folder or Hub name, from which the ranks load the weights themselves; or an object of transformers or a
                 PeftModel, which rank 0 saves in output_dir/given, and which has the trained weights after `train`.
             reward_funcs: functions, names as in the setting reward_funcs, and reward models: folder, Hub name or object.
-            args: a `GRPOConfig` of this module or of trl, or a mapping.
+            args: a `GRPOConfig` or `AsyncGRPOConfig`, of mgrpo.trl or of TRL, or a mapping.
             train_dataset: rows; None where the environment gives the prompts.
             eval_dataset: held-out rows, or several sets by name; they are sampled before and after training, and as `eval_strategy`
                 says.
@@ -290,6 +290,56 @@ class GRPOTrainer:
     def __getattr__(self, name: str) -> Any:
         has = sorted(own for own in dir(type(self)) if not own.startswith("_"))
         raise AttributeError(f"mgrpo.trl.GRPOTrainer has no {name}; it has {', '.join(has)}")
+
+
+class AsyncGRPOTrainer(GRPOTrainer):
+    """TRL's trainer of trl.experimental.async_grpo: a `GRPOTrainer` with an `AsyncGRPOConfig`."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Rows | None = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[object, object] = (None, None),
+        peft_config: Any = None,
+        tools: Sequence[str | Callable] | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+        rollout_worker: object = None,
+        weight_transfer: object = None,
+    ) -> None:
+        """
+        Args:
+            args: an `AsyncGRPOConfig`, of mgrpo.trl or of TRL.
+        Other arguments are those of `GRPOTrainer`.
+        Raises:
+            ConfigError: everything that cannot be done here.
+        """
+        parts = {"rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
+        problems = [
+            f"{name} is not supported: engines and weight sync are the run's own; leave it out"
+            for name, part in parts.items()
+            if part is not None
+        ]
+        args = AsyncGRPOConfig(f"{PolicyModel(model).name}-AsyncGRPO") if args is None else args
+        if grpo_config.preset_of(args) != "trl_async":
+            problems.append(f"args must be an AsyncGRPOConfig, got {type(args).__name__}")
+        if problems:
+            raise ConfigError(problems)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+        )
 
 
 def _fields(args: object) -> dict[str, object]:

@@ -144,7 +144,7 @@ def lora_settings(config: Any) -> tuple[dict[str, object], list[str]]:
         return {}, [f"peft_config is {type(config).__name__}; adapters are LoRA, give a peft.LoraConfig"]
     problems = [
         f"peft_config: {name}={value!r} is not supported"
-        for name, value in sorted(grpo_config.changed_fields(config).items())
+        for name, value in sorted(grpo_config.changed_fields(config, package="peft").items())
         if name not in (*LORA_NAMES, *WITHOUT_EFFECT)
     ]
     given = {ours: getattr(config, name, None) for name, ours in LORA_NAMES.items()}

@@ -1,4 +1,4 @@
-"""Names, types and defaults of the installed TRL's GRPOConfig, which `mgrpo.trl.GRPOConfig` has as well.
+"""Names, types and defaults of the installed TRL's GRPOConfig and AsyncGRPOConfig, which `mgrpo.trl` has as well.
 
     .venv-trl/bin/python tools/peers/record_trl.py > mgrpo/moving/trl_config.json
 
@@ -17,17 +17,29 @@ from importlib.metadata import version
 from typing import Any
 
 from trl import GRPOConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 WORDS = {bool: "bool", int: "int", float: "float", str: "text", list: "words", dict: "json", type(None): "none"}
 
 
 def main() -> None:
-    """Print a field a line."""
-    kinds = typing.get_type_hints(GRPOConfig)
-    fields = [field for field in dataclasses.fields(GRPOConfig) if field.init]
-    lines = [f"    {json.dumps(field.name)}: {json.dumps(_entry(field, kinds[field.name]))}" for field in fields]
+    """Print a field a line; of the asynchronous class those that GRPOConfig does not have alike, null for those it lacks."""
+    fields, others = _fields(GRPOConfig), _fields(AsyncGRPOConfig)
+    differing = {name: entry for name, entry in others.items() if fields.get(name) != entry}
+    differing |= dict.fromkeys(name for name in fields if name not in others)
     release = {name: version(name) for name in ("trl", "transformers")}
-    sys.stdout.write(f'{{\n  "release": {json.dumps(release)},\n  "fields": {{\n' + ",\n".join(lines) + "\n  }\n}\n")
+    parts = [f'  "release": {json.dumps(release)}', _lines("fields", fields), _lines("async_fields", differing)]
+    sys.stdout.write("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _fields(kind: type) -> dict[str, object]:
+    kinds = typing.get_type_hints(kind)
+    return {field.name: _entry(field, kinds[field.name]) for field in dataclasses.fields(kind) if field.init}
+
+
+def _lines(name: str, entries: dict[str, object]) -> str:
+    lines = [f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items()]
+    return f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }"
 
 
 def _entry(field: dataclasses.Field, kind: Any) -> dict[str, object]:

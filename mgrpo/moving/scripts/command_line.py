@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from mgrpo.config.errors import ConfigError
@@ -23,25 +24,60 @@ PROGRAM = re.compile(r"(?<![^\s\"'])(?:[^\s\"'=]*\.py|\w+(?:\.\w+)*\.main\w*)(?!
 """A script, or a module whose name begins with main."""
 COMMENT = re.compile(r"(?m)^[ \t]*#.*$")
 OPERATOR = re.compile(r"[;&|<>()]+")
+SCRIPTS, YAML = (".sh", ".bash"), (".yaml", ".yml")
 
 
 def words_of(given: str | Path | Sequence[str]) -> list[str]:
-    """The flags in a command line, a script or the words of a command that starts a trainer of Open Instruct; else all words.
+    """The flags of Open Instruct in a command line, a script, or the words of a command; a YAML file is its path.
 
     Raises:
-        ConfigError: several trainers, a script that cannot be read, or words that only a shell could compute.
+        ConfigError: no flag, several trainers, a script that cannot be read, or words that only a shell could compute.
     """
-    return flags_of(command_of(given, trainer="grpo"))
+    file = file_of(given)
+    if file is not None and file.suffix in YAML:
+        return [str(file)]
+    return _flags(arguments_in(given, trainer="grpo", is_flag=_begins_flags))
+
+
+def file_of(given: object) -> Path | None:
+    """The file that `given` names: a path always, a line of text if it ends like a file or is the name of one.
+
+    A line with a program or flags is a command, even if its last word is a file.
+    """
+    if isinstance(given, Path) or not isinstance(given, str):
+        return given if isinstance(given, Path) else None
+    line = given.strip()
+    is_command = PROGRAM.search(line) or any(word.startswith("--") or "=" in word for word in line.split())
+    is_name = line.endswith(SCRIPTS + YAML) and "\n" not in line and not is_command
+    return Path(line) if is_name or os.path.isfile(line) else None
+
+
+def arguments_in(given: str | Path | Sequence[str], *, trainer: str, is_flag: Callable[[str], bool]) -> list[str]:
+    """The words that a command line, a script, or the words of a command give to a trainer.
+
+    Args:
+        trainer: a part of the program's name, which tells it from others that the text starts.
+        is_flag: whether a word has the form of the trainer's flags.
+    Returns:
+        `Placed` words, with marks of what only a shell could compute.
+    Raises:
+        ConfigError: no flag, several trainers, or a script that cannot be read.
+    """
+    words = arguments_of(command_of(given, trainer=trainer))
+    if not any(UNKNOWN in word or is_flag(word) for word in words):
+        came = str(given) if isinstance(given, (str, Path)) else " ".join(given)
+        raise ConfigError(
+            [
+                f"{reprlib.repr(came)} holds no flag of the trainer; give the command line, its words, or a script, "
+                "as text or by its path"
+            ]
+        )
+    return words
 
 
 def command_of(given: str | Path | Sequence[str], *, trainer: str) -> list[str]:
-    """The words of the command that starts a trainer.
+    """The words of the command that starts a trainer; words are returned as they are.
 
-    Args:
-        given: a command line, a script, the path of a script (.sh), or words, which are returned as they are.
-        trainer: a part of the program's name, by which it is told from others that the text starts.
-    Returns:
-        `Placed` words, with marks of what only a shell could compute.
     Raises:
         ConfigError: several trainers or none, or a script that cannot be read.
     """
@@ -67,12 +103,15 @@ def command_of(given: str | Path | Sequence[str], *, trainer: str) -> list[str]:
 
 
 def _text_of(given: str | Path) -> str:
-    text = str(given)
-    if text.endswith(".sh") and len(text.split()) == 1:
+    file, text = file_of(given), str(given)
+    if file is not None:
         try:
-            text = Path(text).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as err:
-            raise ConfigError([f"cannot read the script {given}: {err}"]) from None
+            why = getattr(err, "strerror", None) or err
+            raise ConfigError(
+                [f"cannot read the script {given}: {why}; give the path of a script, or its text"]
+            ) from None
     return text.replace("\r\n", "\n")
 
 
@@ -82,12 +121,19 @@ def flags_of(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: words that only a shell could compute.
     """
-    words = arguments_of(words)
-    starts = (i for i, word in enumerate(words) if word.startswith(("--", UNKNOWN)) or word.endswith((".yaml", ".yml")))
+    return _flags(arguments_of(words))
+
+
+def _flags(words: list[str]) -> list[str]:
+    starts = (i for i, word in enumerate(words) if UNKNOWN in word or _begins_flags(word))
     flags = words[next(starts, len(words)) :]
     if unknown := [word for word in flags if UNKNOWN in word]:
         raise ConfigError([unknown_value(known(word), word) for word in unknown])
     return [str(word) for word in flags]
+
+
+def _begins_flags(word: str) -> bool:
+    return word.startswith("--") or word.endswith(YAML)
 
 
 def unknown_value(shown: str, word: str) -> str:

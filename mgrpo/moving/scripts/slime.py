@@ -8,7 +8,7 @@ from pathlib import Path
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import words
 from mgrpo.moving.scripts.command_config import Given, Read, clip_bounds, config_of, precision_of_moments
-from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
+from mgrpo.moving.scripts.command_line import arguments_in, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 from mgrpo.moving.scripts.verl import SCHEDULES
 
@@ -56,7 +56,7 @@ def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> Rea
     read = Read()
     found: dict[str, list[str]] = {}
     name = ""
-    for word in arguments_of(command_of(settings, trainer="train")):
+    for word in arguments_in(settings, trainer="train", is_flag=lambda word: word.startswith("--")):
         if known(word) == ARCHITECTURE:
             continue
         if word.startswith("--"):

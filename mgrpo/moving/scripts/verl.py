@@ -14,7 +14,7 @@ from mgrpo.config.errors import ConfigError
 from mgrpo.config.schema import Config
 from mgrpo.moving.command_words import find, words
 from mgrpo.moving.scripts.command_config import Given, Read, Text, config_of, precision_of_moments
-from mgrpo.moving.scripts.command_line import arguments_of, command_of, unknown_value
+from mgrpo.moving.scripts.command_line import YAML, arguments_in, file_of, unknown_value
 from mgrpo.moving.scripts.shell_lexer import UNKNOWN, known, line_of
 from mgrpo.moving.scripts.verl_loss import ACTOR, set_loss
 
@@ -38,19 +38,20 @@ def read(settings: str | Path | Sequence[str] | Mapping[str, object], fields: Ma
 
 def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> Read:
     """The text of each name."""
-    read = Read()
+    read, file = Read(), file_of(settings)
     if isinstance(settings, Mapping):
         read.texts = _flat(settings)
-    elif isinstance(settings, (str, Path)) and Path(settings).suffix in (".yaml", ".yml"):
+    elif file is not None and file.suffix in YAML:
         try:
-            root = yaml.compose(Path(settings).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         except (OSError, ValueError, yaml.YAMLError) as err:
             raise ConfigError([f"cannot read the YAML file {settings}: {err}"]) from None
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([f"the YAML file {settings} must hold `name: value` lines"])
         _read_node(root, "", read)
     else:
-        _read_words(arguments_of(command_of(settings, trainer="main_")), read)
+        given = arguments_in(settings, trainer="main_", is_flag=lambda word: "=" in word or word.startswith("-"))
+        _read_words(given, read)
     return read
 
 

@@ -93,10 +93,5 @@ def _average(given: Given, *, has_kl: bool) -> None:
         given.notes.append(
             f"aggregation is seq_mean: loss_mode={loss} averages over each sequence first, whatever loss_agg_mode is"
         )
-    elif mode == "seq-mean-token-sum-norm":
-        given.notes.append(
-            "loss_agg_mode=seq-mean-token-sum-norm: verl divides the sum over a micro-batch by the response length alone, so that "
-            "its gradient grows with the sequences in a micro-batch; here it is also divided by their number"
-        )
     if given.number(f"{ACTOR}entropy_coeff") and mode != "token-mean":
         given.refuse_entropy(words("verl")[f"{ACTOR}entropy_coeff"], f"loss_agg_mode={mode}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from mgrpo.config import ConfigError
 from mgrpo.moving import GRPOConfig
+from mgrpo.moving.scripts import slime, verl
 from mgrpo.moving.scripts.command_line import flags_of, words_of
 
 SCRIPT = r"""#!/bin/bash
@@ -127,3 +129,74 @@ def test_the_python_door_reads_scripts():
     assert config.rollout.stop_strings == ("</answer>", "done")
     assert config.provenance.preset == "open_instruct_main"
     assert GRPOConfig.from_open_instruct(["python", "grpo.py", "--beta", "0"]).loss.beta == 0
+
+
+DOORS = {
+    "Open Instruct": (words_of, "python open_instruct/grpo_fast.py --learning_rate 5e-7 --beta 0.01"),
+    "verl": (lambda given: verl.texts_of(given).texts, "python -m verl.trainer.main_ppo trainer.nnodes=2"),
+    "slime": (lambda given: slime.texts_of(given).texts, "python train.py --lr 5e-7 --num-rollout 3"),
+}
+SCRIPTS = (
+    *(
+        "run.sh",
+        "my run.sh",
+        "it's run.sh",
+        'a"b.sh',
+        "tab\trun.sh",
+        "run copy",
+        "train",
+        "my run.bash",
+        "a=b.sh",
+        "a --b.sh",
+    ),
+    *("grpo.py copy.sh", "$HOME.sh", "a;b.sh", "deep dir/run.sh"),
+)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_read_whatever_its_name(door, name, tmp_path, monkeypatch):
+    """A path that is taken for a command holds no flag, and the run would have the defaults."""
+    read, text = DOORS[door]
+    monkeypatch.chdir(tmp_path)
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"cd /somewhere\n{text}\n")
+    assert read(path) == read(name) == read(path.absolute()) == read(str(path.absolute())) == read(text) != []
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *((name, f"cannot read the script {name}: No such file") for name in ("missing.sh", "mis sing.sh", "bash run.bash")),
+        *((Path(name), f"cannot read the script {name}: No such file") for name in ("missing", "mis sing.sh")),
+        *((Path(name), f"cannot read the script {name}: Is a directory") for name in ("folder", ".")),
+        ("folder.sh", "cannot read the script folder.sh: Is a directory"),
+        (Path("binary.sh"), "cannot read the script binary.sh: 'utf-8' codec"),
+        *((name, f"{name!r} holds no flag") for name in ("empty.sh", "prose", "no_flags.sh", "folder", "hello world")),
+        *((Path(name), f"{name!r} holds no flag") for name in ("empty.sh", "prose", "no_flags.sh")),
+        *((text, "holds no flag") for text in ("", " \n", "# --beta 1 a=2", "python train.py", "cd x && python grpo_fast.py")),
+        *((words, "holds no flag") for words in ([], [""], ["python", "grpo.py"], ["my run.sh"], ("hello", "world"))),
+    ],
+)  # fmt: skip
+def test_words_without_a_flag_are_an_error(door, given, said, tmp_path, monkeypatch):
+    """A run with every default, without a word, is another training than the one that was asked for."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder", "folder.sh"):
+        Path(folder).mkdir()
+    Path("binary.sh").write_bytes(b"\xff\xfe\0\1")
+    for name, text in (("empty.sh", ""), ("prose", "hello\nworld\n"), ("no_flags.sh", "cd x\npython grpo_fast.py\n")):
+        Path(name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        DOORS[door][0](given)
+    assert len(caught.value.problems) == 1 and said in caught.value.problems[0]
+
+
+def test_a_yaml_file_of_open_instruct_may_have_any_name(tmp_path):
+    path = tmp_path / "my run.yaml"
+    path.write_text("beta: 0.3\n")
+    assert GRPOConfig.from_open_instruct(path).loss.beta == GRPOConfig.from_open_instruct(str(path)).loss.beta == 0.3
+    with pytest.raises(ConfigError, match="cannot read the YAML file my missing"):
+        GRPOConfig.from_open_instruct("my missing.yaml")
+    assert GRPOConfig.from_open_instruct(f"python open_instruct/grpo.py '{path}'").loss.beta == 0.3

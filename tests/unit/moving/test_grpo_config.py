@@ -12,9 +12,11 @@ import pytest
 
 import mgrpo
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.fields import flat
 from mgrpo.config.validate import problems
 from mgrpo.moving import from_values
 from mgrpo.moving.config_doors import as_config
+from mgrpo.moving.grpo_config import given_fields
 
 THINK_32B = """
     python open_instruct/grpo_fast.py
@@ -114,16 +116,90 @@ def test_a_trl_object_counts_what_differs_from_its_defaults():
 
 
 def test_an_object_of_trls_asynchronous_trainer_is_asynchronous():
-    """Its limit of age is a default of its class, which no preset has: left out, the run would take turns."""
+    """Its defaults are other ones than GRPOConfig's, and so is its loss, whose old log-probabilities are the engine's."""
 
     @dataclasses.dataclass
     class AsyncGRPOConfig:
         num_generations: int = 8
         max_staleness: int = 4
+        max_completion_length: int = 2048
+        lr_scheduler_type: str = "constant"
 
-    config = mgrpo.GRPOConfig.from_trl(AsyncGRPOConfig())
-    assert (config.rollout.async_steps, config.max_age, config.loss.use_rho_correction) == (2, 4, True)
+    @dataclasses.dataclass
+    class Shorter(AsyncGRPOConfig):
+        max_completion_length: int = 512
+        lr_scheduler_type: str = "linear"
+        max_staleness: int = 2
+
+    config, shorter = mgrpo.GRPOConfig.from_trl(AsyncGRPOConfig()), mgrpo.GRPOConfig.from_trl(Shorter())
+    assert (config.rollout.async_steps, config.max_age, config.loss.use_rho_correction) == (2, 4, False)
+    assert (config.rollout.response_length, config.optimizer.lr_scheduler_type) == (2048, "constant")
+    assert config.algorithm.use_vllm_logprobs
+    assert (shorter.rollout.response_length, shorter.optimizer.lr_scheduler_type, shorter.max_age) == (512, "linear", 2)
     assert mgrpo.GRPOConfig.from_trl(TrlConfig()).max_age == 0
+
+
+def of_trl(**defaults: Any) -> type:
+    """A class with TRL's name and package, of some version."""
+    made = dataclasses.make_dataclass(
+        "GRPOConfig", [(name, Any, dataclasses.field(default=value)) for name, value in defaults.items()]
+    )
+    made.__module__ = "trl.trainer.grpo_config"
+    return made
+
+
+def test_what_a_class_changes_against_trls_counts_as_given():
+    """A script that has its settings as defaults of a class of its own would train with TRL's, without a word."""
+    own = of_trl(beta=0.0, learning_rate=1e-6, reward_weights=None, num_generations=8, unknown_here=1)
+
+    @dataclasses.dataclass
+    class Script(own):
+        beta: float = 0.04
+        reward_weights: list[float] = dataclasses.field(default_factory=lambda: [1.0, 2.0])
+        tensor_model_parallel_size: int = 2
+        benchmarks: tuple[str, ...] = ("a",)
+        wandb_entity: str | None = None
+
+    @dataclasses.dataclass
+    class Variant(Script):
+        learning_rate: float = 5e-6
+        beta: float = 0.0
+
+        def __post_init__(self):
+            self.num_generations = 4
+            self.vllm_num_engines = 3
+
+    given = {"beta": 0.04, "reward_weights": [1.0, 2.0], "tensor_model_parallel_size": 2}
+    assert given_fields(own()) == {} and given_fields(own(beta=0.1)) == {"beta": 0.1}
+    assert given_fields(Script()) == given and given_fields(Script(beta=0.0)) == {
+        k: given[k] for k in given if k != "beta"
+    }
+    more = {"learning_rate": 5e-6, "num_generations": 4, "vllm_num_engines": 3}
+    assert given_fields(Variant()) == {name: given[name] for name in given if name != "beta"} | more
+    config = mgrpo.GRPOConfig.from_trl(Variant())
+    assert (config.loss.beta, config.optimizer.learning_rate, config.engine.vllm_num_engines) == (0.0, 5e-6, 3)
+
+
+def test_defaults_of_another_version_of_trl_count_as_given():
+    """The preset has those of one version: another one's run would be neither."""
+    older = of_trl(beta=0.04, max_completion_length=256, temperature=1.0)
+    config = mgrpo.GRPOConfig.from_trl(older())
+    assert (config.loss.beta, config.rollout.response_length) == (0.04, 256)
+    # What a script sets to the default of the preset's version is given as well.
+    assert mgrpo.GRPOConfig.from_trl(older(beta=0.0)).loss.beta == 0.0
+
+
+def test_a_class_derived_from_open_instructs_keeps_its_defaults():
+    """Launchers in Python have their settings there."""
+    own = dataclasses.make_dataclass("ExperimentConfig", [("beta", float, 0.05), ("push_to_hub", bool, True)])
+    own.__module__ = "open_instruct.grpo_utils"
+
+    @dataclasses.dataclass
+    class Script(own):
+        beta: float = 0.3
+
+    config = mgrpo.GRPOConfig.from_open_instruct(Script())
+    assert config.loss.beta == 0.3 and not config.hub.push_to_hub
 
 
 def test_a_version_of_trl_that_recomputes_nothing_is_taken_at_its_word():
@@ -241,7 +317,8 @@ def test_open_instruct_settings_may_come_as_a_mapping_or_an_object():
 
     expected = {"loss_fn": "cispo", "preset": "open_instruct_main"}
     assert mgrpo.GRPOConfig.from_open_instruct({"loss_fn": "cispo"}) == from_values(expected)
-    assert mgrpo.GRPOConfig.from_open_instruct(ExperimentConfig(loss_fn="cispo")) == from_values(expected)
+    config = mgrpo.GRPOConfig.from_open_instruct(ExperimentConfig(loss_fn="cispo"))
+    assert flat(config) == flat(from_values(expected))
 
 
 def test_the_door_opens_without_torch():
@@ -261,3 +338,34 @@ def test_the_launchers_own_flags_are_not_the_scripts():
     )
     config = mgrpo.GRPOConfig.from_open_instruct(script)
     assert (config.loss.beta, config.experiment.exp_name) == (0.01, "a")
+
+
+def test_what_is_not_applied_is_noted_in_every_door():
+    """Scripts give it for families that need none of it here; a coefficient that a user gives would be missed."""
+    door = mgrpo.GRPOConfig
+    verl = [
+        "algorithm.adv_estimator=grpo",
+        "data.trust_remote_code=True",
+        "actor_rollout_ref.model.trust_remote_code=True",
+    ]
+    for made in (
+        door.from_open_instruct("--trust_remote_code --beta 0.1"),
+        door.from_trl(trust_remote_code=True),
+        door.from_verl(verl),
+    ):
+        assert [note for note in made.notes if "no effect: classes beside the weights are never run" in note]
+    assert any(
+        "trust_remote_code has no effect" in note
+        for note in door.from_trl(model_init_kwargs={"trust_remote_code": True}).notes
+    )
+    assert not any(
+        "trust_remote_code" in note for note in door.from_trl(model_init_kwargs={"trust_remote_code": False}).notes
+    )
+    said = {
+        value: [note for note in door.from_trl(router_aux_loss_coef=value).notes if "router" in note]
+        for value in (0.001, 0.0)
+    }
+    assert (
+        said[0.001][0].startswith("router_aux_loss_coef has no effect: routers have no auxiliary loss")
+        and said[0.0] == []
+    )

@@ -324,7 +324,6 @@ ACTOR = "actor_rollout_ref.actor."
         ("clip_ratio=0.3", f"{ACTOR}clip_ratio has no effect: verl reads clip_ratio_low and clip_ratio_high"),
         ("clip_ratio=0.3 clip_ratio_low=null", f"{ACTOR}clip_ratio -> clip_lower (0.3), clip_higher (0.2)"),
         ("policy_loss.loss_mode=gspo", "aggregation is seq_mean: loss_mode=gspo averages over each sequence first"),
-        ("loss_agg_mode=seq-mean-token-sum-norm", "here it is also divided by their number"),
     ],
 )  # fmt: skip
 def test_a_word_of_verls_loss_that_is_not_read_is_not_said_to_be(given, said):

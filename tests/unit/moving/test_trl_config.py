@@ -8,19 +8,24 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers import HfArgumentParser
 
 import mgrpo
+from mgrpo.algo import policy_loss
+from mgrpo.algo.training_samples import train_samples
 from mgrpo.config import ConfigError
 from mgrpo.config.fields import flat
 from mgrpo.moving import from_values
 from mgrpo.moving.grpo_config import preset_of
 from mgrpo.moving.presets import KEPT
-from mgrpo.moving.trl_config import GRPOConfig, recorded
+from mgrpo.moving.trl_config import AsyncGRPOConfig, GRPOConfig, recorded, recorded_defaults
+from tests import builders
 
 PINS = Path(__file__).parents[3] / "requirements" / "bench_trl.txt"
-TRL_MAIN = from_values({}, preset="trl_main")
+TRL_MAIN, TRL_ASYNC = (from_values({}, preset=preset) for preset in ("trl_main", "trl_async"))
 OURS = {"tensor_model_parallel_size": 2}
 
 
@@ -161,6 +166,79 @@ def test_a_default_of_trl_is_the_presets(name: str):
     differs = {setting for setting, value in flat(given).items() if value != flat(TRL_MAIN)[setting]}
     assert bool(differs) == (name in KEPT["trl_main"] and name != "hub_private_repo"), differs
     assert (given.provenance.due, given.provenance.has_prompt_limit) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(recorded_defaults("trl_async").keys() - KEPT["trl_main"].keys() - KEPT["trl_async"].keys())
+)
+def test_a_default_of_the_asynchronous_trainer_is_the_presets(name: str):
+    given = from_values({name: recorded_defaults("trl_async")[name]}, preset="trl_async")
+    differs = {setting for setting, value in flat(given).items() if value != flat(TRL_ASYNC)[setting]}
+    assert not differs and not given.provenance.has_prompt_limit
+
+
+def test_the_asynchronous_config_has_its_own_fields_and_defaults():
+    """A script that moves by its import alone must keep them, with all that a parser and dataclasses do."""
+    config = AsyncGRPOConfig("out", max_completion_length=512, **OURS)
+    assert (config.max_staleness, config.lr_scheduler_type, config.logging_steps) == (4, "constant", 1)
+    assert not hasattr(config, "loss_type") and AsyncGRPOConfig().max_completion_length == 2048
+    assert dataclasses.replace(config, max_staleness=2).given() == config.given() | {"max_staleness": 2}
+    made = mgrpo.GRPOConfig.from_trl(config)
+    assert (made.provenance.preset, made.rollout.response_length, made.max_age) == ("trl_async", 512, 4)
+    assert made.parallel.tensor_model_parallel_size == 2
+    (parsed,) = HfArgumentParser((AsyncGRPOConfig,)).parse_args_into_dataclasses(
+        ["--max_staleness", "3"], look_for_args_file=False
+    )
+    assert parsed.given() == {"output_dir": "trainer_output", "max_staleness": 3}
+    served = mgrpo.GRPOConfig.from_trl(AsyncGRPOConfig(vllm_server_base_url="http://a:8000"))
+    assert (served.engine.vllm_mode, made.engine.vllm_mode) == ("server", "ray")
+
+
+def test_settings_of_this_project_as_defaults_of_a_derived_class_are_given():
+    @dataclasses.dataclass
+    class Sharded(GRPOConfig):
+        tensor_model_parallel_size: int = 2
+
+    assert mgrpo.GRPOConfig.from_trl(Sharded("out")).parallel.tensor_model_parallel_size == 2
+
+
+def test_the_asynchronous_preset_computes_trls_loss_and_advantages():
+    """Ratio to the engine's log-probabilities, clipped on both sides, a mean over tokens; a deviation of the whole group."""
+    config = mgrpo.GRPOConfig.from_trl(AsyncGRPOConfig("out", epsilon=0.1, epsilon_high=0.3))
+    rewards, lengths = np.array([0.0, 1.0, 1.0, 3.0]), [3, 1, 2, 4]
+    groups = [builders.scored_group(list(rewards), completions=[builders.completion(length) for length in lengths])]
+    algorithm = config.algorithm
+    samples = train_samples(
+        groups,
+        normalization=algorithm.advantage_normalization_type,
+        ddof=algorithm.advantage_ddof,
+        eps=algorithm.advantage_eps,
+    )
+    wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+    assert [sample.advantage for sample in samples] == pytest.approx(list(wanted), rel=1e-6)
+
+    generator = torch.Generator().manual_seed(0)
+    engine = -torch.rand(10, generator=generator, dtype=torch.float64)
+    new = (engine + 0.5 * torch.randn(10, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantages = torch.from_numpy(wanted).repeat_interleave(torch.tensor(lengths))
+    ratio = (new - engine).exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.3) * advantages).sum() / 10
+    (gradient,) = torch.autograd.grad(loss, new)
+    # The learner hands over the engine's log-probabilities as the old ones, with which nothing is left to correct.
+    assert algorithm.use_vllm_logprobs and config.loss.aggregation == "token"
+    ours = policy_loss(
+        new,
+        old_logprobs=engine,
+        rollout_logprobs=engine,
+        ref_logprobs=None,
+        advantages=advantages,
+        loss_mask=torch.ones(10, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 3, 4, 6, 10]).int(),
+        config=config.loss,
+        denominator=10,
+    ).loss
+    assert ours.item() == pytest.approx(loss.item(), abs=1e-9)
+    assert torch.allclose(torch.autograd.grad(ours, new)[0], gradient, rtol=0, atol=1e-9)
 
 
 def test_a_real_object_of_trl_has_the_new_name_for_recomputation():

@@ -218,7 +218,7 @@ def test_a_connection_without_a_request_is_closed(monkeypatch):
 def test_the_command_serves_on_loopback(sandbox):
     """It reports once where it listens and what isolates programs, answers, and leaves no process behind.
 
-    A request that is large when unpacked keeps nobody waiting, and a slot that is killed costs no program its verdict.
+    The first request starts no process, a large one delays no other, and a slot that is killed costs no program its verdict.
     """
     command = [sys.executable, "-m", "mgrpo.sandbox", "--port", "0", "--workers", "1", "--memory_mb", "256"]
     service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -228,6 +228,10 @@ def test_the_command_serves_on_loopback(sandbox):
         assert "active: own processes only, own files only, no network" in first
         url = re.search(r"code service at (http://127\.0\.0\.1:\d+), programs run at a time: 1; ", first)[1]
         assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "healthy"}
+        healthy = children(service.pid)
+        body = ADD | {"max_execution_time": 20.0}
+        assert httpx.post(f"{url}/test_program", json=body, timeout=60).json()["results"] == [1, 0]
+        assert children(service.pid) == healthy
         large = json.dumps(ADD | {"tests": compressed(["x" * 100] * 200_000)}).encode()
         with ThreadPoolExecutor() as threads:
             send = functools.partial(httpx.post, f"{url}/test_program", timeout=120)

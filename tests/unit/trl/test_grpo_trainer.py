@@ -16,7 +16,7 @@ from mgrpo.moving.config_doors import with_tools
 from mgrpo.run.inputs.reading import read_inputs
 from mgrpo.run.report.result import TrainResult
 from mgrpo.run.report.upload import Uploads
-from mgrpo.trl import GRPOConfig, GRPOTrainer
+from mgrpo.trl import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer
 from mgrpo.trl.arguments import placeholder_rows
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
@@ -81,6 +81,9 @@ class LoraConfig:
     bias: str = "none"
     task_type: str | None = None
     layers_to_transform: list[int] | None = None
+
+
+LoraConfig.__module__ = "peft.tuners.lora.config"
 
 
 def made(model="m", **arguments) -> GRPOTrainer:
@@ -389,3 +392,16 @@ def test_a_schedule_ends_where_the_script_says(kwargs, end):
         if "min_lr" in p
     ]
     assert above.startswith("min_lr=1 is above learning_rate=5e-06")
+
+
+def test_a_script_of_the_asynchronous_trainer_moves_by_its_imports():
+    """The arguments stand in its order, and the run has its defaults: with the other trainer's it would take turns."""
+    trainer = AsyncGRPOTrainer("owner/model", len, AsyncGRPOConfig("out", max_staleness=2), ROWS)
+    assert (trainer.config.max_age, trainer.config.rollout.response_length) == (2, 2048)
+    assert trainer.args.logging_steps == 1 and trainer.config.experiment.output_dir == "out"
+    plain = AsyncGRPOTrainer("owner/model", len, train_dataset=ROWS)
+    assert (plain.config.max_age, plain.config.experiment.output_dir) == (4, "model-AsyncGRPO")
+    assert GRPOTrainer("owner/model", len, AsyncGRPOConfig("out"), ROWS).config.max_age == 4
+    with pytest.raises(ConfigError) as caught:
+        AsyncGRPOTrainer("owner/model", len, GRPOConfig("out"), ROWS, rollout_worker=object(), weight_transfer=object())
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == ["rollout_worker", "weight_transfer", "args"]
