@@ -9,6 +9,14 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST = 2.0**128 - 2.0**104
+"""Largest reward and metric, as `rewards.verifier.LARGEST`: beyond it float32, which holds them in the learner, is infinite."""
+
+
+def fits_float32(number: float) -> bool:
+    """True for a number that is finite in float32."""
+    return abs(number) <= LARGEST
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

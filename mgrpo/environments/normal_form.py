@@ -45,7 +45,7 @@ def said(text: str) -> str:
 
 
 def calls_of(message: Chat) -> list[tuple[str, Any]]:
-    """The name and the arguments of each call; arguments that are not JSON stay text."""
+    """The name and the arguments of each call: JSON text is its value, also where a client has written it as JSON twice; other text stays."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise ValueError(f"tool_calls={calls!r:.100} must be a list")
@@ -61,6 +61,8 @@ def _call(call: Any) -> tuple[str, Any]:
         # Python's JSON raises RecursionError where brackets are nested too deeply.
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
+            if isinstance(arguments, str) and isinstance(inner := json.loads(arguments), Mapping):
+                arguments = inner
     return function["name"], {} if arguments is None else plain(arguments)
 
 

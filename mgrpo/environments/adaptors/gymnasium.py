@@ -108,14 +108,17 @@ class Gymnasium(Environment):
         observation, reward, terminated, truncated, _ = self._game.step(action)
         self._is_done = bool(terminated or truncated)
         metrics = {"truncated": float(bool(truncated and not terminated))} if self._is_done else {}
-        return Observation(text=self._shown(observation), reward=float(reward), done=self._is_done, metrics=metrics)
+        return Observation(text=self._shown(observation), reward=reward, done=self._is_done, metrics=metrics)
 
     def _played_arena(self, action: object) -> Observation:
         self._is_done, _ = self._game.step(action)
         if not self._is_done:
             return Observation(text=self._heard())
-        rewards, _ = self._game.close()
-        return Observation(reward=float((rewards or {}).get(0, 0.0)), done=True)
+        ended = self._game.close()
+        # Without a reward of its one player the game has no result, which differs from 0.
+        rewards = ended[0] if isinstance(ended, tuple) and ended else None
+        reward: Any = rewards.get(0) if isinstance(rewards, Mapping) else None
+        return Observation(reward=reward, done=True)
 
     def _text_action(self, text: str) -> str | None:
         if self._pattern is None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from mgrpo.environments.adaptors.mcp_session import TRANSPORTS, McpServer, McpSession, Record, SessionError
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
+from mgrpo.environments.offered.agent import masked
 
+_MAX_ERROR_CHARS = 1000
 _SHARED: dict[tuple[asyncio.AbstractEventLoop, str], tuple[McpSession, int]] = {}
 """Sessions that several instances of a worker use, with the number of their users."""
 
@@ -98,7 +102,7 @@ class Mcp(Environment):
             await session.close()
 
     async def _chosen(self, session: McpSession) -> Sequence[Tool]:
-        found = [_tool(record) for record in await session.tools()]
+        found = [_tool(record, self._server.hidden) for record in await session.tools()]
         chosen = [tool for tool in found if self._tool_name in ("", tool.name)]
         if not chosen:
             names = ", ".join(tool.name for tool in found) or "none"
@@ -109,16 +113,18 @@ class Mcp(Environment):
         assert self._session is not None, "setup comes first"
         try:
             result = await self._session.call(call.name, call.arguments)
+            text, failed = text_of(result), bool(result.get("isError"))
         except SessionError as err:
-            return Observation(text=f"The tool is not available: {err}", failed=True)
+            # The command may hold keys, and what the server wrote is for the user.
+            sys.stderr.write(f"mgrpo: {err}\n")
+            text, failed = "The tool is not available: its server has ended, or does not answer.", True
         except Exception as err:
-            return Observation(text=f"The call failed: {err}", failed=True)
-        return Observation(text=text_of(result), failed=bool(result.get("isError")))
+            text, failed = f"The call failed: {err!s:.{_MAX_ERROR_CHARS}}", True
+        return Observation(text=masked(text, self._server.hidden), failed=failed)
 
     def _key(self) -> tuple[asyncio.AbstractEventLoop, str]:
         server = self._server
-        settings = (server.transport, server.args, str(server), dict(server.env), dict(server.headers), self._timeout_s)
-        return asyncio.get_running_loop(), json.dumps(settings, sort_keys=True)
+        return asyncio.get_running_loop(), json.dumps([asdict(server), self._timeout_s], sort_keys=True)
 
     def _taken(self) -> McpSession:
         session, num_users = _SHARED.get(self._key()) or (McpSession(self._server, timeout_s=self._timeout_s), 0)
@@ -133,9 +139,9 @@ class Mcp(Environment):
         return num_users == 1
 
 
-def _tool(record: Record) -> Tool:
+def _tool(record: Record, hidden: Sequence[str]) -> Tool:
     schema = record.get("inputSchema") or {"type": "object", "properties": {}}
-    return Tool(name=record["name"], description=record.get("description") or "", parameters=schema)
+    return Tool(name=record["name"], description=masked(record.get("description") or "", hidden), parameters=schema)
 
 
 def text_of(result: Mapping[str, Any]) -> str:

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import functools
+import importlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+from mgrpo.environments.adaptors.mcp_relay import MAX_MESSAGE_BYTES
+from mgrpo.environments.offered.agent import masked
+from mgrpo.processes.reply_bodies import PLAIN
 
 TRANSPORTS = ("stdio", "http", "sse")
 _OPEN_S = 30.0
 _CHECK_S = 5.0
 _CLOSE_S = 5.0
-_MAX_LOG_BYTES = 2**20
 _SHOWN_LOG = 400
-_LAUNCH = (
-    "import os, sys; sys.path.append(sys.argv[1]); from mgrpo.processes.lifetime import die_with_parent; "
-    "die_with_parent(); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Becomes the server, which then dies with this process. The library starts servers in sessions of their own."""
+_MAX_TOOLS = 1000
+_BLANK_LINES = (b"\n\n", b"\r\r", b"\r\n\r\n")
+"""Ends of an event."""
+_RELAY = "import sys; sys.path.append(sys.argv.pop(1)); from mgrpo.environments.adaptors.mcp_relay import main; main()"
+"""Runs the server, which then dies with this process. The library starts servers in sessions of their own."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 T = TypeVar("T")
@@ -51,14 +56,27 @@ class McpServer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.server_url or " ".join((self.command, *self.args))
+        """For the user; what may be a key in an address is left out."""
+        url = urlsplit(self.server_url)
+        return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl() or " ".join(
+            (self.command, *self.args)
+        )
+
+    @property
+    def hidden(self) -> list[str]:
+        """Values that may be keys, which no text of the server may show to the model."""
+        url = urlsplit(self.server_url)
+        given = [*self.env.values(), *self.headers.values(), *(value for _, value in parse_qsl(url.query))]
+        return [word for value in filter(None, [*given, url.query, url.password]) for word in {value, *value.split()}]
 
     async def connect(self, stack: contextlib.AsyncExitStack, log: TextIO) -> Any:
         """The library's session, after the handshake; a server that is started writes its errors to `log`."""
         from mcp import ClientSession
 
         streams = await stack.enter_async_context(self._streams(stack, log))
-        session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+        session: Any = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+        # Version 1 and version 2. Patterns and references of the server's own schemas would hold up the loop.
+        session._validate_tool_result = session.validate_tool_result = _accept
         await session.initialize()
         return session
 
@@ -68,16 +86,15 @@ class McpServer:
 
             if shutil.which(self.command) is None:
                 raise SessionError(f"the command {self.command!r} was not found")
-            launch = ["-I", "-S", "-c", _LAUNCH, _PACKAGE_PARENT, self.command, *self.args]
+            launch = ["-I", "-S", "-c", _RELAY, _PACKAGE_PARENT, self.command, *self.args]
             return stdio_client(StdioServerParameters(command=sys.executable, args=launch, env=dict(self.env)), log)
         if self.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return sse_client(self.server_url, headers=dict(self.headers))
+            return sse_client(self.server_url, headers=dict(self.headers), httpx_client_factory=bounded_client)
         from mcp.client.streamable_http import streamable_http_client
-        from mcp.shared._httpx_utils import create_mcp_http_client
 
-        client = create_mcp_http_client(headers=dict(self.headers))
+        client = bounded_client(headers=dict(self.headers))
         stack.push_async_callback(client.aclose)
         return streamable_http_client(self.server_url, http_client=client)
 
@@ -93,7 +110,6 @@ class McpSession:
         self._opened: asyncio.Future[Any] | None = None
         self._closing = asyncio.Event()
         self._is_suspect = False
-        self._log: TextIO | None = None
         self._wrote = ""
         self._tools: list[Record] | None = None
 
@@ -126,9 +142,7 @@ class McpSession:
 
     async def _answer(self, client: Any, request: Callable[[Any], Awaitable[T]], limit_s: float) -> T:
         """The answer, unless the session ends first. After anything else the session is checked before its next use."""
-        assert self._owner is not None and self._log is not None
-        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
-            self._log.truncate(0)
+        assert self._owner is not None
         owner, asked = self._owner, asyncio.ensure_future(request(client))
         try:
             await asyncio.wait({asked, owner}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -165,14 +179,14 @@ class McpSession:
             raise SessionError(f"no session with {self._server}{reason}")
 
     async def _own(self, opened: asyncio.Future[Any], closing: asyncio.Event) -> None:
-        with tempfile.TemporaryFile("a+", errors="replace") as self._log:
+        with tempfile.TemporaryFile("a+", errors="replace") as log:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    opened.set_result(await self._server.connect(stack, self._log))
+                    opened.set_result(await self._server.connect(stack, log))
                     await closing.wait()
             finally:
-                self._log.seek(0)
-                self._wrote = self._log.read().strip()[-_SHOWN_LOG:]
+                log.seek(0)
+                self._wrote = log.read().strip()[-_SHOWN_LOG:]
 
     async def _is_alive(self) -> bool:
         if self._owner is None or self._owner.done() or self._opened is None or not self._opened.done():
@@ -203,7 +217,8 @@ class McpSession:
             error = inner[0]
         if isinstance(error, SessionError):
             return f": {error}"
-        return f": {type(error).__name__}: {error}" + (f"; the server wrote: {self._wrote}" if self._wrote else "")
+        wrote = f"; the server wrote: {self._wrote}" if self._wrote else ""
+        return masked(f": {type(error).__name__}: {error!s:.1000}{wrote}", self._server.hidden)
 
 
 def _seen(task: asyncio.Future[Any]) -> None:
@@ -217,9 +232,68 @@ async def _all_tools(client: Any) -> list[Record]:
 
     found: list[Record] = []
     cursor = None
-    while True:
+    for _ in range(_MAX_TOOLS):
         page = await client.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
         record = page.model_dump(mode="json", by_alias=True)
         found += record["tools"]
+        if len(found) > _MAX_TOOLS:
+            break
         if not (cursor := record.get("nextCursor")):
             return found
+    raise ValueError(f"the server lists more than {_MAX_TOOLS} tools or pages of them, expected fewer")
+
+
+async def _accept(name: str, result: Any) -> None:
+    """Accept whatever structure a result has: the model is shown its text."""
+
+
+def bounded_client(headers: Mapping[str, str] | None = None, **settings: Any) -> Any:
+    """The library's client, of httpx or of httpx2: no redirects, nothing compressed, and no message that is too long.
+
+    Older versions of the library follow redirects to other hosts with the user's headers.
+    """
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    client: Any = create_mcp_http_client(headers={**(headers or {}), **PLAIN}, **settings)
+    client.follow_redirects = False
+    client.event_hooks = {"response": [functools.partial(_bound, type(client).__module__.partition(".")[0])]}
+    return client
+
+
+async def _bound(library: str, response: Any) -> None:
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"the answer is in Content-Encoding {encoding[:40]}, expected none")
+    is_events = response.headers.get("Content-Type", "").lower().startswith("text/event-stream")
+    stream = response.stream
+
+    class Bounded(importlib.import_module(library).AsyncByteStream):  # type: ignore[misc]
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for piece in bounded(stream, by_event=is_events):
+                yield piece
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    response.stream = Bounded()
+
+
+async def bounded(pieces: Any, *, by_event: bool) -> AsyncIterator[bytes]:
+    """Pieces of a body.
+
+    Args:
+        by_event: bound each event of it instead of the whole.
+    Raises:
+        ValueError: it is longer than `MAX_MESSAGE_BYTES`.
+    """
+    size, last = 0, b""
+    async for piece in pieces:
+        size += len(piece)
+        if by_event:
+            joined = last + piece
+            ends = [place + len(line) for line in _BLANK_LINES if (place := joined.rfind(line)) >= 0]
+            size = len(joined) - max(ends) if ends else size
+            last = joined[-3:]
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"the server sends a message of more than {MAX_MESSAGE_BYTES} bytes")
+        yield piece

@@ -7,7 +7,6 @@ a turn as a whole is one action instead. Only the protocol is needed, not OpenEn
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,8 +79,10 @@ class OpenEnv(Environment):
         return [await self._answered(call) for call in calls]
 
     def reward(self) -> float | None:
-        """None: steps have given it; not a number if the session was lost, so that there is no score."""
-        return math.nan if self._is_lost else None
+        """None: steps have given it."""
+        if self._is_lost:
+            raise ConnectionError("openenv: the session was lost, and with it the reward")
+        return None
 
     async def close(self) -> None:
         await self._session.close()

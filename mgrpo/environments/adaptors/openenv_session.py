@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
+
 _FULL = "CAPACITY_REACHED"
 _REFUSALS = (_FULL, "FACTORY_ERROR", "SESSION_ERROR")
 """Errors after which the server closes the connection."""
-_MAX_MESSAGE_BYTES = 64 * 2**20
+_MAX_MESSAGE_BYTES = 16 * 2**20
+_MAX_SCHEMA_BYTES = 2**20
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
@@ -27,7 +30,8 @@ class OpenEnvAnswer:
     """The server's answer to one message."""
 
     observation: Mapping[str, Any] = field(default_factory=dict)
-    reward: float = 0.0
+    reward: Any = 0.0
+    """As the server gave it."""
     is_done: bool = False
     error: str = ""
     code: str = ""
@@ -84,9 +88,10 @@ class OpenEnvSession:
         import aiohttp
 
         try:
-            async with self._http.get(f"{self._url}/schema") as response:
+            async with self._http.get(f"{self._url}/schema", headers=PLAIN, allow_redirects=False) as response:
                 response.raise_for_status()
-                return (await response.json())["action"]
+                body = await plain_body(response.headers, response.content.iter_any(), _MAX_SCHEMA_BYTES)
+                return dict(json.loads(body)["action"])
         except (aiohttp.ClientError, ValueError, KeyError, TypeError) as err:
             raise ConnectionError(
                 f"openenv: {self._url} has no MCP tools, and none gives the schema of its action "
@@ -124,7 +129,11 @@ class OpenEnvSession:
         if message.type is not aiohttp.WSMsgType.TEXT:
             await self._socket.close()
             raise SessionLost("the server has closed the connection")
-        return _answer(json.loads(message.data))
+        try:
+            return _answer(json.loads(message.data))
+        except (AttributeError, RecursionError, TypeError, ValueError) as err:
+            await self._socket.close()
+            raise SessionLost(f"the server has sent {message.data:.80}, which is not a message") from err
 
 
 def _answer(message: Mapping[str, Any]) -> OpenEnvAnswer:
@@ -135,6 +144,6 @@ def _answer(message: Mapping[str, Any]) -> OpenEnvAnswer:
     observation = data.get("observation")
     return OpenEnvAnswer(
         observation=observation if isinstance(observation, Mapping) else {"observation": observation},
-        reward=float(data.get("reward") or 0.0),
+        reward=0.0 if data.get("reward") is None else data["reward"],
         is_done=bool(data.get("done")),
     )

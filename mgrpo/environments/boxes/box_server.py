@@ -41,9 +41,13 @@ def box_server_command(argv: Sequence[str]) -> int:
             cpus=options.cpus,
         )
         asyncio.run(check_box(options.box, granted))
-        listening = listen(options.host, options.port)
     except (ImportError, ValueError, BoxError, OSError) as err:
         sys.stderr.write(f"mgrpo: {err}\n")
+        return 2
+    try:
+        listening = listen(options.host, options.port)
+    except OSError as err:
+        sys.stderr.write(f"mgrpo: cannot listen at --host {options.host} --port {options.port}: {err.strerror}\n")
         return 2
 
     async def open_granted(wanted: Bounds) -> Box:

@@ -13,9 +13,15 @@ _PAUSE_S = 0.004
 class Captured:
     """Reads one end of a pipe until its end. For one event loop."""
 
-    def __init__(self, descriptor: int, max_bytes: int) -> None:
-        """Takes the descriptor over."""
-        self._descriptor, self._max_bytes = descriptor, max_bytes
+    def __init__(self, descriptor: int, max_bytes: int, *, mark: bytes = b"") -> None:
+        """Takes the descriptor over.
+
+        Args:
+            mark: bytes with which the output begins, if it is that of the command; they are not kept.
+        """
+        self._descriptor, self._max_bytes, self._mark = descriptor, max_bytes, mark
+        self.is_marked = not mark
+        """True once the mark has been read."""
         self._loop = asyncio.get_running_loop()
         self._kept = bytearray()
         self._is_open = True
@@ -62,6 +68,11 @@ class Captured:
             self.close()
             return
         self._kept += piece
+        if self._mark and len(self._kept) >= len(self._mark):
+            if self._kept.startswith(self._mark):
+                self.is_marked = True
+                del self._kept[: len(self._mark)]
+            self._mark = b""
         if len(self._kept) <= self._max_bytes:
             return
         self.truncated = True

@@ -76,7 +76,7 @@ class EndpointApp:
             try:
                 if (url := self._passing.url_of(scope)) is not None:
                     await self._passing.pass_on(url, scope, receive, send)
-                else:
+                elif not await self._is_task_of_another(exchange, scope, receive, send):
                     await self._route(exchange)
             except (Fault, ClientGone):
                 raise
@@ -88,6 +88,18 @@ class EndpointApp:
             await exchange.refuse(fault, dialect.error(fault), dialect.error_event(fault))
         except ClientGone:
             pass
+
+    async def _is_task_of_another(self, exchange: Exchange, scope: Event, receive: Receive, send: Send) -> bool:
+        """True if another endpoint has answered a worker that asks for a task."""
+        if exchange.parts != ["tasks", "next"] or self._tasks is None or self._tasks.has_waiting:
+            return False
+        if (url := self._passing.url_for_task(scope)) is None:
+            return False
+        try:
+            await self._passing.pass_on(url, scope, receive, send)
+        except Fault:
+            return False  # it is not reached
+        return True
 
     async def _route(self, exchange: Exchange) -> None:
         match exchange.parts:
@@ -142,7 +154,8 @@ class EndpointApp:
                         f"ended={left['ended']!r} is said by the worker that has the task, with the task's task_key.",
                         "invalid_api_key",
                     )
-                session.left = left
+                if session.why_over is None:
+                    session.left = left
                 opened.close("ended")
                 await exchange.answer(200, {})
         elif tail == "v1/models" or tail.startswith("v1/models/"):

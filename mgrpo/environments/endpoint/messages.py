@@ -88,6 +88,21 @@ def checked(messages: Any) -> list[Chat]:
     return messages
 
 
+def check_arguments(messages: Sequence[Chat]) -> None:
+    """Raise BadRequest for the first call whose arguments are no object."""
+    for place, message in enumerate(messages):
+        for number, (name, arguments) in enumerate(calls_of(message)):
+            if not isinstance(arguments, Mapping):
+                where = f"messages[{place}].tool_calls[{number}].function.arguments"
+                called = message["tool_calls"][number].get("id")
+                raise BadRequest(
+                    f"Invalid value for '{where}': the call {called!r:.80} of {name!r:.80} has {arguments!r:.80}, and the chat "
+                    "template takes arguments apart; expected an object, or JSON text of one.",
+                    "invalid_value",
+                    where,
+                )
+
+
 def tools_of(schemas: Any) -> list[Tool]:
     """The tools of a request."""
     if not isinstance(schemas, list | tuple):

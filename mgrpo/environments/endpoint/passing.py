@@ -40,7 +40,7 @@ class Passing:
         """`number`: of this endpoint."""
         self.urls: Mapping[int, str] = {}
         """Where each endpoint of the run is reached by the others."""
-        self._number = number
+        self._number, self._num_asked = number, 0
         self._client: aiohttp.ClientSession | None = None
 
     def url_of(self, scope: Mapping[str, Any]) -> str | None:
@@ -48,8 +48,19 @@ class Passing:
         found = _SESSION.match(_path(scope))
         if found is None or int(found[1]) == self._number:
             return None
-        was_passed = any(name == PASSED.encode() for name, _ in scope["headers"])
-        return None if was_passed else self.urls.get(int(found[1]))
+        return None if _was_passed(scope) else self.urls.get(int(found[1]))
+
+    def url_for_task(self, scope: Mapping[str, Any]) -> str | None:
+        """The endpoint whose turn it is to give a worker a task, where this one has none; None: this one.
+
+        A worker keeps its connection, and a balancer may send all of them to one endpoint.
+        """
+        if _was_passed(scope) or not self.urls:
+            return None
+        self._num_asked += 1
+        numbers = sorted(self.urls)
+        number = numbers[(self._number + self._num_asked) % len(numbers)]
+        return None if number == self._number else self.urls[number]
 
     async def pass_on(self, url: str, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Have it answered there, until the answer has ended or the client has gone.
@@ -129,6 +140,10 @@ async def _read(receive: Receive, body: asyncio.Queue[bytes | None]) -> None:
 async def _pieces(body: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
     while (piece := await body.get()) is not None:
         yield piece
+
+
+def _was_passed(scope: Mapping[str, Any]) -> bool:
+    return any(name == PASSED.encode() for name, _ in scope["headers"])
 
 
 def _has_body(scope: Mapping[str, Any]) -> bool:

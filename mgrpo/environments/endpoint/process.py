@@ -156,7 +156,14 @@ class AskedEndpoint:
         language, *others = [await asyncio.to_thread(spec.make) for _ in range(1 + NUM_READERS)]
         sys.setswitchinterval(_SWITCH_S)
         host = question["host"] if self._host is None else self._host
-        listening = listen(host, question["port"] if self._port is None else self._port)
+        port = question["port"] if self._port is None else self._port
+        try:
+            listening = listen(host, port)
+        except OSError as err:
+            raise ValueError(
+                f"cannot listen at {host} port {port}: {err.strerror}; choose another agent_endpoint_port (mgrpo agent-endpoint: "
+                "--port), or 0 for any free one"
+            ) from err
         direct = _url(host, listening)
         url = (question.get("public_url") or direct).rstrip("/")
         limits = EndpointLimits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import numpy as np
 from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
 from mgrpo.environments.endpoint.tree import Ask, Node, Tree
 from mgrpo.environments.endpoint.wishes import SampledTurn, Wishes
+from mgrpo.environments.environment import LARGEST, fits_float32
 from mgrpo.environments.loop.program_language import ProgramLanguage
 
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -126,7 +126,8 @@ class EndpointLimits:
     max_turns: int = 1024
     max_open_calls: int = 64
     max_branches: int = 1024
-    body_bytes: int = 1 << 24
+    body_bytes: int = 10 << 20
+    """Above `held_bytes` with room for tools and fields: what has more could not be recorded."""
     body_s: float = 10.0
     retry_s: float = 10.0
     """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
@@ -404,14 +405,12 @@ def finite(value: Any, name: str) -> float:
     """A number that a client has sent.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is none, or float32 does not hold it.
     """
-    try:
-        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    except OverflowError:
-        pass
-    raise BadRequest(f"Invalid value for '{name}': {str(value)[:80]} is not a finite number.", "invalid_value", name)
+    if not isinstance(value, bool) and isinstance(value, int | float) and fits_float32(value):
+        return float(value)
+    why = f"expected a number of at most {LARGEST:g} (float32)"
+    raise BadRequest(f"Invalid value for '{name}': {str(value)[:80]}; {why}.", "invalid_value", name)
 
 
 def _bytes_of(text: str) -> list[int] | None:

@@ -57,6 +57,11 @@ class Tasks:
         self._watch: asyncio.TimerHandle | None = None
         self._has_said = False
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if a worker that asks gets a task at once."""
+        return bool(self._waiting)
+
     def add(self, session: str, task: Task) -> None:
         """Have a worker play a session."""
         self._waiting[session] = task, time.monotonic()

@@ -18,6 +18,7 @@ import numpy as np
 from mgrpo.environments.endpoint.messages import (
     BadRequest,
     ContextFull,
+    check_arguments,
     checked,
     for_template,
     key_after,
@@ -219,7 +220,14 @@ class Tree:
                     is_first=False,
                 )
         own = self._own
-        ids = language.opening(for_template(messages), _untrusted(messages, own), room=room)
+        try:
+            ids = language.opening(for_template(messages), _untrusted(messages, own), room=room)
+        except TextTooLong:
+            raise
+        except ValueError:
+            # Templates that take arguments apart say neither which message it was nor which call.
+            check_arguments(messages)
+            raise
         if self.nodes and why is None:
             why = self._difference(messages, tools)
         return Ask(

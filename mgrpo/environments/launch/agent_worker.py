@@ -6,17 +6,18 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import httpx
 
-from mgrpo.environments.boxes.box import BoxError
 from mgrpo.environments.launch.command import CommandAgent
 from mgrpo.environments.offered.agent import Endpoint, Outcome
 
@@ -29,6 +30,18 @@ _NO_DEADLINE_S = 86_400.0
 _LAST_WORDS_S = 5.0
 _ALIVE_SHARE = 6
 """Signs of life within the time after which the run takes a task away."""
+_LEAST_PAUSE_S = 0.5
+_MOST_TASK_BYTES = 1 << 26
+_FORM: Mapping[str, Any] = {
+    "row": (dict,),
+    "base_url": (str,),
+    "api_key": (str,),
+    "task_key": (str,),
+    "reward_key": (str, NoneType),
+    "deadline_s": (int, float, NoneType),
+    "silence_s": (int, float),
+}
+"""Fields of a task, with their types."""
 
 
 class WorkerRefused(Exception):
@@ -76,7 +89,7 @@ class AgentWorker:
             url = self._urls[number % len(self._urls)]
             try:
                 task = await self._next(client, url)
-            except (httpx.HTTPError, ValueError) as err:
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, RecursionError, ValueError) as err:
                 self._say_silent(url, err)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -86,14 +99,27 @@ class AgentWorker:
                 await self._play(client, agent, task)
 
     async def _next(self, client: httpx.AsyncClient, url: str) -> Mapping[str, Any] | None:
-        answer = await client.get(f"{url}/tasks/next?alive=1", headers=_bearer(self._key))
+        # Not decompressed: a small answer may become any number of bytes.
+        headers = _bearer(self._key) | {"Accept-Encoding": "identity"}
+        async with (
+            asyncio.timeout(_ANSWER_S),
+            client.stream("GET", f"{url}/tasks/next?alive=1", headers=headers) as answer,
+        ):
+            data = bytearray()
+            async for piece in answer.aiter_raw():
+                data += piece
+                if len(data) > _MOST_TASK_BYTES:
+                    raise ValueError(f"its answer has more than {_MOST_TASK_BYTES} bytes")
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise WorkerRefused(f"the run at {url} does not take this key; give the one that it has in {KEY}")
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ValueError(f"the run at {url} hands out no tasks; start it with agent=remote")
-        task = answer.raise_for_status().json()["task"]
-        if task is not None and not isinstance(task, dict):
-            raise ValueError(f"the task is {task!r:.80}")
+        answer.raise_for_status()
+        found = json.loads(data)
+        if not isinstance(found, dict) or "task" not in found:
+            raise ValueError(f"expected an object with a task, not {found!r:.80}")
+        if (task := found["task"]) is not None:
+            _check_task(task)
         return task
 
     async def _play(self, client: httpx.AsyncClient, agent: CommandAgent, task: Mapping[str, Any]) -> None:
@@ -109,7 +135,8 @@ class AgentWorker:
             outcome = {"ended": found.ended, "status": found.status, "output": found.output}
             if found.reward is not None and task["reward_key"] is not None:
                 await _tell(client, task, "reward", {"reward": found.reward, "metrics": dict(found.metrics)})
-        except (BoxError, OSError, ValueError) as err:
+        except Exception as err:
+            # One task must not end the others.
             outcome = {"ended": "lost", "output": f"{type(err).__name__}: {err}"}
         finally:
             for each in (playing, wanted):
@@ -136,6 +163,27 @@ class AgentWorker:
             sys.stderr.write(f"mgrpo agent-worker: no task from {url} ({type(err).__name__}: {err}); trying again\n")
 
 
+def _check_task(task: Any) -> None:
+    """ValueError for a task that cannot be played: the run may be of another version."""
+    for name, types in _FORM.items():
+        value: Any = task.get(name, ...) if isinstance(task, dict) else task
+        if not isinstance(value, types) or isinstance(value, bool):
+            was = "missing" if value is ... else f"{value!r:.80}"
+            raise ValueError(f"{name} of the task is {was}; is the run of this version of mgrpo?")
+        if name.endswith("_s") and value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} of the task is {value!r:.80}; expected seconds above 0")
+        if name.endswith("_key") and value is not None and not _is_plain(value):
+            raise ValueError(f"{name} of the task cannot be sent; expected printable ASCII")
+    url = httpx.URL(task["base_url"])
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"base_url of the task is {task['base_url']!r:.80}; expected http:// or https://")
+
+
+def _is_plain(key: str) -> bool:
+    """True for a key that a header can hold."""
+    return key.isascii() and key.isprintable()
+
+
 async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> None:
     """Say again and again that the task is played, until the run says that it is over."""
     while True:
@@ -143,7 +191,7 @@ async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> N
             answer = await client.post(f"{task['base_url']}/alive", headers=_bearer(task["task_key"]))
             if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNAUTHORIZED):
                 return
-        await asyncio.sleep(task["silence_s"] / _ALIVE_SHARE)
+        await asyncio.sleep(max(task["silence_s"] / _ALIVE_SHARE, _LEAST_PAUSE_S))
 
 
 async def _tell(client: httpx.AsyncClient, task: Mapping[str, Any], what: str, values: Mapping[str, Any]) -> None:
@@ -204,6 +252,8 @@ def _key(file: str | None) -> str:
         raise ValueError(f"--key_file {file} cannot be read: {err.strerror}") from err
     if not key:
         raise ValueError(f"there is no key of the run; export {KEY}, or name a file that holds it: --key_file FILE")
+    if not _is_plain(key):
+        raise ValueError(f"the key of the run in {file or KEY} cannot be sent; expected one line of printable ASCII")
     return key
 
 

@@ -39,4 +39,6 @@ class Losses:
         self._said[kind] += 1
         if self._said[kind] <= _MOST_OF_A_KIND:
             is_last = self._said[kind] == _MOST_OF_A_KIND
+            # It may quote what an agent has printed, which a terminal would obey.
+            text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
             _log.warning("%s%s", text, " (further ones of this kind are not logged)" if is_last else "")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from mgrpo.environments.environment import Environment
+from mgrpo.environments.environment import LARGEST, Environment, fits_float32
 from mgrpo.environments.offered.calling import outcome, said
 
 Run = Callable[..., Awaitable[float | None]]
@@ -135,12 +134,12 @@ def checked_reward(value: object) -> float | None:
     """A reward as an agent or its check has given it.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: it is no number that float32 holds.
     """
     if value is None:
         return None
-    if (number := _finite(value)) is None:
-        raise ValueError(f"{value!r:.80}, expected the reward as a finite number, or None")
+    if (number := _number(value)) is None:
+        raise ValueError(f"{value!r:.80}, expected the reward as a number of at most {LARGEST:g} (float32), or None")
     return number
 
 
@@ -148,7 +147,7 @@ def checked_metrics(values: object) -> dict[str, float]:
     """Metrics by name, as an agent or its check has given them.
 
     Raises:
-        ValueError: they are not a few finite numbers under short names.
+        ValueError: they are not a few numbers that float32 holds, under short names.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"metrics={values!r:.80}, expected an object of numbers")
@@ -156,22 +155,20 @@ def checked_metrics(values: object) -> dict[str, float]:
         raise ValueError(f"{len(values)} metrics, expected at most {_MOST_METRICS}")
     found = {}
     for name, value in values.items():
-        number = _finite(value)
+        number = _number(value)
         if not isinstance(name, str) or not _METRIC.fullmatch(name) or number is None:
-            raise ValueError(f"the metric {name!r:.80} = {value!r:.80}, expected a short name and a finite number")
+            raise ValueError(
+                f"the metric {name!r:.80} = {value!r:.80}, expected a short name and a number of at most {LARGEST:g} (float32)"
+            )
         found[name] = number
     return found
 
 
-def _finite(value: object) -> float | None:
-    """A number that JSON holds, not a bool."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(value: object) -> float | None:
+    """A number that float32 holds, not a bool."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not fits_float32(value):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value)
 
 
 def _traceback(err: BaseException) -> str:

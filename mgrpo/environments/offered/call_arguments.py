@@ -19,10 +19,26 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,300}(\.0+)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SHOWN = 100
 """Characters of a wrong value that are shown."""
+_MAX_STEPS = 20_000
+"""Most parts of schemas that are read for one call: references may multiply a short schema without end."""
+_MAX_NESTED_KINDS = 8
+"""Alternatives within each other that an error names."""
 
 
 class ArgumentError(Exception):
     """The arguments do not fit; the text tells the model what is expected."""
+
+
+class _Root(dict[str, Any]):
+    """A tool's schema, where references begin, with the number of parts that may still be read."""
+
+    steps = _MAX_STEPS
+
+    def count(self, steps: int = 1) -> None:
+        """Raise ArgumentError where too many parts were read."""
+        self.steps -= steps
+        if self.steps < 0:
+            raise ArgumentError(f"the tool's schema has more than {_MAX_STEPS} parts for these arguments; give fewer")
 
 
 class _Unfit(Exception):
@@ -40,7 +56,7 @@ def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Ranges, lengths and patterns are left to the tool.
     """
-    parameters = tool.parameters
+    parameters = _Root(tool.parameters)
     if not isinstance(arguments, Mapping):
         raise ArgumentError(
             f"{tool.name}: expected arguments by name, got {_shown(arguments)}; {_expected(parameters)}"
@@ -53,17 +69,30 @@ def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"{tool.name}: the arguments are nested too deeply; {_expected(parameters)}") from err
 
 
-def _expected(parameters: Schema) -> str:
+def _expected(parameters: _Root) -> str:
     """All arguments with their types, for the model."""
-    required = parameters.get("required") or ()
+    parameters.steps = _MAX_STEPS
+    required = _listed(parameters, "required")
     listed = [
         f"{name} ({_kind(schema, parameters)}{'' if name in required else ', optional'})"
-        for name, schema in (parameters.get("properties") or {}).items()
+        for name, schema in (_properties(parameters) or {}).items()
     ]
     return f"expected: {', '.join(listed)}" if listed else "expected no arguments"
 
 
-def _fitted(schema: Any, value: Any, root: Schema) -> Any:
+def _listed(schema: Schema, name: str) -> Sequence[Any]:
+    """A list in a schema; empty where the schema, which a server may have written, holds none under the name."""
+    found = schema.get(name)
+    return found if isinstance(found, list | tuple) else ()
+
+
+def _properties(schema: Schema) -> Mapping[str, Any] | None:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else None
+
+
+def _fitted(schema: Any, value: Any, root: _Root) -> Any:
+    root.count(1 + len(value) // _SHOWN if isinstance(value, str) else 1)
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping):
         return value
@@ -71,15 +100,15 @@ def _fitted(schema: Any, value: Any, root: Schema) -> Any:
         return _one_of(alternatives, value, root)
     kind = schema.get("type")
     fitted = _KINDS[kind](schema, value, root) if isinstance(kind, str) and kind in _KINDS else value
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    return fitted if choices is None else _chosen(choices, fitted)
+    choices = [schema["const"]] if "const" in schema else _listed(schema, "enum")
+    return _chosen(choices, fitted) if choices else fitted
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
     """The schemas of which one must fit; none: the schema itself must fit."""
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else []
-    nested: list[Schema] = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    nested: list[Schema] = [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]
     found: list[Schema] = [dict(schema, type=name, nullable=False) for name in kinds] or nested
     if schema.get("nullable"):
         # Its `enum`, if there is one, need not hold null.
@@ -87,7 +116,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
     return found
 
 
-def _one_of(alternatives: Sequence[Any], value: Any, root: Schema) -> Any:
+def _one_of(alternatives: Sequence[Any], value: Any, root: _Root) -> Any:
     """The value, unchanged if one of the alternatives takes it so; else converted for the first that can."""
     fitting = []
     for schema in alternatives:
@@ -110,7 +139,7 @@ def _chosen(choices: Sequence[Any], value: Any) -> Any:
     raise _unfit(f"one of {_text(list(choices))}", value)
 
 
-def _integer(schema: Schema, value: Any, root: Schema) -> int:
+def _integer(schema: Schema, value: Any, root: _Root) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -120,7 +149,7 @@ def _integer(schema: Schema, value: Any, root: Schema) -> int:
     raise _unfit("integer", value)
 
 
-def _number(schema: Schema, value: Any, root: Schema) -> int | float:
+def _number(schema: Schema, value: Any, root: _Root) -> int | float:
     if isinstance(value, str):
         text = value.strip()
         if _INTEGER.fullmatch(text) and "." not in text:
@@ -133,7 +162,7 @@ def _number(schema: Schema, value: Any, root: Schema) -> int | float:
     raise _unfit("number", value)
 
 
-def _boolean(schema: Schema, value: Any, root: Schema) -> bool:
+def _boolean(schema: Schema, value: Any, root: _Root) -> bool:
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if isinstance(value, bool):
@@ -141,43 +170,43 @@ def _boolean(schema: Schema, value: Any, root: Schema) -> bool:
     raise _unfit("boolean", value)
 
 
-def _string(schema: Schema, value: Any, root: Schema) -> str:
+def _string(schema: Schema, value: Any, root: _Root) -> str:
     if value is None:
         raise _unfit("string", value)
     return value if isinstance(value, str) else _text(value)
 
 
-def _null(schema: Schema, value: Any, root: Schema) -> None:
+def _null(schema: Schema, value: Any, root: _Root) -> None:
     if value is not None and value not in ("null", "None"):
         raise _unfit("null", value)
 
 
-def _array(schema: Schema, value: Any, root: Schema) -> list[Any]:
+def _array(schema: Schema, value: Any, root: _Root) -> list[Any]:
     items = _parsed(value, list)
     if items is None:
         raise _unfit("array", value)
-    first = schema.get("prefixItems") or []
+    first = _listed(schema, "prefixItems")
     if first and len(items) != len(first):
         raise _unfit(f"array of {len(first)} items", value)
     schemas = [*first, *[schema.get("items")] * (len(items) - len(first))]
     return [_inside(f"[{i}]", each, item, root) for i, (each, item) in enumerate(zip(schemas, items, strict=True))]
 
 
-def _object(schema: Schema, value: Any, root: Schema) -> dict[str, Any]:
+def _object(schema: Schema, value: Any, root: _Root) -> dict[str, Any]:
     fields = _parsed(value, dict)
     if fields is None:
         raise _unfit("object", value)
-    properties = schema.get("properties")
+    properties = _properties(schema)
     others = schema.get("additionalProperties", properties is None)
     known = properties or {}
     if unknown := [name for name in fields if name not in known and others is False]:
         raise _Unfit("", f"there is no argument {', '.join(map(str, unknown))}")
-    if missing := [name for name in schema.get("required") or () if name not in fields]:
+    if missing := [name for name in map(str, _listed(schema, "required")) if name not in fields]:
         raise _Unfit("", f"the argument {', '.join(missing)} is missing")
     return {name: _inside(f".{name}", known.get(name, others), field, root) for name, field in fields.items()}
 
 
-_KINDS: dict[Any, Callable[[Schema, Any, Schema], Any]] = {
+_KINDS: dict[Any, Callable[[Schema, Any, _Root], Any]] = {
     "integer": _integer,
     "number": _number,
     "boolean": _boolean,
@@ -188,7 +217,7 @@ _KINDS: dict[Any, Callable[[Schema, Any, Schema], Any]] = {
 }
 
 
-def _inside(step: str, schema: Any, value: Any, root: Schema) -> Any:
+def _inside(step: str, schema: Any, value: Any, root: _Root) -> Any:
     """A part of a value, fitted; `step` leads to the part."""
     try:
         return _fitted(schema, value, root)
@@ -206,28 +235,33 @@ def _parsed(value: Any, kind: type) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _resolved(schema: Any, root: Schema) -> Any:
+def _resolved(schema: Any, root: _Root) -> Any:
     """The target of a reference within the tool's schema; None, which anything fits, where there is none."""
     seen: set[str] = set()
     while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
         if path in seen or not path.startswith("#/"):
             return None
         seen.add(path)
+        root.count(1 + path.count("/"))
         schema = root
         for name in path[2:].split("/"):
             schema = schema.get(name) if isinstance(schema, Mapping) else None
     return schema
 
 
-def _kind(schema: Any, root: Schema) -> str:
+def _kind(schema: Any, root: _Root, depth: int = 0) -> str:
     """The type that is expected, in the words of JSON schemas."""
-    schema = _resolved(schema, root)
-    if not isinstance(schema, Mapping):
+    try:
+        root.count()
+        schema = _resolved(schema, root)
+    except ArgumentError:
+        return "any"
+    if not isinstance(schema, Mapping) or depth > _MAX_NESTED_KINDS:
         return "any"
     if "enum" in schema or "const" in schema:
         return f"one of {_text(schema.get('enum', [schema.get('const')]))}"
     if alternatives := _alternatives(schema):
-        return " or ".join(dict.fromkeys(_kind(each, root) for each in alternatives))
+        return " or ".join(dict.fromkeys(_kind(each, root, depth + 1) for each in alternatives))
     return str(schema.get("type", "any"))
 
 

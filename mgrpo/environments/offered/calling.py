@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+
+from mgrpo.environments.environment import LARGEST, fits_float32
 
 _CANCEL_S = 1.0
 """The time in which a cancelled coroutine has to end."""
@@ -19,6 +23,10 @@ class Failed(Exception):
 
 class Late(Failed):
     """There was no answer in time."""
+
+
+class NumberRefused(Failed):
+    """A reward or a metric is no number that float32 holds: the trajectory has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +96,15 @@ class TimedCalls:
 
 
 async def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """A method's result. Coroutines run in the loop, other methods in a thread; these may return an awaitable."""
+    """A method's result. Coroutines run in the loop, other methods in a thread; these may return an awaitable.
+
+    Raises:
+        Failed: it raised something that as a task's exception would end the loop, such as a SystemExit.
+        Exception, CancelledError: anything else that it raised.
+    """
     result, err = await outcome(method, *arguments, **named)
     if err is not None:
-        raise err
+        raise err if isinstance(err, Exception | asyncio.CancelledError) else Failed(said(err)) from err
     return result
 
 
@@ -116,10 +129,33 @@ def _plain_outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tu
 
 def said(err: BaseException) -> str:
     """An exception as a short text, whatever its own methods do."""
-    try:
-        text = str(err)
-    except Exception:
-        text = "its text cannot be read"
-    text = text.encode(errors="replace").decode()[:_MAX_ERROR_CHARS]
+    text = written(err)[:_MAX_ERROR_CHARS]
     # The toolbox names the entry itself.
     return text if type(err) is ValueError else f"{type(err).__name__}: {text}"
+
+
+def written(value: object, write: Callable[[Any], str] = str) -> str:
+    """A value of the user's code as text, by `str` or `repr`, whatever its own methods do."""
+    try:
+        return write(value).encode(errors="replace").decode()
+    # They may raise a KeyboardInterrupt, or return what is no text.
+    except BaseException:
+        return f"a {type(value).__name__} that cannot be written"
+
+
+def number(value: Any, name: str) -> float:
+    """A reward or a metric as the user's code has given it.
+
+    Args:
+        name: its name in an error.
+    Raises:
+        NumberRefused: it is no number, or float32 does not hold it.
+    """
+    found = math.nan
+    if not isinstance(value, str | bytes | bytearray):
+        # A number of another library, whose methods may raise anything.
+        with contextlib.suppress(BaseException):
+            found = float(value)
+    if not fits_float32(found):
+        raise NumberRefused(f"{name} is {written(value, repr):.80}, expected a number of at most {LARGEST:g} (float32)")
+    return found

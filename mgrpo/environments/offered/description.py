@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.offered.row_columns import RowSettings, row_settings
+from mgrpo.environments.offered.row_columns import RowSettings, is_plain, row_settings
 
 ACT = "act"
 """Name of the call that stands for a whole turn, for an environment without tools; its argument is "text"."""
+_NAME = re.compile(r"[\w.:/@-]{1,128}")
+_MAX_SCHEMA_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,35 @@ class Description:
             return settings.tools is None or bool(settings.names & offer.names)
 
         return [offer for offer in self.offers if plays(offer)]
+
+
+def checked_tools(tools: Sequence[Tool]) -> Sequence[Tool]:
+    """The tools of one environment, which a server may have described.
+
+    Raises:
+        ValueError: one has no plain name, or is no JSON, two look the same, or they are too long for any prompt.
+    """
+    alike: dict[str, str] = {}
+    for tool in tools:
+        if not isinstance(tool.name, str) or not _NAME.fullmatch(tool.name):
+            raise ValueError(f"a tool has the name {tool.name!r:.80}, expected letters, digits and any of _ - . : / @")
+        if other := alike.get(form := unicodedata.normalize("NFKC", tool.name)):
+            raise ValueError(
+                f"two tools have the names {other} and {tool.name}, which look the same; expected one of them"
+            )
+        alike[form] = tool.name
+        if (
+            not isinstance(tool.description, str)
+            or not isinstance(tool.parameters, Mapping)
+            or not is_plain(tool.schema)
+        ):
+            raise ValueError(
+                f"the tool {tool.name} has a description or parameters that are no text and no JSON schema, or are nested "
+                "too deeply"
+            )
+    if (size := len(json.dumps([tool.schema for tool in tools]))) > _MAX_SCHEMA_BYTES:
+        raise ValueError(f"the schemas of {len(tools)} tools have {size} bytes, expected at most {_MAX_SCHEMA_BYTES}")
+    return tools
 
 
 def _clashing(offer: Offer, other: Offer) -> set[str]:

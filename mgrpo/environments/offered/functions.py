@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
+from mgrpo.environments.offered.calling import written
 from mgrpo.environments.offered.type_hints import Schema, schema_of
 
 FILLED_IN = ("trajectory", "row", "seed")
@@ -97,7 +98,7 @@ def finished(begun: Sequence[Observation | Awaitable[Any]]) -> Sequence[Observat
 
 def failure(err: BaseException) -> Observation:
     """The answer to a call that raised."""
-    return Observation(text=_json({"error": f"{type(err).__name__}: {err}"}), failed=True)
+    return Observation(text=_json({"error": f"{type(err).__name__}: {written(err)}"}), failed=True)
 
 
 async def _awaited(begun: Sequence[Observation | Awaitable[Any]]) -> Sequence[Observation]:

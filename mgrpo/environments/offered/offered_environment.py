@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +10,8 @@ from typing import Any
 from mgrpo.environments.environment import Answered, Call, Environment, Observation, Tool
 from mgrpo.environments.offered.agent import Agent
 from mgrpo.environments.offered.call_arguments import ArgumentError, coerced
-from mgrpo.environments.offered.calling import Late, TimedCalls, called
-from mgrpo.environments.offered.description import ACT, Offer
+from mgrpo.environments.offered.calling import Late, NumberRefused, TimedCalls, called, number, written
+from mgrpo.environments.offered.description import ACT, Offer, checked_tools
 from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.offered.program import Program
 
@@ -55,9 +54,9 @@ class OfferedEnvironment:
     async def set_up(self) -> None:
         try:
             await called(self.environment.setup)
-            tools = self.environment.tools()
+            tools = checked_tools(self.environment.tools())
         except (Exception, SystemExit) as err:
-            raise ValueError(f"{self.entry} cannot be set up: {type(err).__name__}: {err}") from err
+            raise ValueError(f"{self.entry} cannot be set up: {type(err).__name__}: {written(err)}") from err
         is_renamed = self._call_name and len(tools) == 1
         self._tools = {self._call_name if is_renamed else tool.name: tool for tool in tools}
         self.offer = self._described()
@@ -68,7 +67,7 @@ class OfferedEnvironment:
             row = {name: value for name, value in row.items() if name != "environment"}
         begun = await called(self.environment.reset, row, seed=seed)
         if begun is not None and not _is_observation(begun):
-            raise TypeError(f"{self.entry}: reset returned {begun!r:.80}, expected an Observation or None")
+            raise TypeError(f"{self.entry}: reset returned {written(begun, repr):.80}, expected an Observation or None")
         if begun is not None and (begun.done or begun.reward):
             raise ValueError(
                 f"{self.entry}: reset returned done={begun.done}, reward={begun.reward}; a trajectory begins with a text and "
@@ -78,7 +77,11 @@ class OfferedEnvironment:
         return replace(begun, metrics=self._own_metrics(begun))
 
     async def answers(self, calls: Sequence[Call]) -> list[Answered]:
-        """One answer for each call, also where the environment fails or is late."""
+        """One answer for each call, also where the environment fails or is late.
+
+        Raises:
+            NumberRefused: it gave a reward or a metric that is no number which float32 holds.
+        """
         began, is_late = time.monotonic(), False
         asked: dict[int, Call] = {}
         observations: dict[int, Observation] = {}
@@ -90,19 +93,27 @@ class OfferedEnvironment:
         try:
             if asked:
                 limit_s = self._calls.limits.tool_timeout_s * len(calls)
-                found = list(await self._calls.within(limit_s, self.environment.step, [*asked.values()]))
-                if len(found) != len(asked) or not all(map(_is_observation, found)):
-                    raise TypeError(f"{self.entry}: step returned {found!r:.80}, expected {len(asked)} Observations")
-                observations |= zip(asked, map(self._checked, found), strict=True)
+                found = await self._calls.within(limit_s, self._step, [*asked.values()])
+                observations |= zip(asked, found, strict=True)
         except Late as err:
             is_late = True
             observations = dict.fromkeys(range(len(calls)), failure(TimeoutError(str(err))))
-        except (Exception, SystemExit) as err:
+        except NumberRefused:
+            raise
+        except Exception as err:
             observations |= dict.fromkeys(asked, self.refused(failure(err).text))
         seconds = (time.monotonic() - began) / len(calls)
         return [
             Answered(observation=observations[place], seconds=seconds, timed_out=is_late) for place in range(len(calls))
         ]
+
+    async def _step(self, calls: Sequence[Call]) -> list[Observation]:
+        found = await called(self.environment.step, calls)
+        if not isinstance(found, list | tuple) or len(found) != len(calls) or not all(map(_is_observation, found)):
+            raise TypeError(
+                f"{self.entry}: step returned {written(found, repr):.80}, expected a list of {len(calls)} Observations"
+            )
+        return [self._checked(each) for each in found]
 
     def refused(self, text: str) -> Observation:
         """The answer to a call that cannot be made, or that failed."""
@@ -117,7 +128,7 @@ class OfferedEnvironment:
 
     async def reward(self) -> float | None:
         reward = await called(self.environment.reward) if self.offer.gives_reward else None
-        return None if reward is None else float(reward)
+        return None if reward is None else number(reward, f"{self.name}: the trajectory's reward")
 
     def snapshot(self) -> Mapping[str, Any]:
         show = getattr(self.environment, "snapshot", None)
@@ -151,30 +162,21 @@ class OfferedEnvironment:
     def _checked(self, observation: Observation) -> Observation:
         return Observation(
             text=shortened(observation.text, self._calls.limits.output_bytes),
-            reward=finite(observation.reward),
+            reward=number(observation.reward, f"{self.name}: the reward of a step"),
             done=bool(observation.done),
             failed=bool(observation.failed),
             metrics=self._own_metrics(observation),
         )
 
     def _own_metrics(self, observation: Observation) -> dict[str, float]:
-        return {f"{self.name}/{name}": float(value) for name, value in observation.metrics.items()}
+        return {
+            f"{self.name}/{name}": number(value, f"{self.name}: the metric {name}")
+            for name, value in observation.metrics.items()
+        }
 
 
 def _is_observation(value: Any) -> bool:
     return isinstance(value, Observation) and isinstance(value.text, str)
-
-
-def finite(value: Any) -> float:
-    """A reward as a number.
-
-    Raises:
-        ValueError: it is not finite.
-    """
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the environment gave the reward {number}")
-    return number
 
 
 def shortened(text: Any, limit: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Environment
-from mgrpo.environments.offered.calling import outcome
+from mgrpo.environments.offered.calling import number, outcome
 from mgrpo.environments.offered.functions import tool_of
 from mgrpo.environments.offered.row_columns import is_plain, sendable
 
@@ -210,10 +210,12 @@ class Program(Environment):
             result, err = None, None
         if err is not None:
             raise ValueError(f"{self.name}: {type(err).__name__}: {err} ({self._place(err)})") from err
-        if result is not None and not isinstance(result, (int, float)):
-            raise TypeError(f"{self.name} returned {result!r:.80}, expected the reward as a number, or None")
-        metrics = {f"{self.name}/{name}": float(value) for name, value in model.metrics.items()}
-        return {"returned": result, "metrics": metrics, "shown": sendable(model.shown)}
+        reward = None if result is None else number(result, f"{self.name}: the reward that it returned")
+        metrics = {
+            f"{self.name}/{name}": number(value, f"{self.name}: the metric {name}")
+            for name, value in model.metrics.items()
+        }
+        return {"returned": reward, "metrics": metrics, "shown": sendable(model.shown)}
 
     async def close(self) -> None:
         """Cancel the program; waits until it has ended, however long that takes."""

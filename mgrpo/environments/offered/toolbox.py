@@ -81,7 +81,11 @@ class Toolbox:
         )
 
     async def step(self, calls: Sequence[Call]) -> list[Answered]:
-        """Answers to all calls of a turn. Environments go on together, each with its own calls in their order; none makes this raise."""
+        """Answers to all calls of a turn. Environments go on together, each with its own calls in their order.
+
+        Raises:
+            NumberRefused: one of them gave a reward or a metric that is no number which float32 holds.
+        """
         if any(each.is_stuck for each in self._playing):
             stuck = failure(RuntimeError("an earlier call is still running"))
             return [Answered(observation=stuck, seconds=0.0)] * len(calls)

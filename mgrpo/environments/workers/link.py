@@ -19,6 +19,7 @@ PROGRAM = "mgrpo.environments.workers.worker"
 PATIENCE_S = 10.0
 """A worker keeps the limits of its questions itself; one that is this much later is frozen."""
 _MAX_ANSWER_BYTES = 1 << 26
+_MALFORMED = "gave an answer that does not fit the question, as if a tool had changed its modules, and was killed"
 
 
 def new_child(folders: Sequence[str], python: str | None, variables: Collection[str] = ()) -> Child:
@@ -44,9 +45,19 @@ class Frozen(EnvironmentLost):
 class Link:
     """One worker process, here or on another machine. Always `end` it."""
 
-    def __init__(self, child: Child | Distant, when_over: Callable[[str], None]) -> None:
-        """`when_over` is called once with the way it ended, unless `end` was called."""
-        self._child, self._when_over = child, when_over
+    def __init__(
+        self,
+        child: Child | Distant,
+        when_over: Callable[[str], None],
+        *,
+        fits: Callable[[Message, Message], bool] = lambda question, answer: True,
+    ) -> None:
+        """
+        Args:
+            fits: whether a question may have this answer; a process that gives another one is killed.
+            when_over: called once with the way it ended, unless `end` was called.
+        """
+        self._child, self._when_over, self._fits = child, when_over, fits
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count()
@@ -89,7 +100,11 @@ class Link:
                     raise Frozen(f"no answer within {limit_s:g} s")
                 else:
                     await asyncio.wait({future}, timeout=left)
-            return future.result()
+            answer = future.result()
+            if not self._fits(question, answer):
+                self.stop(_MALFORMED)
+                raise EnvironmentLost(f"the environment's worker {_MALFORMED}")
+            return answer
         finally:
             future.cancel()
 

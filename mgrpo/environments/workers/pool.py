@@ -12,6 +12,7 @@ from typing import Any
 from mgrpo.environments.loop.losses import AcquireTimeout, EnvironmentLost, Losses, ResetFailed
 from mgrpo.environments.offered.calling import WorkerLimits
 from mgrpo.environments.offered.description import Description
+from mgrpo.environments.workers.answer_forms import has_form
 from mgrpo.environments.workers.environment_catalog import Spec
 from mgrpo.environments.workers.host import Host, Place, Queue, Tally
 from mgrpo.environments.workers.link import PATIENCE_S, Link, new_child
@@ -218,8 +219,9 @@ class EnvironmentPool:
                 host.close_idle(self._limits.idle_s)
 
     def _new_host(self, capacity: int) -> Host:
+        worker = new_child(self._folders, self._python, self._variables)
         host = Host(
-            Link(new_child(self._folders, self._python, self._variables), lambda why: self._replace(host, why)),
+            Link(worker, lambda why: self._replace(host, why), fits=has_form),
             capacity,
             tally=self._tally,
             grace_s=self._limits.grace_s,
@@ -294,7 +296,10 @@ def _description_in(answer: Message) -> Description:
     """
     if "error" in answer:
         raise ValueError(f"the tools cannot be started: {answer['error']}")
-    return Description.from_json(answer["description"])
+    try:
+        return Description.from_json(answer["description"])
+    except (AttributeError, KeyError, TypeError) as err:
+        raise ValueError(f"the tools cannot be started: their worker describes them as {answer!r:.200}") from err
 
 
 def _not_started(specs: Sequence[Spec], why: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from mgrpo.environments.offered.agent import Endpoint, Outcome
 from mgrpo.environments.offered.calling import Failed, Late, TimedCalls, WorkerLimits
 from mgrpo.environments.offered.description import Description
-from mgrpo.environments.offered.offered_environment import finite, shortened
+from mgrpo.environments.offered.offered_environment import shortened
 from mgrpo.environments.offered.toolbox import Toolbox
 from mgrpo.environments.workers.environment_catalog import Spec, built
 from mgrpo.processes.json_lines import Message
@@ -70,14 +70,8 @@ class Resident:
     async def resume(self, answer: Message) -> Message:
         """The program's next wish, or its result, see `Program.resume`."""
 
-        async def go_on() -> Message:
-            said = await self.toolbox.program.resume(answer)
-            if said.get("returned") is not None:
-                said["returned"] = finite(said["returned"])
-            return said
-
         self._refuse_if_stuck()
-        return await self._calls.within(self._limits.tool_timeout_s, go_on)
+        return await self._calls.within(self._limits.tool_timeout_s, self.toolbox.program.resume, answer)
 
     async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
         """How the trajectory's agent has ended, see `Agent.run`."""
@@ -99,7 +93,7 @@ class Resident:
                     f"the environment's public attributes take more than {_MAX_SNAPSHOT_BYTES >> 20} MiB as JSON; "
                     "begin the names of those that no reward function needs with _"
                 )
-            return {"reward": None if reward is None else finite(reward), "snapshot": snapshot}
+            return {"reward": reward, "snapshot": snapshot}
 
         self._refuse_if_stuck()
         return await self._calls.within(self._limits.reset_timeout_s, ask)

@@ -25,6 +25,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -115,7 +116,12 @@ class _EnvironmentWorker:
             answer = {"error": said(err), "timed_out": False}
         if (resident := self._residents.get(number)) is not None:
             answer["is_stuck"] = resident.is_stuck
-        data = json.dumps(answer | {"id": question["id"]}).encode() + b"\n"
+        # An answer that cannot be written would be waited for: the process ends, and the error is on stderr.
+        try:
+            data = json.dumps(answer | {"id": question["id"]}).encode() + b"\n"
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         while data:
             data = data[os.write(self._answers, data) :]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import itertools
 import os
 import signal
 import subprocess
@@ -188,6 +190,8 @@ class Hostile(Counting):
                 raise ValueError("as asked")
             case "leave":
                 sys.exit("bye")
+            case "SystemExit" | "KeyboardInterrupt" | "GeneratorExit" as name:
+                raise getattr(builtins, name)("as asked")
             case "flood the pipe":
                 for pipe in range(3, 64):
                     try:
@@ -220,6 +224,18 @@ class Ending(Hostile):
         await self._misbehave("end")
 
 
+class Unreadable(Exception):
+    """Cannot be written, nor made a number."""
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+    __str__ = __repr__
+
+    def __float__(self) -> float:
+        raise KeyboardInterrupt
+
+
 class Odd(Environment):
     """Answers what is no observation, by the argument of its call."""
 
@@ -229,8 +245,15 @@ class Odd(Environment):
 
     def step(self, calls: Sequence[Call]) -> Sequence[Any]:
         kind = calls[0].arguments["kind"]
+        if kind == "unreadable error":
+            raise Unreadable
         return {
             "nan": [Observation(reward=float("nan"))],
+            "1e300": [Observation(reward=1e300)],
+            "text as reward": [Observation(reward="1.0")],  # type: ignore[arg-type]
+            "unreadable": [Observation(reward=Unreadable())],  # type: ignore[arg-type]
+            "metric": [Observation(metrics={"looks": float("inf")})],
+            "endless": itertools.count(),
             "few": [],
             "text": ["text"],
             "none": None,

@@ -243,3 +243,38 @@ def test_arguments_stay_as_they_came():
     arguments = {"x": ["1"]}
     coerced(tool(x={"type": "array", "items": {"type": "integer"}}), arguments)
     assert json.dumps(arguments) == '{"x": ["1"]}'
+
+
+def test_references_that_multiply_a_schema_are_given_up():
+    """Two references to the next of forty definitions each: a server's schema of 3 kB would hold up all others for years."""
+    definitions = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {
+        "d40": {"type": "null"}
+    }
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    with pytest.raises(ArgumentError, match="the tool's schema has more than 20000 parts for these arguments"):
+        coerced(Tool(name="go", description="", parameters=schema), {"x": "a"})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["x"]},
+        {"properties": {"x": 5}},
+        {"properties": {"x": {"enum": 5}}},
+        {"properties": {"x": {"anyOf": 5, "oneOf": {}}}},
+        {"properties": {"x": {"type": [["a"]]}}},
+        {"properties": {"x": {"type": "array", "prefixItems": 7}}},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+        {"properties": {"x": {}}, "required": 5},
+    ],
+)
+def test_parts_of_a_schema_that_are_none_take_anything(schema):
+    """Servers write schemas: one that is broken must not fail every call with a traceback."""
+    assert coerced(Tool(name="go", description="", parameters={"type": "object", **schema}), {"x": [1]}) == {"x": [1]}
+
+
+def test_a_schema_that_refers_to_itself_is_a_failed_call_that_names_its_arguments():
+    loop = {"$ref": "#/properties/x"}
+    schema = {"type": "object", "properties": {"x": {"anyOf": [loop, loop]}}}
+    with pytest.raises(ArgumentError, match=r"nested too deeply; expected: x \(any, optional\)"):
+        coerced(Tool(name="go", description="", parameters=schema), {"x": "a"})

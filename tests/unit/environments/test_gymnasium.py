@@ -240,6 +240,17 @@ def test_a_game_of_text_arena_shows_what_is_new_and_rewards_at_its_end():
     assert raw.reset({}, seed=0).text == "look\nhere"
 
 
+@pytest.mark.parametrize("rewards", [None, {}, {1: 1.0}, {0: None}, 0.5])
+def test_a_game_of_text_arena_without_a_reward_for_its_player_has_no_result(rewards, monkeypatch):
+    """As 0 it would be trained as a game that was lost."""
+    monkeypatch.setattr(Arena, "close", lambda self: (rewards, {}))
+    environment = opened("Arena")
+    environment.reset({}, seed=3)
+    play(environment, "a")
+    last = play(environment, "b")
+    assert (last.reward, last.done) == (None, True)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

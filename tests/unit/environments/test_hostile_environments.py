@@ -92,17 +92,99 @@ def test_an_environment_without_a_verdict_gives_no_score(bad: str) -> None:
 
 
 def test_odd_answers_of_an_environment_are_failed_calls() -> None:
-    """Errors of its author must not stop a run, and no reward may be nan."""
+    """Errors of its author must not stop a run."""
 
     async def go() -> None:
         environments = pool("Odd", limits=WorkerLimits(output_bytes=100))
         await environments.start()
         instance = await taken(environments)
-        for kind in ("nan", "few", "text", "none", "stop"):
+        for kind in ("few", "text", "none", "stop", "endless", "unreadable error"):
             assert (await asked(instance, "odd", kind=kind)).observation.failed, kind
         assert (await asked(instance, "odd", kind="surrogate")).observation.text == "a?b"
         long = (await asked(instance, "odd", kind="long")).observation
         assert long.text == "ä" * 25 + "\n... 1900 bytes left out ...\n" + "ä" * 25 and not long.failed
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [("nan", "nan"), ("1e300", "1e\\+300"), ("text as reward", "'1.0'"), ("unreadable", "a Unreadable that cannot")],
+)
+def test_a_reward_that_float32_does_not_hold_costs_its_trajectory_the_score(kind: str, shown: str) -> None:
+    """It would be trained as infinite, or count as 0 if the step were a failed call; other trajectories go on."""
+
+    async def go() -> None:
+        environments = pool("Odd")
+        await environments.start()
+        instance, other = await taken(environments), await taken(environments, name="other")
+        with pytest.raises(EnvironmentLost, match=f"Odd: the reward of a step is {shown}.*at most 3.40282e\\+38"):
+            await asked(instance, "odd", kind=kind)
+        assert (await asked(other, "odd", kind="surrogate")).observation.text == "a?b"
+        await environments.close()
+
+    run(go())
+
+
+def test_a_metric_that_float32_does_not_hold_costs_its_trajectory_the_score() -> None:
+    async def go() -> None:
+        environments = pool("Odd")
+        await environments.start()
+        with pytest.raises(EnvironmentLost, match="Odd: the metric looks is inf, expected a number of at most"):
+            await asked(await taken(environments), "odd", kind="metric")
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "GeneratorExit"])
+def test_an_exception_that_ends_loops_costs_one_trajectory(error: str) -> None:
+    """A worker that it ended would take the trajectories of others with it."""
+
+    async def go() -> None:
+        environments = pool("Hostile", pool_size=2)
+        await environments.start()
+        other = await taken(environments, name="other")
+        pids = environments.pids
+        with pytest.raises(ResetFailed, match=f"{error}: as asked"):
+            await taken(environments, ROW | {"where": "reset", "bad": error})
+        assert (await asked(other, "count")).observation.text == "1 1"
+        assert environments.pids == pids
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{}",
+        '{"answers": [], "is_stuck": 1}',
+        '{"answers": 5, "is_stuck": false}',
+        '{"answers": [], "is_stuck": false}',
+        '{"answers": [{"seconds": 0, "timed_out": false}], "is_stuck": false}',
+        '{"answers": [{"observation": {"text": "", "reward": NaN, "done": false, "failed": false, "metrics": {}}, '
+        '"seconds": 0, "timed_out": false}], "is_stuck": false}',
+        '{"error": {}, "timed_out": false}',
+    ],
+)
+def test_an_answer_of_another_form_ends_the_worker_and_not_the_run(written: str) -> None:
+    """Tools live in the worker's process and may change its modules; the learner's takes nothing on trust."""
+    code = f"""
+import json
+plain, form = json.dumps, json.loads({written!r})
+json.dumps = lambda value, **how: plain(form | {{'id': value['id']}} if 'answers' in value else value, **how)
+"""
+
+    async def go() -> None:
+        environments = pool("run")
+        await environments.start()
+        instance = await taken(environments)
+        with pytest.raises(EnvironmentLost, match="does not fit the question"):
+            await asked(instance, "run", code=code)
+        await instance.release()
+        assert (await asked(await taken(environments), "run", code="answer = 7")).observation.text == "7"
         await environments.close()
 
     run(go())

@@ -45,6 +45,7 @@ EQUAL = {
     "the order of keys": (calling('{"b": {"d": 1, "c": 2}, "a": 1}'), calling('{"a": 1, "b": {"c": 2, "d": 1}}')),
     "letters as escapes": (calling('{"a": "\\u00e9"}'), calling('{"a": "é"}')),
     "whole numbers of JavaScript": (calling('{"a": 1.0, "b": 1e3}'), calling('{"a": 1, "b": 1000}')),
+    "an object written as JSON twice": (calling('"{\\"a\\": 1}"'), calling('{"a": 1}')),
     "no arguments": (calling(""), calling("{}")),
     "missing arguments": (calling(None), calling({})),
     "ids and places of calls": (calling("{}", id="7", index=0), calling("{}")),

@@ -11,7 +11,7 @@ from mgrpo.environments.endpoint.messages import BadRequest, ContextFull, Fault
 from mgrpo.environments.endpoint.tree import Node, Tree
 from mgrpo.environments.loop.program_language import ProgramLanguage
 from tests.unit.environments.agent_worlds import language, schema
-from tests.unit.environments.chat_templates import FORGETTING, GOOD, make_tokenizer
+from tests.unit.environments.chat_templates import FORGETTING, GOOD, JOINED, changed, make_tokenizer
 
 pytest.importorskip("transformers")
 
@@ -237,6 +237,40 @@ def test_messages_that_are_none_are_refused(tree: Tree, messages: Any, why: str)
     with pytest.raises(BadRequest, match=why) as caught:
         tree.ask(messages)
     assert caught.value.status == 400 and str(caught.value.param).startswith("messages")
+
+
+APART = changed(
+    JOINED,
+    "(call.function.arguments | tojson)",
+    "'{' + call.function.arguments.items() | map('join', '=') | join(',') + '}'",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"x": 1}', "{x=1}"), ('"{\\"x\\": 1}"', "{x=1}"), ({"x": 1}, "{x=1}"), ("", "{}"), (None, "{}")],
+)
+def test_arguments_that_are_json_of_an_object_reach_a_template_as_an_object(
+    tokenizer: Any, arguments: Any, shown: str
+) -> None:
+    tree = Tree(language(tokenizer, APART, GOOD["joined"][1]))
+    call = {"id": "7", "function": {"name": "look", "arguments": arguments}}
+    ask = tree.ask([USER, {"role": "assistant", "tool_calls": [call]}, USER])
+    assert f"<call>look{shown}</call>" in text(tree, ask.added)
+
+
+@pytest.mark.parametrize("arguments", ["{'x': 1}", "x", "[1]", "1", [["x", 1]], 7, True])
+def test_arguments_that_a_template_cannot_take_apart_are_named_with_their_call(tokenizer: Any, arguments: Any) -> None:
+    """A client repeats its history: a refusal that does not say which message it is about ends the trajectory."""
+    tree = Tree(language(tokenizer, APART, GOOD["joined"][1]))
+    good = {"id": "6", "function": {"name": "look", "arguments": "{}"}}
+    bad = {"id": "7", "function": {"name": "find", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "tool_calls": [good, bad]}, USER]
+    with pytest.raises(BadRequest, match=r"the call '7' of 'find' has .*expected an object") as caught:
+        tree.ask(messages)
+    assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
+    # A template that writes them as they are takes any.
+    Tree(language(tokenizer, *GOOD["joined"])).ask(messages)
 
 
 def test_values_that_are_nested_too_deeply_are_refused(tree: Tree) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -47,11 +48,24 @@ _SIZE_EVERY_S = 5.0
 _ASK_S = 30.0
 _FILE_LIMIT_S = 60.0
 _ABSENT, _NOT_REGULAR = 44, 45
+_REMOVE = ("rm", "--force", "--volumes")
+"""The second: volumes that an image declares stay otherwise."""
+_LONGEST_IMAGE = 512
+_IMAGE = re.compile(
+    r"(\[[0-9a-fA-F:]+\](:[0-9]+)?/|[a-zA-Z0-9][\w.-]*:[0-9]+/)?"
+    r"[a-zA-Z0-9][\w.-]*(/[a-zA-Z0-9][\w.-]*)*(:\w[\w.-]{0,127})?(@[a-zA-Z][\w.+-]*:[0-9a-fA-F]{32,})?",
+    re.ASCII,
+)
+"""The grammar of docker's references. Podman would read others as files of this machine: dir:/, docker-archive:/."""
+_OWNER = re.compile(r"(\w[\w.-]*) ([^/]+)/([^/]+/[0-9]{1,10}/\w+)")
+"""A container's id and its label: the machine, and what names the owner there."""
 _PYTHON = """
 for python in python3 python; do command -v $python >/dev/null && exec $python -I -S -c "$0" "$@"; done
 echo "it has no python3, which a box needs" >&2; exit 127
 """
-_NUMBERED = 'echo $$ > "$0" 2>/dev/null; exec "$@"'
+_MARK = "mgrpo-begun"
+"""The first line of a command's output. Without it the program's own failure has the exit status, and no command has run."""
+_NUMBERED = f'echo $$ > "$0" 2>/dev/null; echo {_MARK}; exec "$@"'
 # A daemon passes two outputs on by two ways, which loses their order.
 _AS_ONE = " 2>&1"
 _PUT = 'mkdir -p "$(dirname "$0")" && cat > "$0" && chmod "$1" "$0"'
@@ -69,9 +83,10 @@ async def open_container(bounds: Bounds, *, program: str = "docker") -> Containe
         raise ValueError(
             f"agent_box={program} needs agent_image, the name of an image that has sh, python3 and what the agent needs"
         )
-    if not bounds.image or bounds.image.startswith("-"):
+    if len(bounds.image) > _LONGEST_IMAGE or _IMAGE.fullmatch(bounds.image) is None:
         raise ValueError(
-            f"image={bounds.image!r} is no name of an image, but an option of {program}; correct agent_image, or the row's column image"
+            f"image={bounds.image!r:.200} is no name of an image; expected [HOST[:PORT]/]NAME[:TAG][@DIGEST] in agent_image, or in "
+            "the row's column image"
         )
     if shutil.which(program) is None:
         raise ValueError(
@@ -94,19 +109,19 @@ async def remove_orphans(program: str) -> int:
     if shutil.which(program) is None:
         return 0
     found = await ContainerCommand.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
-    if not (containers := found.stdout.decode().split()):
+    if not (containers := found.stdout.decode(errors="replace").split()):
         return 0
     # One that is gone by now is an error, after which the others have been told all the same.
     form = '{{.Id}} {{index .Config.Labels "' + LABEL + '"}}'
     listed = await ContainerCommand.run([program, "inspect", "--format", form, *containers], limit_s=_ASK_S)
     left = []
-    for line in listed.stdout.decode().splitlines():
-        container, _, owner = line.partition(" ")
-        machine, _, rest = owner.partition("/")
-        if machine == _machine() and rest not in (f"{_boot()}/{pid}/{_began(pid)}" for pid in rest.split("/")[1:2]):
-            left.append(container)
+    for line in listed.stdout.decode(errors="replace").splitlines():
+        if (label := _OWNER.fullmatch(line)) and label[2] == _machine():
+            pid = label[3].split("/")[1]
+            if label[3] != f"{_boot()}/{pid}/{_began(pid)}":
+                left.append(label[1])
     if left:
-        await ContainerCommand.run([program, "rm", "-f", *left], limit_s=_ASK_S)
+        await ContainerCommand.run([program, *_REMOVE, *left], limit_s=_ASK_S)
     return len(left)
 
 
@@ -143,7 +158,7 @@ class ContainerBox:
             if pulled.status != 0:
                 raise ValueError(f"agent_image={image!r} cannot be had from {self._program}: {_said(pulled)}")
             inspect = await self._ask("image", "inspect", "--format", "{{.Config.WorkingDir}}", image, limit_s=None)
-        found = inspect.stdout.decode().strip()
+        found = inspect.stdout.decode(errors="replace").strip()
         self.folder = found if found.strip("/") else _FOLDER
         self._first = await ContainerCommand.start(
             [self._program, *self._run_arguments(image)], stdin=asyncio.subprocess.PIPE, max_bytes=4096
@@ -187,12 +202,16 @@ class ContainerBox:
         return await self._begin(argv, env, cwd, is_one=True)
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        done = await (await self._shell(_PUT, path, f"{mode:o}", stdin=data)).wait(_FILE_LIMIT_S)
+        done = await (await self._shell(_PUT, os.path.join(self.folder, path), f"{mode:o}", stdin=data)).wait(
+            _FILE_LIMIT_S
+        )
         if done.status != 0:
             raise OSError(errno.EIO, _said(done), path)
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
-        process = await self._shell(_GET, path, str(max_bytes + 1), max_bytes=max_bytes + 2)
+        process = await self._shell(
+            _GET, os.path.join(self.folder, path), str(max_bytes + 1), max_bytes=max(max_bytes + 2, 4096)
+        )
         done = await process.wait(_FILE_LIMIT_S)
         if len(done.stdout) > max_bytes:
             raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", path)
@@ -221,7 +240,10 @@ class ContainerBox:
     async def alive(self) -> bool:
         if self._closing is not None or self._first is None or self._first.process.returncode is not None:
             return False
-        found = await self._ask("inspect", "--format", "{{.State.Running}}", self._name)
+        try:
+            found = await self._ask("inspect", "--format", "{{.State.Running}}", self._name)
+        except BoxError:
+            return False
         return found.stdout.strip() == b"true"
 
     async def close(self) -> None:
@@ -233,7 +255,7 @@ class ContainerBox:
         """End the box once more has been written than may be."""
         while True:
             await asyncio.sleep(_SIZE_EVERY_S)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, BoxError):
                 found = await self._ask("inspect", "--size", "--format", "{{.SizeRw}}", self._name)
                 if (size := found.stdout.strip()).isdigit() and int(size) > self._bounds.disk_bytes:
                     self._why = f"the box has written more than {self._bounds.disk_bytes // MIB} MiB"
@@ -243,11 +265,11 @@ class ContainerBox:
         if self._watching is not None:
             self._watching.cancel()
         try:
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(OSError, BoxError):
                 if self._first is not None:
                     if (stdin := self._first.process.stdin) is not None:
                         stdin.close()
-                    await ContainerCommand.run([self._program, "rm", "-f", self._name], limit_s=CLOSE_LIMIT_S - 1)
+                    await ContainerCommand.run([self._program, *_REMOVE, self._name], limit_s=CLOSE_LIMIT_S - 1)
                     await self._first.end(1.0)
         finally:
             if self._relay is not None:
@@ -268,7 +290,8 @@ class ContainerBox:
             raise BoxError("a container's forwarder did not start") from None
 
     async def _shell(self, script: str, *arguments: str, stdin: bytes = b"", max_bytes: int = 4096) -> ContainerProcess:
-        return await self._begin(["sh", "-c", script, *arguments], None, None, stdin=stdin, max_bytes=max_bytes)
+        # Not in the working folder, which an agent may have removed.
+        return await self._begin(["sh", "-c", script, *arguments], None, "/", stdin=stdin, max_bytes=max_bytes)
 
     async def _begin(
         self,
@@ -281,8 +304,8 @@ class ContainerBox:
         max_bytes: int | None = None,
     ) -> ContainerProcess:
         self._check()
-        self._number += 1
-        number = f"/tmp/.mgrpo-{self._number}"
+        # Not a number in a row: an agent would put a pipe there for its check to wait at.
+        number = f"/tmp/.mgrpo-{secrets.token_hex(8)}"
         given, aliases, script = {}, [], ""
         for place, (name, value) in enumerate((env or {}).items()):
             # Not as an argument, which every user of this machine sees, nor by a name that docker's program takes as its own.
@@ -302,6 +325,7 @@ class ContainerBox:
             stdin=stdin,
             is_one=is_one,
             max_bytes=max_bytes or self._bounds.output_bytes,
+            mark=f"{_MARK}\n".encode(),
         )
         return ContainerProcess(self, command, number)
 
@@ -369,8 +393,10 @@ class ContainerProcess:
             with contextlib.suppress(BoxLost):
                 await asyncio.shield(self.kill())
             raise
-        if done.status != 0 and not await self._box.alive():
+        if (done.status != 0 or not self.command.has_begun) and not await self._box.alive():
             raise BoxLost(self._box.why_ended(_said(done)))
+        if not self.command.has_begun:
+            raise BoxLost(f"a command in a container has not begun: {_said(done)}")
         self._done = done
         return done
 
@@ -398,7 +424,9 @@ def _text(module: str) -> str:
 
 
 def _said(done: Done) -> str:
-    return (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
+    text = (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
+    # An image's programs may write what a terminal obeys.
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 def _machine() -> str:

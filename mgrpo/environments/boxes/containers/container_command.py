@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from mgrpo.environments.boxes.box import Done
+from mgrpo.environments.boxes.box import BoxError, Done
 from mgrpo.environments.boxes.captured import Captured, in_memory
 
 _GRACE_S = 0.2
@@ -29,7 +29,9 @@ class ContainerCommand:
         stdin: bytes | int = b"",
         is_one: bool = False,
         max_bytes: int,
+        mark: bytes = b"",
     ) -> ContainerCommand:
+        """`mark`: see `Captured`; of the first output."""
         pipes = [os.pipe() for _ in range(1 if is_one else 2)]
         with contextlib.ExitStack() as given:
             for _, theirs in pipes:
@@ -50,20 +52,32 @@ class ContainerCommand:
                 for ours, _ in pipes:
                     os.close(ours)
                 raise
-        return cls(process, [Captured(ours, max_bytes) for ours, _ in pipes])
+        marks = [mark, b""]
+        return cls(
+            process, [Captured(ours, max_bytes, mark=each) for (ours, _), each in zip(pipes, marks, strict=False)]
+        )
 
     @classmethod
     async def run(cls, argv: Sequence[str], *, limit_s: float | None) -> Done:
-        """TimeoutError after the limit."""
+        """BoxError after the limit."""
         command = await cls.start(argv, max_bytes=2**16)
         try:
             return await command.wait(limit_s)
+        except TimeoutError:
+            raise BoxError(
+                f"{' '.join(argv[:2])} did not end within {limit_s:g} s; see whether the daemon answers: {argv[0]} ps"
+            ) from None
         finally:
             await command.end(0.0)
 
     @property
     def said(self) -> bytes:
         return self._outputs[0].kept
+
+    @property
+    def has_begun(self) -> bool:
+        """True once its mark has been read: the rest is the output of the command in the container."""
+        return self._outputs[0].is_marked
 
     async def wait(self, limit_s: float | None) -> Done:
         """TimeoutError after the limit: it goes on."""

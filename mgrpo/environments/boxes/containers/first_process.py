@@ -26,7 +26,7 @@ def kill_all():
 
 
 def kill_one(path):
-    deadline = time.time() + NUMBER_S
+    deadline = time.monotonic() + NUMBER_S
     while True:
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # the agent may have put a pipe there
@@ -36,9 +36,11 @@ def kill_one(path):
                 os.close(file)
             break
         except (OSError, ValueError):
-            if time.time() > deadline:
-                return
+            if time.monotonic() > deadline:
+                kill_all()  # an agent has removed the file
             time.sleep(PAUSE_S)
+    if number <= 1:
+        kill_all()
     try:
         os.killpg(number, signal.SIGKILL)
     except OSError:

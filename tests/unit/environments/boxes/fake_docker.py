@@ -42,7 +42,7 @@ def main() -> int:
             for name in names:
                 print(name, json.loads((state / f"{name}.container").read_text())["label"])
             return 0
-        case ["rm", "-f", *names]:
+        case ["rm", "-f", *names] | ["rm", "--force", "--volumes", *names]:
             for name in names:
                 if (pid := _pid(state, name)) is not None:
                     os.kill(pid, signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -16,8 +18,9 @@ import pytest
 
 from mgrpo.environments.boxes import harbor
 from mgrpo.environments.boxes.box import MIB, Bounds, BoxError, BoxLost, Done
-from mgrpo.environments.boxes.containers.container_box import open_container, remove_orphans
-from mgrpo.environments.boxes.opening import open_box
+from mgrpo.environments.boxes.containers import container_box
+from mgrpo.environments.boxes.containers.container_box import _IMAGE, open_container, remove_orphans
+from mgrpo.environments.boxes.opening import check_box, open_box
 from mgrpo.environments.launch.command import CommandAgent
 from mgrpo.environments.offered.agent import Endpoint
 from tests.unit.environments.boxes import fake_docker
@@ -160,8 +163,6 @@ def test_a_container_ends_with_a_killed_worker(either):
 
 def test_orphans_are_removed_at_a_start(either, request):
     """What outlives even the program `docker`; a living run's containers, another machine's and others' stay."""
-    from mgrpo.environments.boxes.containers import container_box
-
     own = f"{container_box._machine()}/{container_box._boot()}/{os.getpid()}/{container_box._began(str(os.getpid()))}"
     for name, label in {
         "living": own,
@@ -267,12 +268,167 @@ def test_a_task_folder_of_harbor_is_built_played_and_judged(real, tmp_path, monk
     assert outcome.output.startswith("/app\n") and "test.sh" not in outcome.output
 
 
-@pytest.mark.parametrize("image", ["--help", "-v/:/host", ""])
-def test_a_row_gives_the_program_no_options(stand_in, image):
-    """Its image stands among the words of a command line."""
-    with pytest.raises(ValueError, match="is no name of an image"):
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(
+            "--help",
+            "-v/:/host",
+            "",
+            " --privileged",
+            "a b",
+            "a\nb",
+            "a:1\n",
+            "a\0b",
+            "a\ud800b",
+            "x" * 600,
+            "$(id)",
+            "\u202ea:1",
+        ),
+        *("/etc", "../x", "dir:/etc", "docker-archive:/x.tar", "docker://a/b", "http://a/b", "a/", "a:1@sha256:z"),
+    ],
+)
+def test_what_is_no_name_of_an_image_reaches_no_program(stand_in, image):
+    """A row's image stands among the words of a command line, and podman reads some words as files of this machine."""
+    with pytest.raises(ValueError, match="is no name of an image; expected") as caught:
         with_container(None, Bounds(image=image))
-    assert not (stand_in / "calls").exists()
+    assert len(str(caught.value)) < 600 and not (stand_in / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *(
+            "agents:1",
+            "python",
+            "a/b_c/d-e.f:3.11-slim",
+            "localhost:5000/a",
+            "HOST.example:443/a/b:1",
+            "[::1]:5000/a:1",
+        ),
+        *("a@sha256:" + "0f" * 32, "ghcr.io/a/b:v1@sha256:" + "0f" * 32, "sha256:" + "0f" * 32, "0f" * 6),
+    ],
+)
+def test_names_of_images_are_taken_in_every_form(image):
+    assert _IMAGE.fullmatch(image)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(1, "Error response from daemon: no"), (125, "Error: no"), (0, ""), (44, "")]
+)
+def test_a_failure_of_the_daemon_is_no_verdict_of_a_check(stand_in, monkeypatch, status, said):
+    """The program `docker` ends with status 1 where its daemon is at fault, which of a check would be the reward 0."""
+
+    async def use(box):
+        _answer_instead(stand_in, "exec", f"echo '{said}' >&2; exit {status}")
+        for asked in (
+            box.exec(["sh", "-c", "exit 0"], timeout_s=PLENTY_S),
+            box.get("none", max_bytes=1),
+            (await box.start(["true"])).wait(PLENTY_S),
+        ):
+            with pytest.raises(BoxLost, match=f"has not begun: {said}"):
+                await asked
+
+    with_container(use)
+
+
+@pytest.mark.parametrize("words", ["State.Running", "image inspect", "ps -a"])
+def test_a_daemon_that_does_not_answer_is_named(stand_in, monkeypatch, words):
+    """A timeout without words leaves nobody anything to look at."""
+    monkeypatch.setattr("mgrpo.environments.boxes.containers.container_box._ASK_S", 0.5)
+    _answer_instead(stand_in, words, "exec sleep 3461")
+    bounds = dataclasses.replace(BOUNDS, start_timeout_s=0.5 if words == "image inspect" else PLENTY_S)
+
+    async def use(box):
+        # Its own `_ask` has the default of before.
+        monkeypatch.setattr(box, "_ask", functools.partial(box._ask, limit_s=0.5))
+        await box.exec(["sh", "-c", "exit 3"], timeout_s=PLENTY_S)
+
+    async def run():
+        await check_box("docker", bounds)
+        box = await open_container(bounds)
+        try:
+            await use(box)
+        finally:
+            await box.close()
+
+    with pytest.raises(
+        BoxError, match=r"did not end within 0\.5 s; see whether the daemon answers|was not ready|has ended"
+    ):
+        asyncio.run(run())
+    assert not running("3461")
+
+
+@pytest.mark.parametrize(
+    "label", ["", "\xff", "{machine}", "{machine}/{boot}//1", "{machine}/{boot}/self/x", "{machine}/{boot}/1/2/3"]
+)
+def test_a_label_that_no_run_has_written_removes_nothing(stand_in, label):
+    """Whoever uses the daemon may label containers, and so may images."""
+    label = label.format(machine=container_box._machine(), boot=container_box._boot())
+    (stand_in / "other.container").write_text(json.dumps({"pid": 0, "label": label}))
+    assert asyncio.run(remove_orphans("docker")) == 0
+    assert containers() == ["other"]
+
+
+def test_volumes_of_an_image_go_with_its_container(stand_in):
+    async def nothing(box):
+        pass
+
+    with_container(nothing)
+    assert [call[:-1] for call in _calls(stand_in) if call[0] == "rm"] == [["rm", "--force", "--volumes"]]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "1", "none", None])
+def test_a_late_agent_ends_whatever_it_has_made_of_its_number(stand_in, monkeypatch, number):
+    """By the file with its number it is killed."""
+    text = container_box._text
+    monkeypatch.setattr(container_box, "_text", lambda name: text(name).replace("NUMBER_S = 25.0", "NUMBER_S = 0.2"))
+    change = "rm -f $f" if number is None else f"echo {number} > $f"
+
+    async def use(box):
+        agent = await box.start(["sh", "-c", f"for f in /tmp/.mgrpo-*; do {change}; done; echo done; sleep 3462"])
+        await until(lambda: b"done" in agent.said)
+        done = await agent.wait(0.1)
+        assert done.timed_out and done.stdout == b"done\n" and not running("3462")
+        assert (await sh(box, "exit 5")).status == 5
+
+    with_container(use)
+
+
+def test_a_check_is_not_held_up_by_pipes_that_an_agent_left(stand_in):
+    """A shell that opens a pipe to which nobody listens waits for ever, and a check that did so would judge nothing."""
+
+    async def use(box):
+        await sh(box, "for i in $(seq 40); do mkfifo /tmp/.mgrpo-$i; done")
+        await box.put("a", b"x")
+        assert (await sh(box, "cat a")).stdout == b"x"
+
+    with_container(use)
+
+
+def test_an_agent_that_removes_its_folder_is_judged_all_the_same(stand_in):
+    async def use(box):
+        await sh(box, "rm -rf $PWD/*; touch a")
+        await box.exec(["sh", "-c", "umount /srv/work 2>/dev/null; rm -rf /srv/work"], cwd="/", timeout_s=PLENTY_S)
+        await box.put("/tmp/check/a", b"x")
+        assert await box.get("/tmp/check/a", max_bytes=1) == b"x"
+        with pytest.raises(FileNotFoundError):
+            await box.get("result", max_bytes=1)
+
+    with_container(use)
+
+
+def test_what_an_image_says_gives_a_terminal_no_orders(stand_in):
+    _answer_instead(stand_in, "run --rm", r"printf '\033]0;x\007bad' >&2; exit 1")
+    with pytest.raises(BoxError, match=r"did not start: \?\]0;x\?bad$"):
+        with_container(None)
+
+
+def _answer_instead(stand_in: Path, words: str, script: str) -> None:
+    """Have the program `docker` do this for calls with these words."""
+    program = stand_in.parent / "bin" / "docker"
+    text = program.read_text()
+    program.write_text(text.replace("exec ", f'case "$*" in *"{words}"*) {script};; esac\nexec ', 1))
 
 
 def test_links_of_other_users_are_no_folders_that_are_left(tmp_path, monkeypatch):

@@ -241,6 +241,10 @@ def test_what_is_missing_is_named(server, monkeypatch, tmp_path, capsys):
         asyncio.run(open_box(server, SMALL))
     assert box_server_command([]) == 2 and "at least 16 characters" in capsys.readouterr().err
     monkeypatch.setenv(remote_box.TOKEN, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert box_server_command(["--box", "none", "--port", str(port)]) == 2
+    assert f"cannot listen at --host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
     with pytest.raises(BoxError, match="does not answer"):
         asyncio.run(open_box("http://127.0.0.1:9", SMALL))
 

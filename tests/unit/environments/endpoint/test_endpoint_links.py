@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 
 import openai
+import pytest
 
 from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
 from tests.ports import free_port
@@ -117,3 +119,13 @@ def test_one_that_dies_is_started_again_and_known_to_the_others(tmp_path):
             assert len((await session.end())["turns"]) == 1
 
     asyncio.run(check())
+
+
+def test_a_port_that_another_program_has_is_named_with_its_setting(tmp_path):
+    """Fixed ports are for firewalls."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        endpoints = Endpoints(settings_of(tmp_path, make_tokenizer(), port=port), count=1)
+        with pytest.raises(ValueError, match="choose another agent_endpoint_port") as caught:
+            asyncio.run(endpoints.start())
+    assert f"cannot listen at 127.0.0.1 port {port}: Address already in use" in str(caught.value)

@@ -13,10 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from mgrpo.environments.endpoint.session import LONG_BYTES
+from mgrpo.environments.environment import LARGEST
+from mgrpo.rewards import verifier
 from tests.unit.environments.endpoint.served import ASKED, Served
 from tests.unit.environments.endpoint.test_chat_client import client_of, count
 
@@ -113,12 +116,31 @@ def test_a_bad_body_is_an_error_of_the_client(served: Served, name: str) -> None
 
 @pytest.mark.parametrize(
     "value",
-    [b"NaN", b"Infinity", b"true", b'"1"', b"null", b"[1]", b"1e999", b"1" + b"0" * 400],
+    [
+        *(b"NaN", b"Infinity", b"true", b'"1"', b"null", b"[1]", b"1e999", b"1" + b"0" * 400, b"1e300", b"-1.7e308"),
+        *(b"3.4028236e38", b"-" + b"4" * 39),
+    ],
 )
-def test_a_reward_that_is_no_finite_number_is_refused(served: Served, value: bytes) -> None:
+def test_a_reward_or_metric_that_float32_does_not_hold_is_refused_by_name(served: Served, value: bytes) -> None:
+    """The learner keeps both in float32: one infinite reward would leave a group without advantages."""
     session = served.open()
-    status, _ = post(session, b'{"reward": %s}' % value, REWARD, session["reward_key"])
-    assert status == 400 and served.end(session)["reward"] is None
+    for body, name in ((b'{"reward": %s}', "reward"), (b'{"reward": 1, "metrics": {"tests": %s}}', "tests")):
+        status, answer = post(session, body % value, REWARD, session["reward_key"])
+        assert status == 400
+        if value not in (b"NaN", b"Infinity"):  # not JSON
+            assert name in answer["error"]["message"] and "float32" in answer["error"]["message"]
+    end = served.end(session)
+    assert end["reward"] is None and end["metrics"] == {}
+
+
+def test_the_largest_reward_is_the_largest_of_float32(served: Served) -> None:
+    largest = float(np.finfo(np.float32).max)
+    assert LARGEST == verifier.LARGEST == largest
+    session = served.open()
+    body = json.dumps({"reward": -largest, "metrics": {"tests": largest}}).encode()
+    assert post(session, body, REWARD, session["reward_key"])[0] == 200
+    end = served.end(session)
+    assert (end["reward"], end["metrics"]) == (-largest, {"tests": largest})
 
 
 def test_a_reward_needs_its_own_key_and_the_last_one_counts(served: Served) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 
+import httpx
 import openai
 import pytest
 
@@ -149,6 +150,32 @@ def test_a_retry_by_another_address_is_the_same_call(tmp_path):
             end = await other.ask("end", session=session["session"])
             assert len(other.learner.engine.log) == 1 and end["counts"]["retries"] == 1
             assert [turn["delivered"] for turn in end["turns"]] == [True]
+
+    asyncio.run(check())
+
+
+def test_a_worker_that_reaches_one_endpoint_gets_the_tasks_of_all(tmp_path):
+    """A worker keeps its connection, so that a balancer sends each of its questions to the same endpoint."""
+
+    async def check():
+        async with endpoints(tmp_path, num=3, worker_key="the run's") as served:
+            sessions = {(await each.open(task={"x": 1}))["base_url"] for each in served}
+            async with httpx.AsyncClient(base_url=served[0].direct, timeout=60) as client:
+
+                async def taken():
+                    answer = await client.get("/tasks/next", headers={"authorization": "Bearer the run's"})
+                    return answer.json()["task"]
+
+                found = {(await taken())["base_url"] for _ in served}
+                assert found == sessions
+                assert (await client.get("/tasks/next", headers={"authorization": "Bearer x"})).status_code == 401
+                # Whoever has gone keeps no task from being given out.
+                served[1].link.end()
+                served[2].link.end()
+                asked = [asyncio.create_task(taken()) for _ in range(3)]
+                session = await served[0].open(task={"x": 2})
+                found = [each["base_url"] for each in await asyncio.gather(*asked) if each is not None]
+                assert found == [session["base_url"]]
 
     asyncio.run(check())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import httpx
 import pytest
 
 from mgrpo.environments.endpoint.tasks import Tasks
-from mgrpo.environments.launch.agent_worker import KEY
+from mgrpo.environments.launch import agent_worker
+from mgrpo.environments.launch.agent_worker import KEY, AgentWorker
 from tests.unit.environments.endpoint.served import ASKED, Served
 from tests.unit.environments.launch.test_command import FORKS_AWAY, processes_with
 
@@ -219,6 +221,98 @@ def test_a_worker_without_a_key_says_where_to_put_one(served: Served, tmp_path: 
     session = opened(served)
     with worker(served.url, "python chatting.py", "--key_file", str(file), key=None):
         assert waited(served, session)["ended"] == "ended"
+
+
+TASK = {
+    "row": {},
+    "base_url": "http://127.0.0.1:1/s/0-1",
+    "api_key": "a",
+    "task_key": "t",
+    "reward_key": None,
+    "deadline_s": None,
+    "silence_s": 60.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *(({name: ...}, f"{name} of the task is missing; is the run of this version") for name in TASK),
+        *(({name: [1]}, f"{name} of the task") for name in TASK),
+        *(
+            ({name: value}, f"{name} of the task")
+            for name in ("silence_s", "deadline_s")
+            for value in (0, -1, "x", True)
+        ),
+        *(({"silence_s": value}, "expected seconds above 0") for value in (float("nan"), float("inf"))),
+        *(({"base_url": value}, "base_url") for value in ("file:///etc/passwd", "127.0.0.1:1", "http:///x")),
+        *(({"base_url": value}, "URL") for value in ("http://a/\r\nx: y",)),
+        *(
+            ({name: value}, f"{name} of the task cannot be sent")
+            for name in ("api_key", "task_key")
+            for value in ("a\0", "ä", "\n")
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_played_is_named(change: dict[str, Any], named: str) -> None:
+    """A run of another version, or what answers in its place, must not end a worker or have it take task after task."""
+    task = {name: value for name, value in (TASK | change).items() if value is not ...}
+    with pytest.raises((ValueError, httpx.InvalidURL), match=named):
+        asyncio.run(next_task(json.dumps({"task": task}).encode()))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"[1]", b"7", b"{}", b"<html>", b'{"task": [1]}', b'{"task": "\xff"}', b""),
+        b'{"task":' + b"[" * 100_000,
+        b" " * 300_000,
+    ],
+)
+def test_an_answer_that_holds_no_task_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_worker, "_MOST_TASK_BYTES", 200_000)
+    with pytest.raises((ValueError, RecursionError)):
+        asyncio.run(next_task(data))
+
+
+def test_a_task_is_taken_as_it_is() -> None:
+    assert asyncio.run(next_task(json.dumps({"task": TASK}).encode())) == TASK
+    assert asyncio.run(next_task(b'{"task": null}')) is None
+
+
+async def next_task(data: bytes) -> Any:
+    """The task that a worker takes of an endpoint with this answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return await AgentWorker([url], RUN_KEY, {})._next(client, url)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb", "a\x7f"])
+def test_a_key_that_cannot_be_sent_is_refused_at_the_start(served: Served, key: str) -> None:
+    """It would be taken for the network's fault, and tried for ever."""
+    with worker(served.url, "true", key=key) as process:
+        assert process.wait(LONG_S) == 2
+        assert "cannot be sent; expected one line of printable ASCII" in process.stderr.read()
+
+
+def test_of_two_ends_the_first_counts(served: Served) -> None:
+    """A task that has ended must not be given back, to be played until it succeeds."""
+    session = opened(served)
+    for body in ({"ended": "crashed", "status": 3}, {"ended": "gone"}, {"ended": "ended", "output": "later"}):
+        answer = httpx.post(
+            f"{session['base_url']}/end", json=body, headers={"Authorization": f"Bearer {session['task_key']}"}
+        )
+        assert answer.status_code == 200
+    assert waited(served, session) == {"over": "ended", "ended": "crashed", "status": 3, "output": ""}
+    served.end(session)
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", "the run's\xff"])

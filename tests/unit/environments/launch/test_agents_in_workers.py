@@ -160,6 +160,7 @@ async def ignores(row, endpoint):
         ("rewards", None, ("ended", None, "")),
         ("rewards", True, ("crashed", None, "True")),
         ("rewards", "1", ("crashed", None, "'1'")),
+        ("rewards", 1e300, ("crashed", None, "float32")),
         ("raises", 0, ("crashed", None, "of the agent")),
         ("exits", 0, ("crashed", None, "SystemExit")),
         ("hangs", 0, ("late", None, "within 2 s")),

@@ -109,6 +109,8 @@ def test_what_has_left_the_session_is_ended(box: str, then: str) -> None:
         '{"reward": true}',
         '{"reward": "1"}',
         '{"reward": 1e999}',
+        '{"reward": 1e300}',
+        '{"reward": 1, "metrics": {"a": -1.7e308}}',
         '{"reward": ' + "9" * 400 + "}",
         '{"reward": ' + "9" * 5000 + "}",
         "[1]",
