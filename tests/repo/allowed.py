@@ -211,6 +211,24 @@ SMALL = {
 }
 """Files with fewer lines, and why they are not part of another."""
 
+WALL_CLOCK = {
+    "data/cache.py": "the age of a file, which a lock confirms",
+    "environments/adaptors/verifiers.py": "a field of OpenAI's API",
+    "environments/boxes/local/leftover.py": "the age of a file, which a lock confirms",
+    "environments/endpoint/chat.py": "a field of OpenAI's API",
+    "environments/endpoint/responses.py": "a field of OpenAI's API",
+    "rewards/judges/client.py": "an HTTP date, within bounds",
+    "rollout/vllm/printed.py": "a date for people",
+    "run/inputs/lock.py": "a date for people",
+    "run/ranks/ending.py": "a field of torchrun's file",
+    "run/report/reporter.py": "the date of a line",
+    "run/report/step_metrics.py": "the date of a line",
+    "telemetry/report/run.py": "the age of a file that its writer touches",
+    "telemetry/state.py": "the date of a line",
+    "telemetry/trackers/tensorboard.py": "the date of an event",
+}
+"""Files that read the wall clock, which may jump by years in any direction: no wait and no limit may depend on it."""
+
 DOUBLED_FILES = {
     "__main__": "what `python -m` runs",
     "agents": "what plays trajectories; their metrics",

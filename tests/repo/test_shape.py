@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.repo import allowed, walls
 from tests.repo.sources import PACKAGE, Graph, cycle, files, imported, modules, source, written
+
+WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\b(datetime\.|utc)now\(|CLOCK_REALTIME|\btime\.(localtime|gmtime)\(\)")
 
 
 def module_graph(package: Path, *, lazy: bool) -> Graph:
@@ -72,6 +75,16 @@ def test_files_are_long_enough_to_stand_alone():
     """A journey through the package is as long as the files that it crosses are many."""
     said = walls.unlisted(walls.small(allowed.MIN_FILE_LINES), allowed.SMALL)
     assert not said, "\n".join(said)
+
+
+def test_no_wait_and_no_limit_is_measured_by_the_wall_clock():
+    """It is set in mid run, by an administrator or a time server, and then a wait of seconds ends at once or after years."""
+    readers = {
+        str(path.relative_to(PACKAGE)) for path in files() if WALL_CLOCK.search(path.read_text(encoding="utf-8"))
+    }
+    assert readers == allowed.WALL_CLOCK.keys(), (
+        "use time.monotonic(), or say in allowed.WALL_CLOCK what the date is for"
+    )
 
 
 def test_no_file_is_too_long_to_read_in_one_go():

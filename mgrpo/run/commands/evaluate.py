@@ -120,13 +120,14 @@ def ready(
 
     from mgrpo.run.inputs.lock import locked
     from mgrpo.run.produce.production import prepare, started
+    from mgrpo.run.ranks import ending
     from mgrpo.run.ranks.process import prepare_environment
 
     prepare_environment(config)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with (
-            locked([config.experiment.output_dir]),
+            locked([config.experiment.output_dir], on_lost=ending.leave),
             started(config, inputs, num_local_learners=0, on_failure=None) as parts,
         ):
             # After ray.init, which sets its own handler.

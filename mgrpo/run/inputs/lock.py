@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import socket
 import sys
@@ -26,14 +25,13 @@ from pathlib import Path
 from mgrpo.config import ConfigError
 
 NAME = "run.lock"
-TOUCH_S = 15.0
+TOUCH_S = 5.0
 """Seconds between two touches."""
 ABANDONED_S = 120.0
 """Seconds without a touch after which another machine's lock is taken over."""
 ADVICE = "wait for its end, stop it, or name another folder"
 _POLL_S = 1.0
 _RECORD_BYTES = 1024
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +78,20 @@ class Owner:
 
 
 @contextlib.contextmanager
-def locked(folders: Iterable[str | Path]) -> Iterator[Callable[[], None]]:
+def locked(folders: Iterable[str | Path], *, on_lost: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Hold the locks of `folders`, which are made if they do not exist; gives what releases them before the end.
 
+    A lock that was deleted, with its folder or without, is taken again.
+
+    Args:
+        on_lost: called at most once, from a thread, with the reason, when another run has taken one of the folders.
     Raises:
         ConfigError: another run writes to one of them.
     """
     with contextlib.ExitStack() as held:
-        handles = [held.enter_context(_lock(Path(folder))) for folder in folders]
+        handles = {Path(folder): held.enter_context(_lock(Path(folder))) for folder in folders}
         ended = threading.Event()
-        thread = threading.Thread(target=_touch, args=(handles, ended), name="run-lock", daemon=True)
+        thread = threading.Thread(target=_touch, args=(handles, held, ended, on_lost), name="run-lock", daemon=True)
         thread.start()
         held.callback(thread.join)
         held.callback(ended.set)
@@ -167,12 +169,12 @@ def _is_touched(folder: Path, owner: Owner) -> bool:
     first = _touched_at(folder)
     if first is None:
         return False
-    left = ABANDONED_S - (_now(folder) - first)
-    if left > 0:
-        print(
-            f"mgrpo: {folder / NAME} is of {owner}; waiting up to {left:.0f} s for a sign of life from that run",
-            file=sys.stderr,
-        )
+    # Its age is wrong where the clock was set meanwhile, and a live owner touches it all the same.
+    left = min(max(ABANDONED_S - (_now(folder) - first), 2 * TOUCH_S), ABANDONED_S)
+    print(
+        f"mgrpo: {folder / NAME} is of {owner}; waiting up to {left:.0f} s for a sign of life from that run",
+        file=sys.stderr,
+    )
     deadline = time.monotonic() + left
     while time.monotonic() < deadline:
         time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0)))
@@ -196,14 +198,23 @@ def _now(folder: Path) -> float:
         return os.fstat(file.fileno()).st_mtime
 
 
-def _touch(handles: Iterable[int], ended: threading.Event) -> None:
+def _touch(
+    handles: dict[Path, int], held: contextlib.ExitStack, ended: threading.Event, on_lost: Callable[[str], None]
+) -> None:
     while not ended.wait(TOUCH_S):
-        for handle in handles:
-            if not _is_own(handle):
-                _log.error("another run has taken over %s, because this one did not touch it", NAME)
+        for folder, handle in list(handles.items()):
+            try:
+                if not (_is_own(handle) and _is_at(handle, folder / NAME)):
+                    handles[folder] = held.enter_context(_lock(folder))
+                os.utime(handles[folder])
+            except ConfigError as err:
+                on_lost(
+                    f"this run has lost its folder, which was renamed or deleted, or not touched for {ABANDONED_S:g} s: "
+                    f"{err.problems[0]}"
+                )
                 return
-            with contextlib.suppress(OSError):
-                os.utime(handle)
+            except OSError:
+                pass  # such as a read-only file system, which the next file that is written reports
 
 
 def _is_own(handle: int) -> bool:

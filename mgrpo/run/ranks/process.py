@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import LOOPBACK, own_address, own_interfaces
+from mgrpo.rollout.process_limits import raise_open_files
 from mgrpo.rollout.start import engines_are_local
 
 LAUNCHED = "MGRPO_LAUNCHED"
@@ -93,7 +94,8 @@ def users_environment() -> dict[str, str]:
 
 
 def prepare_environment(config: Config) -> None:
-    """Set the variables that torch reads when it is imported; those that the user has set stay."""
+    """Set the variables that torch reads when it is imported; those that the user has set stay. Raise the limit of open files."""
+    raise_open_files()
     defaults = {
         **OPENMP,
         "TOKENIZERS_PARALLELISM": "false",

@@ -233,8 +233,14 @@ def _run_with_engines(
 
         # The main thread may be in a collective that waits for the engines.
         leave = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
+
+        def lost(reason: str) -> None:
+            """End at once: nothing more may be written to the folder."""
+            watch.leave(is_failing=True)
+            ending.leave(reason)
+
         with (
-            locked(owned_folders(config)) as release,
+            locked(owned_folders(config), on_lost=lost) as release,
             started(
                 config, inputs, num_local_learners=num_local_learners(), on_failure=leave, startup=_startup()
             ) as parts,

@@ -13,7 +13,7 @@ from mgrpo.telemetry.report.course import metric_points
 from mgrpo.telemetry.state import ENGINES, STATUS, read_status
 
 LOCK = "run.lock"
-"""A file that is in the folder from the start of a run to its end, and is touched every 15 seconds."""
+"""A file that is in the folder from the start of a run to its end, and is touched every 5 seconds."""
 LOST_S = 60.0
 """A run whose lock has not been touched for this many seconds has ended without recording it."""
 LATEST = 1e11
@@ -138,7 +138,8 @@ def state_of(folder: Path) -> tuple[str, str]:
     """The state of the run in a folder, a key of `STATES`, and the reason for its end."""
     status = read_status(folder)
     lock = folder / LOCK
-    age = time.time() - lock.stat().st_mtime if lock.exists() else None
+    # Also a touch in the future is an old one: the clock was set back since.
+    age = abs(time.time() - lock.stat().st_mtime) if lock.exists() else None
     has_metrics = (folder / "metrics.jsonl").is_file()
     if status is None:
         if age is not None and age < LOST_S:

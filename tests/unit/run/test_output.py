@@ -56,7 +56,7 @@ def test_folders_in_use_are_refused(tmp_path, shape):
     own = config(tmp_path / "a", **settings)
     assert owned_folders(own) == [str(tmp_path / "a"), str(tmp_path / "states")]
     assert owned_folders(config(tmp_path / "a")) == [str(tmp_path / "a")]
-    with locked(owned_folders(own)):
+    with locked(owned_folders(own), on_lost=print):
         for other, folder in ((config(tmp_path / "a"), "a"), (config(tmp_path / "b", **settings), "states")):
             (problem,) = output_problems(other, shape)
             assert problem.startswith(f"{tmp_path / folder} is in use by another run: process ")

@@ -274,6 +274,7 @@ def test_traces_are_read_from_all_parts_of_large_files(tmp_path):
         (None, 1, "running"),
         ("running", 1, "running"),
         ("running", LOST_S + 1, "lost"),
+        ("running", -3600, "lost"),
         ("running", None, "lost"),
         ("failed", 1, "failed"),
         ("finished", None, "finished"),
