@@ -46,7 +46,10 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dic
     """
     new, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     own = (new[layer_type] or {}) | (scaling if layer_type == FULL else {}) if layer_type in new else scaling or new
-    common = {"rope_theta": hf.get("rope_theta", 10_000.0), "partial_rotary_factor": hf.get("partial_rotary_factor")}
+    common = {
+        "rope_theta": hf.get("rope_theta", 10_000.0),
+        "partial_rotary_factor": hf.get("partial_rotary_factor"),
+    }
     return common | own
 
 

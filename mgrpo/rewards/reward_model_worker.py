@@ -7,14 +7,16 @@ where prompt and completion are both text or both lists of messages. A failure i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgrpo.processes.json_lines import Message, serve
 
 _BATCH_SIZE = 16
-_UNUSED = ("inv_freq", "lm_head.weight", "masked_bias", "attn.bias")
-"""Tensors that checkpoints hold beside a classifier: buffers, and the head of the language model that it was made of."""
+_OF_BODY = re.compile(r"lora_|modules_to_save|base_layer|\.(layers?|h|blocks?)\.\d+\.")
+_BUFFERS = ("inv_freq", "masked_bias", "attn.bias")
+"""Tensors of layers that no score depends on. Other heads and poolers, outside of layers, are no part of a classifier either."""
 
 
 def main() -> None:
@@ -61,7 +63,9 @@ class LoadedModel:
         if loaded["missing_keys"]:
             missing = ", ".join(sorted(loaded["missing_keys"])[:3])
             raise ValueError(f"the checkpoint has no {missing}; random weights would give random rewards")
-        if surplus := sorted(name for name in loaded["unexpected_keys"] if not name.endswith(_UNUSED)):
+        if surplus := sorted(
+            name for name in loaded["unexpected_keys"] if _OF_BODY.search(name) and not name.endswith(_BUFFERS)
+        ):
             raise ValueError(
                 f"the checkpoint holds {len(surplus)} tensors that the model does not read ({', '.join(surplus[:3])}); merge an "
                 "adapter into the weights, or take the tensors out of the folder"

@@ -18,9 +18,12 @@ from mgrpo.config.schema import Reward
 THINK_END = "</think>"
 LARGEST = 2.0**128 - 2.0**104
 """The largest score and reward: beyond it float32, which holds them from here on, is infinite."""
-_THINK_TAG = r"<{slash}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)\s*>|\[{slash}THINK\]|◁{slash}think▷"
+_THINK_TAG = r"<{slash}(?:seed:)?think\s*>|\[{slash}THINK\]|◁{slash}think▷"
 _THOUGHT = re.compile(rf"(?<![\"'`])(?:{_THINK_TAG.format(slash='')})", re.IGNORECASE)
 _THOUGHT_END = re.compile(_THINK_TAG.format(slash="/"), re.IGNORECASE)
+_NAMED_THOUGHT = re.compile(r"<(?:thinking|thoughts?|reasoning)\s*>", re.IGNORECASE)
+"""Tags that prompts ask for, also behind an answer: a thought only where the completion begins with one."""
+_NAMED_THOUGHT_END = re.compile(r"</(?:thinking|thoughts?|reasoning)\s*>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +146,18 @@ def after_thinking(completion: str) -> str:
 
 def has_open_thought(completion: str) -> bool:
     """True if an unquoted `<think>` has no `</think>` behind it: there is no answer yet."""
-    return _THOUGHT.search(_behind_thoughts(completion)) is not None
+    text = _behind_thoughts(completion)
+    begins_named = _NAMED_THOUGHT.match(text.lstrip()) is not None
+    is_named_open = begins_named and not _NAMED_THOUGHT_END.search(text) and "<answer>" not in text.lower()
+    return is_named_open or _THOUGHT.search(text) is not None
 
 
 def _behind_thoughts(completion: str) -> str:
-    return completion[max((tag.end() for tag in _THOUGHT_END.finditer(completion)), default=0) :]
+    text = completion[max((tag.end() for tag in _THOUGHT_END.finditer(completion)), default=0) :]
+    opened, ends = _NAMED_THOUGHT.search(text), [tag.end() for tag in _NAMED_THOUGHT_END.finditer(text)]
+    # The prompt may have opened it.
+    is_first = opened is None or not text[: opened.start()].strip()
+    return text[ends[-1] :] if ends and is_first and text[ends[-1] :].strip() else text
 
 
 def without_thinking(completion: str) -> str:

@@ -11,7 +11,8 @@ OPEN_FILES = 256
 """Descriptors that a process of the smallest run opens, with a margin."""
 ENOUGH_FILES = 65536
 """Descriptors that large runs have use for."""
-LEARNER_THREADS = 96
+LEARNER_THREADS = 32
+"""Threads that a learner starts after its start."""
 """Threads of a learner on two cores."""
 RAY_THREADS = 224
 """Threads of Ray's daemons and an engine that starts, on two cores; 250 in all are too few."""
@@ -19,7 +20,8 @@ ADDRESS_BYTES = 4 << 30
 """Address space of a learner of the smallest run, with a margin."""
 FILE_BYTES = 512 << 20
 """Size of the largest file of a small run: Ray's shared memory, with a margin."""
-_PROBE_STACK_BYTES = 64 << 10
+_PROBE_STACK_BYTES = 256 << 10
+"""At least the smallest that any processor's C library takes."""
 
 
 def raise_open_files() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import re
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,7 @@ _CHECK_S = 5.0
 _CLOSE_S = 5.0
 _SHOWN_LOG = 400
 _MAX_TOOLS = 1000
+_SECRET = re.compile("key|token|secret|pass|auth|cookie|credential|session", re.IGNORECASE)
 _BLANK_LINES = (b"\n\n", b"\r\r", b"\r\n\r\n")
 """Ends of an event."""
 _RELAY = "import sys; sys.path.append(sys.argv.pop(1)); from mgrpo.environments.adaptors.mcp_relay import main; main()"
@@ -64,10 +66,12 @@ class McpServer:
 
     @property
     def hidden(self) -> list[str]:
-        """Values that may be keys, which no text of the server may show to the model."""
+        """Values under names of secrets, which no text of the server may show to the model."""
         url = urlsplit(self.server_url)
-        given = [*self.env.values(), *self.headers.values(), *(value for _, value in parse_qsl(url.query))]
-        return [word for value in filter(None, [*given, url.query, url.password]) for word in {value, *value.split()}]
+        given = [*self.env.items(), *self.headers.items(), *parse_qsl(url.query), ("password", url.password or "")]
+        secret = [value for name, value in given if value and _SECRET.search(name)]
+        # A header may have the kind of the key before it.
+        return [word for value in secret for word in {value, *value.split()}]
 
     async def connect(self, stack: contextlib.AsyncExitStack, log: TextIO) -> Any:
         """The library's session, after the handshake; a server that is started writes its errors to `log`."""
@@ -248,19 +252,23 @@ async def _accept(name: str, result: Any) -> None:
 
 
 def bounded_client(headers: Mapping[str, str] | None = None, **settings: Any) -> Any:
-    """The library's client, of httpx or of httpx2: no redirects, nothing compressed, and no message that is too long.
-
-    Older versions of the library follow redirects to other hosts with the user's headers.
-    """
+    """The library's client, of httpx or of httpx2: no redirects to other hosts, which would get the user's headers, nothing compressed,
+    and no message that is too long."""
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     client: Any = create_mcp_http_client(headers={**(headers or {}), **PLAIN}, **settings)
-    client.follow_redirects = False
     client.event_hooks = {"response": [functools.partial(_bound, type(client).__module__.partition(".")[0])]}
     return client
 
 
 async def _bound(library: str, response: Any) -> None:
+    if response.has_redirect_location:
+        asked = response.request.url
+        target = asked.join(response.headers["Location"])
+        if (target.scheme, target.host, target.port) != (asked.scheme, asked.host, asked.port):
+            raise ValueError(
+                f"the server leads to {target.host[:200]}, expected answers of {asked.host}; give that address"
+            )
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise ValueError(f"the answer is in Content-Encoding {encoding[:40]}, expected none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class OfferedEnvironment:
     async def set_up(self) -> None:
         try:
             await called(self.environment.setup)
-            tools = checked_tools(self.environment.tools())
+            tools = checked_tools([*self.environment.tools()])
         except (Exception, SystemExit) as err:
             raise ValueError(f"{self.entry} cannot be set up: {type(err).__name__}: {written(err)}") from err
         is_renamed = self._call_name and len(tools) == 1
@@ -109,6 +109,8 @@ class OfferedEnvironment:
 
     async def _step(self, calls: Sequence[Call]) -> list[Observation]:
         found = await called(self.environment.step, calls)
+        if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Iterator):
+            found = list(found)
         if not isinstance(found, list | tuple) or len(found) != len(calls) or not all(map(_is_observation, found)):
             raise TypeError(
                 f"{self.entry}: step returned {written(found, repr):.80}, expected a list of {len(calls)} Observations"

@@ -47,7 +47,10 @@ def shape_of(hf: HfConfig) -> ModelShape:
         raise ValueError(f"model_type={name!r} is not supported{reason}; supported families: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     counts = [f"{key}={hf[key]!r}" for key in EXPERT_COUNTS if hf.get(key) is not None]
-    if len({count.partition("=")[2] for count in counts}) > 1:
+    if (
+        any(key in family.defaults for key in ("num_experts_per_tok", *EXPERT_COUNTS))
+        and len({count.partition("=")[2] for count in counts}) > 1
+    ):
         raise ValueError(f"config.json of a {name} model has {' and '.join(counts)}; expected one number of experts")
     hf = {**family.defaults, **hf}
     missing = [key for key in NEEDED if key not in hf]

@@ -204,9 +204,11 @@ def _touch(
     while not ended.wait(TOUCH_S):
         for folder, handle in list(handles.items()):
             try:
-                if not (_is_own(handle) and _is_at(handle, folder / NAME)):
+                if _is_at(handle, folder / NAME) and Owner.read(handle) is None:
+                    Owner.this().write(handle)
+                elif not _names_this_run(folder / NAME):
                     handles[folder] = held.enter_context(_lock(folder))
-                os.utime(handles[folder])
+                os.utime(folder / NAME)
             except ConfigError as err:
                 on_lost(
                     f"this run has lost its folder, which was renamed or deleted, or not touched for {ABANDONED_S:g} s: "
@@ -215,6 +217,18 @@ def _touch(
                 return
             except OSError:
                 pass  # such as a read-only file system, which the next file that is written reports
+
+
+def _names_this_run(path: Path) -> bool:
+    """Whether the lock that is there now names this process; its inode may change on network file systems."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return _is_own(handle)
+    finally:
+        os.close(handle)
 
 
 def _is_own(handle: int) -> bool:

@@ -41,6 +41,8 @@ class Group:
     cohort: Cohort
     refusal: RefusedError | None = None
     """The reason why no engine samples its prompt."""
+    refused_id: PromptId | None = None
+    """The prompt that is refused."""
     sampled: RolloutGroup | None = None
     scored: ScoredGroup | None = None
     is_kept: bool = False
@@ -178,7 +180,8 @@ class Groups:
     def refused(self, number: int, refusal: RefusedError) -> Unscored | None:
         """A group will not be sampled, and its place stays empty. The groups that can be scored now."""
         group = self.out[number]
-        group.prompt, group.refusal = None, refusal
+        assert group.prompt is not None, "a place without a prompt is asked of no engine"
+        group.refused_id, group.prompt, group.refusal = group.prompt.id, None, refusal
         self.stream.finish(number)
         return self._unscored(group.cohort, number)
 
@@ -247,7 +250,12 @@ class Groups:
         if numbers is None:
             return None
         is_empty = all(self.out[number].prompt is None for number in numbers)
-        if is_empty and (refusal := next(filter(None, (self.out[number].refusal for number in numbers)), None)):
+        is_over = self.stream.is_ordered or self.is_complete
+        if (
+            is_empty
+            and is_over
+            and (refusal := next(filter(None, (self.out[number].refusal for number in numbers)), None))
+        ):
             raise refusal
         if is_empty and any(group.prompt for group in self.out.values()):
             return None
@@ -290,13 +298,13 @@ class Groups:
 
     def _state(self) -> dict[str, Any]:
         kept = {number: group for number, group in self.out.items() if self._lasts(number)}
-        again = [group for number, group in sorted(self.out.items()) if group.prompt and number not in kept]
+        again = [group for number, group in sorted(self.out.items()) if number not in kept]
         excluded_again = {group.excludes for group in again}
         sampler = self.sampler.state_dict()
         records, arrays = packed({number: group.sampled for number, group in kept.items() if group.sampled})
         return {
             "sampler": sampler | {"excluded": [row for row in sampler["excluded"] if row not in excluded_again]},
-            "left_over": [*(group.prompt.id for group in again if group.prompt), *self.left_over],
+            "left_over": [*(group.prompt.id if group.prompt else group.refused_id for group in again), *self.left_over],
             "steps": self.stream.steps,
             "next_number": self.stream.next_number,
             "groups": [
@@ -325,7 +333,8 @@ class Groups:
         """
         has_just_begun = self.stream.born[number] == self.stream.steps
         group = self.out[number]
-        return group.prompt is None or (group.sampled is not None and not (self.config.repeats and has_just_begun))
+        is_empty = group.prompt is None and group.refusal is None
+        return is_empty or (group.sampled is not None and not (self.config.repeats and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
         """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score; others may

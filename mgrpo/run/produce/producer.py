@@ -255,9 +255,13 @@ class Producer:
         """Give the learners the next step's groups, if they wait and the groups are there."""
         if self.taking is None or self.taking.done():
             return
+        try:
+            chosen = self.groups.choose() if self.failure is None else None
+        except RefusedError as err:
+            self.failure = err
         if self.failure is not None:
             self.taking.set_exception(self.failure)
-        elif (chosen := self.groups.choose()) is not None:
+        elif chosen is not None:
             self.taking.set_result(self._rollouts(chosen))
 
     def _rollouts(self, chosen: Sequence[Group]) -> Rollouts:

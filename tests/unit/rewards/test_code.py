@@ -390,6 +390,10 @@ TESTED = [
      "    def test_f(self, x, y):\n        assert f(x) == y", None),
     ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1) == 3\ndef test_g():\n    assert f(1) == 2", "assert f(1) == 2"),
     ("\ufeff    assert f(1) == 2", "assert f(1) == 2"),
+    ("def param(x, y):\n    return x + y\nassert f(1) == param(1, 1)", None),
+    ("from solution import TestSuite\nassert f(1) == 2", None),
+    ("import unittest\ndef run_tests():\n    result = unittest.TextTestRunner().run(None)\nresult = f(1)\nassert result == 2", None),
+    ("try:\n    assert f(1) == 2\nexcept AssertionError:\n    raise ValueError", None),
 ]  # fmt: skip
 
 

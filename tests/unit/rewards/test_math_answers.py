@@ -825,7 +825,7 @@ THOUGHTS = [
         (r"\boxed5", "5", True), (r"so $\boxed5$.", "5", True), (r"So \boxed12.", "12", True), (r"\boxed-1.5, of course", "-1.5", True),
         (r"$\boxed\frac12$", r"\frac12", True), (r"$\boxed\pi$", r"\pi", True), (r"\boxed{4}. Rather \boxed5", "5", True),
         (r"\boxed5. Rather \boxed{4}", "5", False), (r"\boxed{4} or \boxed5", "5", False), (r"\boxed5", "6", False),
-        (r"\boxed{7", "8", False),
+        (r"\boxed{7", "8", False), (r"\boxed{4} so the box \boxed\{4\} ok", "4", True),
     ],
 )  # fmt: skip
 def test_a_box_without_braces_holds_its_number(completion: str, label: str, expected: bool) -> None:
@@ -839,7 +839,8 @@ def test_a_box_without_braces_holds_its_number(completion: str, label: str, expe
         (r"e^{i\pi}", "-1", True), ("-1", r"e^{\pi i}", True), (r"e^{2\pi i}", "1", True), (r"e^{i\pi/2}", "i", True),
         (r"e^{\frac{i\pi}{2}}", "i", True), (r"2e^{i\pi/3}", r"1+\sqrt3 i", True), (r"e^{ix}", r"\cos x+i\sin x", True),
         (r"e^{i\pi}", "1", False), (r"e^{i\pi/2}", "-i", False), (r"e^{i\pi/3}", r"\frac12-\frac{\sqrt3}{2}i", False),
-        ("e^{in}", "e^{-in}", False), ("i^2", "-1", False),
+        ("e^{in}", "e^{-in}", False), ("i^2", "-1", False), ("[0, e^{i}]", "4", False), ("x<e^{i}", "4", False),
+        ("(1, e^{2i})", "(1, e^{2i})", True),
     ],
 )  # fmt: skip
 def test_i_is_the_imaginary_unit_beside_a_power_of_e(answer: str, label: str, expected: bool) -> None:
@@ -858,6 +859,12 @@ def test_a_thought_that_never_ends_states_nothing(verifier: type[Verifier]) -> N
         # A draft in the thought is no answer; Open Instruct reads it.
         assert is_right(verifier, rf"{begin}\boxed{{7}}{end}8", "7") == (verifier is MathOpenInstruct)
     assert is_right(verifier, r"<think>so</think>\boxed{7}", "7")
+    # Formats that prompts ask for, with the answer before the reasons or in them, and tags that a text is about.
+    assert verifier is StrictMath or is_right(verifier, r"<answer>7</answer><reasoning>as 3+4</reasoning>", "7")
+    assert verifier is StrictMath or is_right(verifier, r"<reasoning>so \boxed{7}</reasoning>", "7")
+    assert verifier is StrictMath or is_right(verifier, "<reasoning>3+4\n<answer>7</answer>", "7")
+    assert verifier is StrictMath or is_right(verifier, r"In HTML, <thinking> is no tag. \boxed{7}", "7")
+    assert is_right(verifier, r"so 8</thinking> \boxed{7}", "7")
     assert not is_right(verifier, r"It begins with `<think>`. \boxed{8}", "7")
     assert verifier is StrictMath or is_right(verifier, r"It begins with `<think>`. \boxed{7}", "7")
 

@@ -491,6 +491,22 @@ def test_a_step_of_which_engines_refuse_every_prompt_ends_the_run_with_their_rea
         own.dispatcher.wait(own.take())
 
 
+def test_a_step_that_is_refused_ends_the_run_while_later_groups_are_out() -> None:
+    """Their failures come with the run's, and the learners would wait for `rollout_timeout`."""
+    engine = ScriptedEngine(answers=False)
+    own = producer(engine=engine, prompt=marked, async_steps=1)
+    taking = own.take()
+    own.thread.submit(lambda: None).result()
+    numbers = sorted(engine.queued)
+    assert len(numbers) == 8
+    for number in numbers[:4]:
+        del engine.queued[number]
+        engine.refused[number] = "no grammar"
+    engine._hand_over()
+    with pytest.raises(RefusedError, match=r"no grammar$"):
+        taking.result(60)
+
+
 def test_groups_that_are_scored_together_do_not_wait_for_one_that_was_refused() -> None:
     """It comes last here: those before it have been sampled, and nothing else would have them scored."""
     engine = ScriptedEngine(answers=False)

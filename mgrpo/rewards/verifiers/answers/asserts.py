@@ -23,7 +23,7 @@ _BUILTINS = frozenset(dir(builtins))
 _LOOK_UP = frozenset(("eval", "exec", "globals", "locals", "vars", "dir", "__import__"))
 _RUNNERS = frozenset(("TextTestRunner", "TestLoader", "defaultTestLoader", "TestSuite", "makeSuite", "testmod"))
 """Names of unittest and doctest that run tests and raise nothing where one fails."""
-_MARK = re.compile(r"(?:pytest\.)?mark\.(\w+)")
+_MARK = re.compile(r"(?<![\w.])(?:pytest\.)?mark\.(\w+)")
 _NOT_RUN = frozenset(("skip", "skipif", "xfail"))
 _CAUGHT = frozenset(("Exception", "BaseException", "AssertionError"))
 """Exceptions by which a failed assert is caught."""
@@ -57,7 +57,7 @@ def read_test(source: str) -> AssertTest:
 def _read(source: str, body: list[ast.stmt]) -> AssertTest:
     original = ast.dump(ast.Module(body, []))
     used = _without_import_of_program(ast.Module(_without_runners(body), []))
-    used.body = _without_marks(_OfCases().visit(used).body)
+    used.body = _without_marks(_OfCases(body).visit(used).body)
     tests = list(_uncalled_tests(used.body))
     used.body = _with_calls(used.body)
     is_changed = ast.dump(used) != original
@@ -79,6 +79,8 @@ def _without_runners(body: list[ast.stmt]) -> list[ast.stmt]:
         match node:
             case ast.ImportFrom(module="unittest" | "pytest", names=aliases):
                 runners |= {alias.asname or alias.name for alias in aliases if alias.name == "main"}
+            case ast.ImportFrom(module=module, names=aliases) if module == _PROGRAM:
+                runners -= {alias.asname or alias.name for alias in aliases}
             case ast.If(test=test) if "__name__" in _names(test):
                 continue
             case ast.Expr(value=ast.Call(func=function)) if ast.unparse(function) in ("unittest.main", "pytest.main"):
@@ -86,7 +88,7 @@ def _without_runners(body: list[ast.stmt]) -> list[ast.stmt]:
             case ast.ClassDef():
                 pass
             case _ if used & runners:
-                runners |= _bound(ast.Module([node], []))
+                runners |= {node.name} if isinstance(node, _Function) else _bound(ast.Module([node], []))
                 continue
         kept.append(node)
     return kept
@@ -128,7 +130,10 @@ def _became_loop(function: _Function, mark: ast.expr) -> bool:
             names = [name for name in re.split(r"[\s,]+", text) if name]
             is_single = len(names) == 1
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            names, is_single = [ast.literal_eval(element) for element in elements], False
+            names = [element.value for element in elements if isinstance(element, ast.Constant)]
+            if len(names) < len(elements):
+                return False
+            is_single = False
         case _:
             return False
     required = [argument.arg for argument in function.args.args[: _num_required(function)]]
@@ -151,6 +156,11 @@ def _became_loop(function: _Function, mark: ast.expr) -> bool:
 class _OfCases(ast.NodeTransformer):
     """Replaces `pytest.param(1, 2, id="x")` by its values, and leaves out those that are not run."""
 
+    def __init__(self, body: list[ast.stmt]) -> None:
+        imported = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "pytest"]
+        own = {alias.asname or alias.name for node in imported for alias in node.names if alias.name == "param"}
+        self._names = own | {"pytest.param"}
+
     def visit_List(self, node: ast.List) -> ast.expr:
         marks = [_MARK.findall(ast.unparse(case)) if isinstance(case, ast.Call) else [] for case in node.elts]
         node.elts = [case for case, own in zip(node.elts, marks, strict=True) if _NOT_RUN.isdisjoint(own)]
@@ -159,7 +169,7 @@ class _OfCases(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        if ast.unparse(node.func) not in ("pytest.param", "param"):
+        if ast.unparse(node.func) not in self._names:
             return node
         return node.args[0] if len(node.args) == 1 else ast.Tuple(node.args, ast.Load())
 
@@ -338,7 +348,7 @@ def _check(nodes: Iterable[ast.AST], functions: dict[str, _Function]) -> Iterato
                 others = {other: function for other, function in functions.items() if other != name}
                 yield from _check(functions[name].body, others)
             case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
-                yield name not in _BUILTINS or name in _LOOK_UP
+                yield name not in _BUILTINS or name in _LOOK_UP or name in ("exit", "quit")
             case ast.Expr(value=ast.Call() | ast.Await()):
                 yield True
             case ast.With(items=items) if any("aises" in ast.unparse(item.context_expr) for item in items):

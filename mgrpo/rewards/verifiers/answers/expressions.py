@@ -210,7 +210,8 @@ def _with_imaginary_unit(reading: _Reading) -> _Reading:
     """The reading with i as the imaginary unit in place of a variable."""
     import sympy
 
-    if not reading.values or not isinstance(reading.values[0], sympy.Basic):
+    # sympy has no interval and no relation of complex numbers.
+    if not reading.values or not isinstance(reading.values[0], sympy.Expr | sympy.MatrixBase):
         return reading
     value, *texts = reading.values
     # math-verify makes the x of ix another symbol than that of x.

@@ -14,7 +14,7 @@ from mgrpo.rewards.verifiers.answers.statements import compares, is_withdrawn, n
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_UNBRACED_BOX = re.compile(r"\\f?boxed(?=[ \\0-9+.-])")
+_UNBRACED_BOX = re.compile(r"\\f?boxed(?=[ 0-9+.-]|\\[A-Za-z])")
 _UNBRACED_CONTENT = re.compile(r"[-+]?[0-9](?:[0-9.,]*[0-9])?|[ \\][^$]*")
 _SENTENCE = "Final Answer: The final answer is"
 _SENTENCE_END = re.compile(". I hope it is correct.")
