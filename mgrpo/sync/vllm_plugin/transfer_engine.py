@@ -91,7 +91,7 @@ def _engine_class() -> type:
         def init_transfer_engine(self, init_info: Invitation) -> None:
             invitation, parallel = init_info.invitation, self.parallel_config
             if init_info.is_trial:
-                self.check(invitation)
+                self._check(invitation)
                 check_model(self.model_config, invitation["model"])
                 return
             worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
@@ -106,11 +106,11 @@ def _engine_class() -> type:
                 return Receiver(boxes, loaded=loaded, worker=worker, invitation=invitation)
 
             with failure_announced(invitation, worker):
-                self.check(invitation)
+                self._check(invitation)
                 earlier, self.receiver = self.receiver, None
                 self.receiver = joined(earlier, invitation, make)
 
-        def check(self, invitation: dict[str, Any]) -> None:
+        def _check(self, invitation: dict[str, Any]) -> None:
             check_free(self.receiver, invitation)
             check_experts(self.model, has_experts=invitation["model"]["experts"] is not None)
             check_in_place(self.model)
