@@ -62,11 +62,16 @@ def check(
         logprobs = (logits / temperature).log_softmax(-1)[start - 1 : -1]
         own = logprobs.gather(1, torch.tensor(tokens[start:, None].astype(np.int64)))[:, 0]
         np.testing.assert_allclose(found.logprobs, own.numpy(), atol=2e-5)
-        likeliest, ids = (each.numpy().copy() for each in logprobs.topk(K))
+        values, numbers = (each.numpy().copy() for each in logprobs.topk(K + 1))
+        # Tokens that differ by no more than rounding may stand in either order, the last of them in place of the next.
+        gaps = np.pad(-np.diff(values), ((0, 0), (1, 0)), constant_values=np.inf)
+        is_clear = np.minimum(gaps[:, :-1], gaps[:, 1:]) > 4e-5
+        assert is_clear.mean() > 0.98
+        likeliest, ids = values[:, :K], numbers[:, :K]
         likeliest[ids >= vocab], ids[ids >= vocab] = np.nan, -1
         assert found.ids is not None and found.likeliest is not None
-        np.testing.assert_array_equal(found.ids, ids)
-        np.testing.assert_allclose(found.likeliest, likeliest, atol=2e-5)
+        np.testing.assert_array_equal(found.ids[is_clear], ids[is_clear])
+        np.testing.assert_allclose(found.likeliest[is_clear], likeliest[is_clear], atol=2e-5)
 
 
 @pytest.fixture(scope="module")
