@@ -36,7 +36,7 @@ def most_tokens(config: Config, folder: str) -> int:
 
 
 def reads_text(config: Config) -> bool:
-    """Whether the policy's engines need a tokenizer."""
+    """True if the policy's engines need a tokenizer."""
     rollout = config.rollout
     return bool(rollout.stop_strings or config.agent.agent) or rollout.vllm_guided_decoding_regex is not None
 

@@ -116,7 +116,7 @@ def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether this is a finite number above 0."""
+    """True for a finite number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 

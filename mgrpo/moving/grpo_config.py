@@ -89,7 +89,7 @@ GRPOConfig = ConfigDoor()
 
 
 def given_fields(config: object) -> dict[str, object]:
-    """What a script has given of an object of a class of TRL or of ours."""
+    """Fields that a script has set, of a config object of TRL or of this package."""
     if isinstance(config, TrlConfig):
         return config.given()
     given = changed_fields(config, package="trl", defaults=recorded_defaults(preset_of(config)))

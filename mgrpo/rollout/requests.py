@@ -64,7 +64,7 @@ class RequestBounds:
     vocab: int
     has_tokenizer: bool
     has_masks: bool
-    """Whether engines return sampling masks."""
+    """Engines return sampling masks."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

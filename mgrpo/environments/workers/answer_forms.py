@@ -23,7 +23,7 @@ def has_form(question: Message, answer: Message) -> bool:
 
 
 def _has(form: Mapping[str, Claim], value: Any) -> bool:
-    """Whether a value is an object with these fields, and `is_stuck` is a claim where it is there."""
+    """True for an object with these fields, in which `is_stuck` is a bool or missing."""
     if not isinstance(value, dict) or not _is_bool(value.get("is_stuck", False)):
         return False
     return all(name in value and claim(value[name]) for name, claim in form.items())

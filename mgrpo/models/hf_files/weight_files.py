@@ -275,7 +275,7 @@ def _differences(
 
 
 def is_hf_format(folder: str | Path) -> bool:
-    """Whether the weights are those of a Hugging Face folder, not in one of Megatron's formats, whose readers check their own files.
+    """True for the weights of a Hugging Face folder; the readers of Megatron's formats check their own files.
 
     Raises:
         ValueError: see `torch_dist_folder`.

@@ -220,7 +220,7 @@ def _touch(
 
 
 def _names_this_run(path: Path) -> bool:
-    """Whether the lock that is there now names this process; its inode may change on network file systems."""
+    """True if the lock at the path names this process; on network file systems its inode may have changed."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
