@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import time
 
 import pytest
@@ -226,6 +228,34 @@ def test_processor_time_ends_work_that_swallows_exceptions() -> None:
         while True:
             with contextlib.suppress(Exception):
                 sum(range(1000))
+
+
+def test_only_the_works_own_processor_time_counts() -> None:
+    """A label would be refused because a thread of the process is busy, or because its heap is large."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    collections: list[str] = []
+    thread = threading.Thread(target=compute)
+    thread.start()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        with cpu_limit(0.05):
+            started = time.process_time()
+            while time.process_time() < started + 0.5:
+                time.sleep(0.01)
+            cycles: list[list[object]] = [[] for _ in range(10_000)]
+            for cycle in cycles:
+                cycle.append(cycle)
+            assert not collections
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(
