@@ -14,7 +14,7 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-learners test-kernels test-e2e test-all test-kills test-packages test-gpu-config record-gpu-config lint docs bench parity install dev clean
+.PHONY: quickstart check test-changed test test-learners test-kernels test-e2e test-all test-kills test-packages test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -38,6 +38,18 @@ WITHOUT_ENGINES := tests/repo tests/ranks tests/unit tests/gpu_config
 
 # The engines that `make test` starts.
 MAIN := tests/e2e/test_main_job.py tests/e2e/test_gpu_whole_run.py
+
+# Without C++ and without processes, for every save.
+PURE := tests/unit/algo tests/unit/config tests/unit/moving tests/unit/packing tests/unit/test_layout.py
+
+check: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PYTEST) -m "not slow" $(ON_ALL_CORES) --ignore tests/repo/test_native.py tests/repo $(PURE)
+
+# SINCE=REVISION compares with that one instead of the last commit.
+test-changed: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow" $(ON_ALL_CORES) $$($(VENV)/bin/python -m tests.repo.changed $(SINCE))
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not learners" $(ON_ALL_CORES) $(WITHOUT_ENGINES)
@@ -76,7 +88,7 @@ $(PACKAGES)/%/.installed: requirements/%.txt
 test-packages: $(VENV)/.installed-dev $(PACKAGES)/agents/.installed $(PACKAGES)/verifiers_v1/.installed
 	MGRPO_TEST_AGENTS_PYTHON=$(CURDIR)/$(PACKAGES)/agents/bin/python \
 	MGRPO_TEST_VERIFIERS_V1_PYTHON=$(CURDIR)/$(PACKAGES)/verifiers_v1/bin/python \
-		$(PYTEST) tests/unit/environments/endpoint/test_clients.py tests/unit/environments/test_verifiers_v1.py \
+		$(PYTEST) tests/unit/environments/endpoint/test_clients.py tests/unit/environments/test_verifiers.py \
 		tests/e2e/test_agent_examples.py::test_an_agent_of_the_agents_sdk_learns
 
 # On a machine without a GPU. GPU_VENV is the place of an environment that several checkouts share.
