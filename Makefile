@@ -125,8 +125,8 @@ docs: $(DOCS)/.installed
 	@echo "open build/site/index.html, or for the search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 bench: $(VENV)/.installed
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/bench_ops.py
-	$(VENV)/bin/python tools/bench_loop.py
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/bench.py ops
+	$(VENV)/bin/python tools/bench.py loop
 
 parity: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/parity.py --markdown docs/parity.md

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from mgrpo.moving.grpo_config import GRPOConfig
     from mgrpo.run.commands.evaluate import evaluate
     from mgrpo.run.start.launch import train
+    from mgrpo.run.start.parts import make_learner, start_engines
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "evaluate", "train"]
+__all__ = ["GRPOConfig", "evaluate", "make_learner", "start_engines", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from mgrpo.run.start.launch import train
 
         return train
+    if name in ("make_learner", "start_engines"):
+        from mgrpo.run.start import parts
+
+        return getattr(parts, name)
     if name == "evaluate":
         from mgrpo.run.commands.evaluate import evaluate
 

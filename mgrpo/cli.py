@@ -27,7 +27,6 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo rollout --num N [--config FILE.yaml] ...       print some completions, with their turns and tools, in colour
        mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
-       mgrpo box-server [--port 1235] ...                   open boxes for the agents of runs on other machines
        mgrpo serve-agent [--num N] [--config FILE.yaml] ...  serve a model to an agent that you start, and print its turns
        mgrpo agent-worker --url URL --agent COMMAND ...     play the tasks of a run that goes on elsewhere
        mgrpo agent-endpoint --join HOST:PORT ...            serve agents of a run that goes on elsewhere
@@ -47,7 +46,6 @@ COMMANDS = {
     "rollout": ("mgrpo.run.commands.sample", "rollout_command"),
     "engines": ("mgrpo.run.commands.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
-    "box-server": ("mgrpo.environments.boxes.box_server", "box_server_command"),
     "serve-agent": ("mgrpo.run.commands.serve_agent", "serve_agent_command"),
     "agent-worker": ("mgrpo.environments.launch.agent_worker", "worker_command"),
     "agent-endpoint": ("mgrpo.environments.endpoint.joined", "endpoint_command"),
@@ -76,7 +74,7 @@ PACKAGES = (
 SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 300.0
-"""How long the other ranks wait for rank 0 to report a problem: it imports transformers and reads data for that."""
+"""Seconds in which the other ranks wait for rank 0 to report a problem: it imports transformers and reads data for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,7 +182,7 @@ def _train(argv: Sequence[str], *, prog: str | None, is_head: bool) -> None:
 
 
 def show(config: Config) -> str:
-    """The effective configuration, what follows from it if it is sound, and how other names were understood."""
+    """The effective configuration, the values derived from it if it is sound, and the meaning of other names."""
     world_size = started_ranks()
     found = problems(config, world_size=world_size, has_dataset=True)
     is_sound = all(problem.startswith("model_name_or_path") for problem in found)
@@ -197,7 +195,7 @@ def show(config: Config) -> str:
 
 
 def environment() -> Iterator[str]:
-    """Versions of the packages, one per line, then what is missing and how to install it."""
+    """Versions of the packages, one per line, then the missing ones and how to install them."""
     yield f"mgrpo {version('mgrpo') if _has('mgrpo') else 'not installed, run from its folder'}"
     yield f"python {platform.python_version()} ({sys.executable})"
     missing = []
@@ -251,7 +249,7 @@ def _has(distribution: str) -> bool:
 
 
 def _extension() -> tuple[str, bool]:
-    """The ops' report of their build, and whether they are compiled."""
+    """The ops' report of their build, and True if they are compiled."""
     try:
         info = importlib.import_module("mgrpo.ops").build_info()
     except ImportError as err:

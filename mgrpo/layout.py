@@ -1,7 +1,7 @@
-"""The parallel axes of a training run and of the inference engines, and what each rank holds. No torch, no processes.
+"""The parallel axes of a training run and of the inference engines, and the shares of each rank. No torch, no processes.
 
-Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages lie farthest
-apart.
+Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages are farthest
+from each other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ VOCAB_MULTIPLE = 128
 """The vocabulary is padded up to a multiple of this in every layout, so that a checkpoint fits all of them."""
 
 MOST_GROUPS = 8
-"""Engines that a learner sends weights to. Each is a communicator with buffers of its own, and takes its turn."""
+"""Engines that a learner sends weights to. Each needs a separate communicator with its buffers, and they take turns."""
 ALL_DIRECT = 32
-"""Engines up to which learners send to each of them; of more, some send on what they receive."""
+"""Engines up to which learners send to each of them; beyond, some engines forward the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights, other than the norms and the like that more of them hold."""
+        """Ranks that hold the same weights; norms and other small tensors are held by more."""
         shards = self.num_shards if self.sharding >= 2 else 1
         held = Counter(
             (place.pipeline, place.tensor, place.expert, (place.data * self.context + place.context) % shards)
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Data x context ranks that share what `zero_stage` shards."""
+        """Data x context ranks that share the state sharded by `zero_stage`."""
         return self.shard_size or self.data * self.context
 
     @property
@@ -140,7 +140,7 @@ class Layout:
         return [*([] if first is None else [first]), *[middle] * num_middle, *([] if last is None else [last])]
 
     def problems(self) -> list[str]:
-        """Why this layout is impossible for any model, one sentence each."""
+        """Reasons why this layout is impossible for any model, one sentence each."""
         found = []
         for flag, size in self._sizes().items():
             if size < 1:
@@ -159,7 +159,7 @@ class Layout:
         return [*found, *self._pipeline_problems(), *self._sharing_problems()]
 
     def stage_problems(self, num_layers: int) -> Iterator[str]:
-        """Why the pipeline cannot split `num_layers` layers, one sentence each: all but its ends take equal shares."""
+        """Reasons why the pipeline cannot split `num_layers` layers, one sentence each: all but its ends take equal shares."""
         stages, chunks, ends = self.pipeline, self.virtual_pipeline, self._ends
         if ends and stages > 1:
             found = list(self._end_problems(num_layers))
@@ -181,7 +181,7 @@ class Layout:
         middle = self.pipeline - len(lengths)
 
         def fits(length: int) -> bool:
-            """Whether the stages in the middle can share the rest if the first of `lengths` is changed to this one."""
+            """True if the stages in the middle can share the rest if the first of `lengths` is changed to this one."""
             rest = num_layers - length - sum(lengths[1:])
             return rest == 0 if middle == 0 else rest >= middle and rest % middle == 0
 
@@ -195,7 +195,7 @@ class Layout:
             )
 
     def _end_chunk_problems(self, num_layers: int) -> Iterator[str]:
-        """Of interleaved stages whose sizes fit: the first and the last may lack layers of one chunk."""
+        """Problems of interleaved stages whose sizes fit: the first and the last may lack layers of one chunk."""
         chunks, ends = self.virtual_pipeline, self._ends
         if chunks == 1:
             return
@@ -232,7 +232,7 @@ class Layout:
         return middle[0] if middle else -(-max(sizes) // self.virtual_pipeline) * self.virtual_pipeline
 
     def _interleaves(self, num_layers: int) -> bool:
-        """Whether the sizes fit, also as chunks."""
+        """True if the sizes fit, also as chunks."""
         if any(self._end_problems(num_layers)):
             return False
         whole, chunks = self._whole_stage(num_layers), self.virtual_pipeline
@@ -260,7 +260,7 @@ class Layout:
             )
 
     def _sharing_problems(self) -> Iterator[str]:
-        """About experts, and about what data-parallel ranks share."""
+        """Problems of expert parallelism and of sharding over data-parallel ranks."""
         stage = self.world_size // self.pipeline
         if stage % self.expert:
             yield (
@@ -321,7 +321,7 @@ class InferLayout:
     engines: int = 1
     tensor: int = 1
     data: int = 1
-    """Copies of an engine's attention, with requests of their own; more than one share the experts out among all workers."""
+    """Copies of an engine's attention, each with its own requests; more than one share the experts out among all workers."""
     expert_parallel: bool = False
     """A worker holds some of the experts, and those whole; otherwise it holds a part of every expert."""
 

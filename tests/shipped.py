@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+GAMES = EXAMPLES / "game" / "games.py"
 FILES = sorted(
     str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("cluster", "model")
 )

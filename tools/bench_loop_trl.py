@@ -1,4 +1,4 @@
-"""The work of one of mgrpo's examples done by TRL's GRPOTrainer, for comparison in `bench_loop.py`.
+"""The work of one of mgrpo's examples done by TRL's GRPOTrainer, for comparison in `bench.py loop`.
 
     .venv-trl/bin/python tools/bench_loop_trl.py [--config examples/configs/quickstart.yaml] [--steps 120] [--seed 1] [--threads 1]
 
@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import statistics
 import sys
 import tempfile
@@ -27,24 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "examples" / "configs" / "quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps, also the schedule's horizon")
-    parser.add_argument("--seed", type=int, default=1, help="data order and sampling")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    return parser.parse_args()
-
-
 def read_rows(path: str) -> list[dict[str, Any]]:
     """Rows of a file of mgrpo as those of TRL: text or chat messages under "prompt"."""
-    rows = [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+    rows = (json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines())
+    names = {"ground_truth": "ground_truth", "verifier": "dataset"}
     return [
-        {
-            "prompt": row.get("messages") or row["prompt"],
-            "ground_truth": row["ground_truth"],
-            "verifier": row["dataset"],
-        }
+        {"prompt": row.get("messages") or row["prompt"], **{own: row[name] for own, name in names.items()}}
         for row in rows
     ]
 
@@ -117,7 +104,6 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         "rewards": rewards,
         "heldout_sampled_before": accuracy_before,
         "heldout_sampled_after": sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
@@ -132,12 +118,8 @@ def train(
 ) -> dict[str, Any]:
     """Train by GRPOTrainer as a configuration of mgrpo would.
 
-    Returns seconds, seconds of generation and CPU seconds of every step, and the tokens of the shortest completion.
-
-    Args:
-        settings: mgrpo's configuration.
-        model: the model, or its folder.
-        own: settings of GRPOConfig that the configuration does not decide.
+    Returns seconds, seconds of generation and CPU seconds of every step, and the tokens of the shortest completion. `own`: settings
+    of GRPOConfig that the configuration does not decide.
     """
     import torch
     from datasets import Dataset
@@ -222,7 +204,12 @@ def train(
 
 
 def main() -> None:
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "examples" / "configs" / "quickstart.yaml")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps, also the schedule's horizon")
+    parser.add_argument("--seed", type=int, default=1, help="data order and sampling")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    args = parser.parse_args()
     # Before torch is imported: spinning threads are twenty times slower on a machine that does anything else.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"

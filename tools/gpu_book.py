@@ -105,15 +105,15 @@ def profile(place: Place, site: Site) -> Outcome:
 
 
 def ops(place: Place, site: Site) -> Outcome:
-    """tools/bench_ops.py: log-probabilities from logits and from hidden states in bfloat16, beside Liger and TRL."""
+    """tools/bench.py ops: log-probabilities from logits and from hidden states in bfloat16, beside Liger and TRL."""
     sizes = {
-        "cpu": ["--tokens", "32", "--vocab", "300", "--hidden", "16", "--repeat", "1"],
-        "cuda": ["--repeat", "2"],
+        "cpu": ["--tokens", "32", "--vocab", "300", "--hidden", "16", "--repeats", "1"],
+        "cuda": ["--repeats", "2"],
     }[place.device]
-    out = site.folder / "ops"
+    out = site.folder / "ops" / "ops.json"
     chosen = ["--groups", "logits", "head", "--dtypes", "bfloat16", "--device", place.device, *sizes]
-    status, output = site.run([sys.executable, ROOT / "tools" / "bench_ops.py", "--out", out, *chosen], place)
-    figures = json.loads(next(out.glob("*.json")).read_text()) if status == 0 else {}
+    status, output = site.run([sys.executable, ROOT / "tools" / "bench.py", "ops", "--output", out, *chosen], place)
+    figures = json.loads(out.read_text()) if status == 0 else {}
     # Goals are for the sizes of a benchmark on a GPU.
     goals = figures.get("goals", []) if place.device == "cuda" else []
     missed = [f"not met: {goal['goal']}" for goal in goals if not goal["met"]]

@@ -40,7 +40,7 @@ MARGIN_BYTES = 8 << 20
 LEAST_BYTES = 16 << 20
 """Smallest useful size of a folder of pieces: with less, each call would carry mostly the tree."""
 NEEDED = (
-    *("mgrpo", "csrc", "tools/*.py", "tools/*.txt", "requirements"),
+    *("mgrpo", "csrc", "tools/*.py", "tools/*.txt", "tools/bench_cases", "requirements"),
     *("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"),
     *("examples/configs", "examples/quickstart", "examples/smollm2"),
     *("tests/*.py", "tests/native", "tests/ranks", "tests/unit/*.py", "tests/unit/models"),

@@ -225,16 +225,16 @@ def files_with_gpu_tests() -> list[Path]:
 
 
 def ops(place: Place) -> Outcome:
-    """tools/bench_ops.py: time, memory and accuracy of the ops, and kernels against the rate of a plain copy."""
+    """tools/bench.py ops: time, memory and accuracy of the ops, and kernels against the rate of a plain copy."""
     sizes = {
-        ("cpu", True): ["--tokens", "32", "--vocab", "300", "--hidden", "16", "--repeat", "1"],
-        ("cpu", False): ["--tokens", "256", "--vocab", "4000", "--hidden", "64", "--repeat", "2"],
-        ("cuda", True): ["--repeat", "3"],
+        ("cpu", True): ["--tokens", "32", "--vocab", "300", "--hidden", "16", "--repeats", "1"],
+        ("cpu", False): ["--tokens", "256", "--vocab", "4000", "--hidden", "64", "--repeats", "2"],
+        ("cuda", True): ["--repeats", "3"],
         ("cuda", False): [],
     }[place.device, place.is_quick]
-    command = [sys.executable, TOOLS / "bench_ops.py", "--device", place.device, "--out", place.scratch, *sizes]
-    status, output = run(command, place)
     report = place.scratch / f"ops-{place.device}.json"
+    command = [sys.executable, TOOLS / "bench.py", "ops", "--device", place.device, "--output", report, *sizes]
+    status, output = run(command, place)
     figures = json.loads(report.read_text()) if status == 0 else {}
     # Goals are for the sizes of a benchmark on a GPU.
     goals = figures.get("goals", []) if place.device == "cuda" else []

@@ -1,12 +1,13 @@
 """The mathematics of GRPO on plain tensors: advantages, filters, KL penalty, losses, entropy, and their metrics.
 
 Owns formulas only. Ranks, reductions, micro-batches and files belong to the callers: sums and a denominator leave this
-room, so that the result does not depend on how the tokens were divided.
+room, so that the result does not depend on the division of tokens.
 """
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.aggregation import denominators, loss_denominator
 from mgrpo.algo.agreement import agreement
+from mgrpo.algo.credit.own_advantages import AdvantageFunction, AdvantageGroup, check_advantages, load_advantages
 from mgrpo.algo.distillation import TeacherSignal
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
@@ -19,6 +20,8 @@ from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "AdaptiveEntropy",
+    "AdvantageFunction",
+    "AdvantageGroup",
     "LossConfig",
     "LossFunction",
     "LossInputs",
@@ -28,11 +31,13 @@ __all__ = [
     "add_metrics",
     "advantages",
     "agreement",
+    "check_advantages",
     "denominators",
     "entropy_bonus",
     "entropy_threshold",
     "has_spread",
     "kl_penalty",
+    "load_advantages",
     "load_loss",
     "loss_denominator",
     "loss_problems",

@@ -11,19 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mgrpo.config.algorithm import NAMED_ESTIMATORS
+
 # Rewards of a group that differ by no more than this share of the largest one are equal up to rounding. Asking for a
 # standard deviation of exactly 0 is not enough: std([0.1, 0.1, 0.1]) is 1.4e-17.
 _RELATIVE_TOLERANCE = 1e-8
-
-NORMALIZATIONS = (
-    "standard",
-    "centered",
-    "batch_std",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gdpo",
-)
 
 
 def advantages(
@@ -63,7 +55,7 @@ def advantages(
         weights: one per function, for "gdpo" only; None: 1 each.
         num_tokens: the tokens of each completion or turn, in the shape of `rewards`, for the means over tokens; None: 1 each.
     Returns:
-        The shape of `rewards`, without functions, in their type, float32 if that is an integer type.
+        Advantages in the shape of `rewards`, without functions, in their dtype, float32 if that is an integer type.
     Raises:
         ValueError: an unknown normalization, a shape that it does not take, or an infinite reward.
     """
@@ -102,12 +94,12 @@ def advantages(
 
 
 def has_zero_spread(rewards: Tensor) -> Tensor:
-    """Whether all scored rewards of a group are equal up to rounding; also where none or one is scored.
+    """True where all scored rewards of a group are equal up to rounding; also where none or one is scored.
 
     Args:
         rewards: `[prompts, group]`, NaN for no score.
     Returns:
-        `[prompts]` bool: where every advantage is 0 under any normalization by group.
+        `[prompts]` bool: groups whose every advantage is 0 under any normalization by group.
     """
     if rewards.numel() == 0:
         return torch.ones(rewards.shape[0], dtype=torch.bool)
@@ -116,7 +108,7 @@ def has_zero_spread(rewards: Tensor) -> Tensor:
 
 
 def _is_flat(values: Tensor, dim: int | tuple[int, ...], tolerance: float) -> Tensor:
-    """Whether the values along `dim` are equal up to the tolerance; `dim` stays, of size 1."""
+    """True where the values along `dim` are equal up to the tolerance; `dim` stays, of size 1."""
     known = ~values.isnan()
 
     def largest(x: Tensor) -> Tensor:
@@ -164,8 +156,8 @@ def _std(values: Tensor, dim: int | tuple[int, ...], ddof: int) -> Tensor:
 def _check(
     rewards: Tensor, normalization: str, ddof: int, weights: Sequence[float] | None, num_tokens: Tensor | None
 ) -> None:
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}")
+    if normalization not in NAMED_ESTIMATORS:
+        raise ValueError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NAMED_ESTIMATORS)}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof} is not supported; choose 0 (population) or 1 (sample)")
     is_by_function = normalization == "gdpo"

@@ -75,7 +75,7 @@ def denominators(
 ) -> float | np.ndarray:
     """The denominator of a mini-batch as `policy_loss` takes it, or each sample's, `[largest sample + 1]` float32.
 
-    The branches of a completion, each a sequence, weigh together what the same tokens would in one sequence: aggregations that
+    The branches of a completion, each a sequence, weigh together as much as the same tokens in one sequence: aggregations that
     count sequences count completions, and seq_mean, whose weights already divide by the trained tokens of a branch, multiplies
     its denominator by the completion's trained tokens over the branch's. Ratios, rhos and masks of a sequence remain those of
     the branch, whose context is its own.
@@ -98,7 +98,7 @@ def denominators(
 
 
 def _local(place: np.ndarray, trained_tokens: np.ndarray, batch_size: int) -> np.ndarray:
-    """For aggregation local_token, `[sequences]`.
+    """Denominators of aggregation local_token, `[sequences]`.
 
     A micro-batch in TRL is `batch_size` completions in the order in which they were drawn, however they are packed here;
     the loss is the mean over micro-batches of their means over tokens.

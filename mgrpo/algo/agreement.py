@@ -13,7 +13,7 @@ from mgrpo.algo.kl import at_least_fp32
 from mgrpo.algo.loss_metrics import MISMATCH, MISMATCH_MAX, MISMATCH_STD, MISMATCH_TAIL, ROLLOUT_KL
 
 DRIFT = "async/logprob_diff_age_"
-"""Before the age, in the name of a metric."""
+"""Prefix of the age in the name of a metric."""
 
 
 @torch.no_grad()

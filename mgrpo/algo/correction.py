@@ -23,32 +23,33 @@ from torch import Tensor
 
 from mgrpo import ops
 from mgrpo.algo.loss_inputs import LossInputs
+from mgrpo.config.loss import DIVERGENCE
 
 LOG_RHO_LIMIT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Operands of `mgrpo.ops.policy_loss`, and what it cannot compute from them."""
+    """Operands of `mgrpo.ops.policy_loss`, and the terms it cannot compute from them."""
 
     keep: Tensor | None = None
     """`[tokens]`, a factor of the policy term."""
     rho_is_left_to_op: bool = False
-    """Whether the op computes rho, from the engine's logprobs or from the two operands below."""
+    """True if the op computes rho, from the engine's logprobs or from the two operands below."""
     seq_log_rho: Tensor | None = None
     seq_log_rho_mask: Tensor | None = None
     rho: Tensor | None = None
     """`[tokens]`, the clamped and masked weight where the op does not compute it."""
     rho_sums: Mapping[str, Tensor] | None = None
-    """Given with `rho`, column of the op's sums -> scalar: what the op would have reported."""
+    """Given with `rho`, column of the op's sums -> scalar: the values the op would have reported."""
 
 
 def correction(inputs: LossInputs, *, leaves_rho_to_op: bool = True) -> Correction:
-    """The corrections that the settings ask for; none has a gradient.
+    """Corrections that the settings select; none has a gradient.
 
     Args:
         leaves_rho_to_op: False where the caller needs rho itself. The total-variation mask is never left to the op,
-            which does not know the advantage of what it drops.
+            because it depends on the advantages.
     """
     config, mask = inputs.config, inputs.mask
     if not (config.use_rho_correction or config.off_policy_mask_threshold is not None):
@@ -62,15 +63,16 @@ def correction(inputs: LossInputs, *, leaves_rho_to_op: bool = True) -> Correcti
         keep = ((inputs.advantages >= 0) | (drift <= config.off_policy_mask_threshold)).to(mask.dtype)
     if not config.use_rho_correction:
         return Correction(keep=keep)
-    if config.rho_mask_tv_divergence and not config.rho_mask_upper_bound > 0:
+    bounds_divergence = config.rho_mask_level == DIVERGENCE
+    if bounds_divergence and not config.rho_mask_upper_bound > 0:
         raise ValueError(
-            f"rho_mask_tv_divergence needs a bound above 0, got rho_mask_upper_bound={config.rho_mask_upper_bound}"
+            f"rho_mask_level=divergence needs a bound above 0, got rho_mask_upper_bound={config.rho_mask_upper_bound}"
         )
 
     log_rho = (inputs.old_logprobs - rollout).clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT)
     seq_log_rho = _of_sequences(log_rho, inputs, config.rho_level)
-    seq_log_rho_mask = _of_sequences(log_rho, inputs, config.rho_mask_level)
-    if leaves_rho_to_op and not config.rho_mask_tv_divergence:
+    seq_log_rho_mask = None if bounds_divergence else _of_sequences(log_rho, inputs, config.rho_mask_level)
+    if leaves_rho_to_op and not bounds_divergence:
         return Correction(keep=keep, rho_is_left_to_op=True, seq_log_rho=seq_log_rho, seq_log_rho_mask=seq_log_rho_mask)
     rho, rho_sums = _rho(log_rho, seq_log_rho, seq_log_rho_mask, inputs)
     return Correction(keep=keep, rho=rho, rho_sums=rho_sums)
@@ -90,7 +92,7 @@ def _rho(
     free, judged = at_tokens(seq_log_rho), at_tokens(seq_log_rho_mask)
     held = free.clamp(config.rho_clamp_lower_bound, config.rho_clamp_upper_bound or torch.inf)
     too_low, too_high = judged < config.rho_mask_lower_bound, judged > (config.rho_mask_upper_bound or torch.inf)
-    if config.rho_mask_tv_divergence:
+    if config.rho_mask_level == DIVERGENCE:
         # Total variation is the distance that VACO (arXiv 2603.01365) bounds; tokens whose step lowers it stay.
         distance = _at_tokens_mean(torch.expm1(log_rho).abs(), inputs)
         too_high = (distance > config.rho_mask_upper_bound) & (log_rho * inputs.advantages > 0)

@@ -1,16 +1,16 @@
-"""What is learned from teachers about the policy's own samples: advantages of sampled tokens, or a divergence over likely ones.
+"""Distillation on the policy's own samples: advantages of sampled tokens, or a divergence over likely ones.
 
 With t and s the log-probabilities under teacher and policy, P = exp(t), Q = exp(s), y the sampled token and c `distillation_coef`:
 
-    sampled       A + c clip(t_y - s_y, +-distillation_clip) in place of A, s that of the policy the ratio refers to. The expected
+    sampled       A + c (t_y - s_y) in place of A, s that of the policy the ratio refers to. The expected
                   on-policy gradient is that of A and of c KL(policy, teacher) at each token (MiniLLM, arXiv 2306.08543), without
-                  what the token does to later ones
+                  the token's effect on later ones
     forward_kl    c sum P (t - s), added to the token's loss, as the two below
     reverse_kl    c sum Q (s - t)
-    jsd           c (beta sum P (t - log M) + (1 - beta) sum Q (s - log M)), M = beta P + (1 - beta) Q (GKD, arXiv 2306.13649)
+    jsd           c (sum P (t - log M) + sum Q (s - log M)) / 2, M = (P + Q) / 2 (GKD, arXiv 2306.13649)
 
-The sums are over the teacher's likeliest tokens, the sampled one, and one token that stands for all others, with what is left of P and
-of Q. Nothing of the teacher's has a gradient.
+The sums are over the teacher's likeliest tokens, the sampled one, and one token that stands for all others, with the rest of P and
+of Q. Teacher values have no gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mgrpo.config.distillation import Distillation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSignal:
-    """What teachers say of the tokens of a micro-batch, and how it is learned."""
+    """Teacher log-probabilities of a micro-batch and their use in the loss."""
 
     settings: Distillation
     teachers: Tensor
-    """`[tokens]` int8, the place of each token's teacher; -1: it has none."""
+    """`[tokens]` int8, index of each token's teacher; -1: none."""
     logprobs: Tensor
     """`[tokens]`, of the tokens under their teachers; NaN where it is not known."""
     targets: Tensor
@@ -47,23 +47,22 @@ class TeacherSignal:
         return (self.teachers >= 0) & self.logprobs.isfinite()
 
     def trained(self, loss_mask: Tensor, rollout_logprobs: Tensor) -> Tensor:
-        """`loss_mask` without sampled tokens of which a teacher should have said something; `distillation_only`: all it did not.
+        """`loss_mask` without sampled tokens whose teacher scores are missing; under `distillation_only` only tokens with scores.
 
-        A token without a rollout logprob was not sampled, and is not taught.
+        A token without a rollout logprob was not sampled, and has no teacher score.
         """
         if self.settings.distillation_only:
             return loss_mask & self.is_taught
         return loss_mask & ~self._is_missing(rollout_logprobs)
 
     def advantages(self, advantages: Tensor, old_logprobs: Tensor) -> Tensor:
-        """Those of the policy term, `[tokens]`, from the rewards' and the logprobs that the ratio refers to."""
+        """Advantages of the policy term, `[tokens]`, from the rewards' and the logprobs that the ratio refers to."""
         settings = self.settings
         if settings.distillation_only:
             advantages = torch.zeros_like(advantages)
         if settings.num_likeliest:
             return advantages
-        gap, limit = self.logprobs.to(old_logprobs.dtype) - old_logprobs, settings.distillation_clip
-        gap = gap if limit is None else gap.clamp(-limit, limit)
+        gap = self.logprobs.to(old_logprobs.dtype) - old_logprobs
         return advantages + torch.where(self.is_taught, settings.distillation_coef * gap, 0.0)
 
     def added(self, result: PolicyLoss, inputs: LossInputs, candidates: Tensor | None) -> PolicyLoss:
@@ -76,9 +75,7 @@ class TeacherSignal:
         asked = self._is_asked(inputs.rollout_logprobs)
         metrics = {"distillation/missing": _share(self._is_missing(inputs.rollout_logprobs), asked)}
         if candidates is None or self.ids is None or self.likeliest is None:
-            loss, values, limit = result.loss, inputs.old_logprobs - self.logprobs, self.settings.distillation_clip
-            if limit is not None:
-                metrics["distillation/clipped"] = _share(values.abs() > limit, counted)
+            loss, values = result.loss, inputs.old_logprobs - self.logprobs
         else:
             is_other = (self.ids >= 0) & (self.ids != self.targets[:, None])
             teacher = torch.cat((self.logprobs[:, None], self.likeliest.where(is_other, torch.nan)), 1).to(candidates)
@@ -108,7 +105,7 @@ def divergence(student: Tensor, teacher: Tensor, is_token: Tensor, settings: Dis
     """The divergence of `distillation_loss` at each row, `[n]`, before `distillation_coef`; gradients flow to student.
 
     Args:
-        student, teacher: log-probabilities of the same tokens `[n, tokens]`, none twice; what is left of a row is one token more.
+        student, teacher: log-probabilities of the same tokens `[n, tokens]`, distinct in a row; its remaining probability is one more token.
         is_token: `[n, tokens]` bool, where there is one; a row without any has the divergence 0.
     """
     s, t = (_with_rest(x.where(is_token, 0.0), is_token) for x in (student, teacher.detach()))
@@ -119,14 +116,13 @@ def divergence(student: Tensor, teacher: Tensor, is_token: Tensor, settings: Dis
     elif settings.distillation_loss == "reverse_kl":
         terms = q * (s - t)
     else:
-        beta = settings.distillation_jsd_beta
-        mixture = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
-        terms = beta * p * (t - mixture) + (1 - beta) * q * (s - mixture)
+        mixture = torch.logaddexp(t, s) - math.log(2)
+        terms = (p * (t - mixture) + q * (s - mixture)) / 2
     return terms.where(is_token, 0.0).sum(1)
 
 
 def _with_rest(logprobs: Tensor, is_token: Tensor) -> Tensor:
-    """And that of all other tokens `[n, tokens + 1]`, at least what rounding leaves of a sum of 1; without a gradient there."""
+    """Append the log-probability of all other tokens, `[n, tokens + 1]`, at least the rounding error of a sum of 1; no gradient below that."""
     # In float32 the sum would lose the digits of a sharp teacher's rest, which reverse_kl takes the logarithm of.
     rest = 1 - logprobs.double().exp().where(is_token, 0.0).sum(1, keepdim=True)
     least = 8 * torch.finfo(logprobs.dtype).eps
@@ -134,7 +130,7 @@ def _with_rest(logprobs: Tensor, is_token: Tensor) -> Tensor:
 
 
 def _agrees(student: Tensor, teacher: Tensor, is_token: Tensor) -> Tensor:
-    """Whether the teacher's likeliest token is the student's as well, `[n]` bool."""
+    """True where the teacher's likeliest token is also the student's, `[n]` bool."""
     student, teacher = (x.where(is_token, -torch.inf) for x in (student, teacher))
     return student.gather(1, teacher.argmax(1, keepdim=True))[:, 0] >= student.amax(1)
 

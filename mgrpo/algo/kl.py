@@ -8,7 +8,7 @@ With l, l_ref and l_old the log-probabilities of a sampled token, d = l - l_ref 
     2           exp(-d) - 1 + d     that of KL(reference, policy), although its value estimates KL(policy, reference)
     3           r d                 that of KL(policy, reference)
 
-Value and gradient differ because the gradient of a sample mean misses how the sampling itself depends on the
+Value and gradient differ because the gradient of a sample mean misses the dependence of the sampling itself on the
 parameters. Estimator 2 is k3 of Schulman, "Approximating KL Divergence" (2020).
 """
 
@@ -61,5 +61,5 @@ def log_difference(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
-    """fp32, or float64 left as it is: a bf16 log-probability of -8 has steps of 0.03."""
+    """fp32, or float64 unchanged: a bf16 log-probability of -8 has steps of 0.03."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The policy loss of GRPO and its relatives, as a sum over tokens divided by a denominator the caller knows.
+"""The policy loss of GRPO and its relatives, as a sum over tokens divided by a denominator that the caller passes.
 
 The denominator covers the whole optimizer mini-batch on all ranks, so micro-batches and ranks simply add up.
 """
@@ -33,7 +33,7 @@ def policy_loss(
     signal: TeacherSignal | None = None,
     candidates: Tensor | None = None,
 ) -> PolicyLoss:
-    """The loss that `config` names, over the response tokens of some sequences, and what it reports.
+    """The loss that `config` names, over the response tokens of some sequences, and its metrics.
 
     The policy term of a token is the surrogate in `mgrpo.algo.losses` of r = exp(logprob - old_logprob), the token's or
     its sequence's (`ratio_level`; GSPO, arXiv 2507.18071), times rho (`mgrpo.algo.correction`) and `keep`. To it is
@@ -54,7 +54,7 @@ def policy_loss(
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
         denominator: `loss_denominator` of the whole mini-batch, a number or `[num_seqs]`; None: of these sequences alone.
         function: a user's loss in place of the named one; the formulas above are then its own.
-        signal: what is learned from teachers, see `mgrpo.algo.distillation`; `loss_mask` is then what it leaves of one.
+        signal: teacher scores, see `mgrpo.algo.distillation`; `loss_mask` is then the result of `TeacherSignal.trained`.
         candidates: `[tokens, 1 + k]`, see `TeacherSignal.added`.
     Returns:
         The scalar loss with a graph to `logprobs`, and metrics as sums with their counts.

@@ -1,4 +1,4 @@
-"""Inputs and result of a loss, whether it is a named one or a user's function."""
+"""Inputs and result of a loss, named or a user's function."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class LossInputs:
     cu_seqlens: Tensor
     """`[num_seqs + 1]` int32, where each sequence begins and where the last one ends."""
     keep: Tensor | None
-    """`[tokens]`, a factor of the policy term that `top_entropy_quantile` asks for; None: 1."""
+    """`[tokens]`, a factor of the policy term, from `top_entropy_quantile`; None: 1."""
     config: LossConfig
     """The loss section of the configuration."""
     denominator: float | Tensor | None
     """Denominator of the whole mini-batch over all ranks, see `mgrpo.algo.loss_denominator`; a number or `[num_seqs]`."""
     teacher_logprobs: Tensor | None = None
-    """`[tokens]`, under each token's teacher; NaN where it has none. `advantages` have it already with `distillation_loss` sampled, and
-    a divergence is added to what the loss returns. None: nothing is learned from any."""
+    """`[tokens]`, under each token's teacher; NaN without one. With `distillation_loss` sampled, `advantages` already include them;
+    otherwise a divergence is added to the loss returned. None: no distillation.
+    """
 
     @property
     def mask(self) -> Tensor:
@@ -57,7 +58,7 @@ class LossInputs:
         return ops.per_token(values, self.cu_seqlens, len(self.logprobs))
 
     def weights(self) -> Tensor:
-        """`[tokens]`, what each token's loss is multiplied by under `aggregation`; 0 for untrained tokens."""
+        """`[tokens]`, factor of each token's loss under `aggregation`; 0 for untrained tokens."""
         return token_weights(self.mask, self.cu_seqlens, self.config, self.denominator)
 
     def total(self, token_losses: Tensor) -> Tensor:
@@ -88,8 +89,8 @@ MetricPairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
 class LossFunction(Protocol):
     """A user's own loss, `mgrpo.train(..., loss=function)` or `--policy_loss file.py:function`.
 
-    It takes the place of surrogate, KL penalty and correction by rho. The entropy bonus is subtracted from what it
-    returns, and `advantages`, `loss_mask`, `keep` and `denominator` are computed as for a named loss. It is called on
+    It takes the place of surrogate, KL penalty and correction by rho. The entropy bonus is subtracted from its
+    result, and `advantages`, `loss_mask`, `keep` and `denominator` are computed as for a named loss. It is called on
     every rank of the last pipeline stage, once per micro-batch, and must not use collectives or random numbers.
     """
 

@@ -70,7 +70,7 @@ class MetricSums(NamedTuple):
 
 
 def metric_sums(metrics: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> MetricSums:
-    """From a `PolicyLoss`; waits for the device."""
+    """Metrics of a `PolicyLoss`; waits for the device."""
     pairs = torch.stack(list(metrics.values())).double().tolist()
     return MetricSums(
         dict(zip(metrics, pairs, strict=True)), {name: float(largest) for name, largest in maxima.items()}
@@ -103,7 +103,7 @@ def reduce_metrics(metrics: MetricSums) -> dict[str, float]:
 
 
 def _variance(mean_square: float, mean: float) -> float:
-    """From means of fp32 values; 0 where it is no more than their rounding."""
+    """Variance from means of fp32 values; 0 below their rounding error."""
     found = mean_square - mean**2
     return found if found > 1e-6 * mean_square else 0.0
 
@@ -137,9 +137,9 @@ def summarise(
 
 @cache
 def _choice(unmeasured: frozenset[str], device: torch.device) -> Tensor:
-    """The columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column after the last one is 0.
+    """Columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column after the last one is 0.
 
-    What was not measured has count 0.
+    Metrics that were not measured have count 0.
     """
     none = len(ops.COLUMNS) - 1
     choice = torch.full((len(_COLUMNS), 2, 2), none)

@@ -31,7 +31,7 @@ def surrogate_loss(
         surrogate: one of `mgrpo.ops.settings.SURROGATES`, or a function in PyTorch.
         ratio_low, ratio_high: bounds of the ratio; ratio_low 0 is off.
         delta, dual_clip: as in `LossConfig`.
-        factors: the corrections, where the caller has them; None: what the settings ask for.
+        factors: the corrections, where the caller has them; None: those that the settings select.
     """
     config, mask = inputs.config, inputs.mask
     if config.beta != 0.0 and inputs.ref_logprobs is None:
@@ -77,5 +77,5 @@ def surrogate_loss(
 
 
 def product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """None is 1."""
+    """Product of two factors; None is 1."""
     return x if y is None else y if x is None else x * y

@@ -1,4 +1,4 @@
-"""From scored groups to what the optimizer trains on."""
+"""Training samples from scored groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from mgrpo.algo.advantage import advantages
-from mgrpo.algo.turn_credit import TurnCredit, token_advantages
+from mgrpo.algo.credit.own_advantages import AdvantageFunction, own_advantages
+from mgrpo.algo.credit.turn_credit import TurnCredit, token_advantages
 from mgrpo.types import Branch, Completion, KeptTokens, Lesson, Prompt, Routes, ScoredGroup, TrainSample, unrouted
 
 OLDEST = 127
@@ -28,6 +29,7 @@ def train_samples(
     mask_truncated: bool = False,
     mask_tool_use: bool = True,
     turn_credit: TurnCredit | None = None,
+    function: AdvantageFunction | None = None,
     policy_version: int | None = None,
     distillation_only: bool = False,
 ) -> list[TrainSample]:
@@ -42,40 +44,33 @@ def train_samples(
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
         normalization, ddof, eps: as in `advantages`.
-        mask_tool_use: False also trains on what was not sampled, whose log-probability under the engine is then NaN.
+        mask_tool_use: False also trains on tokens that were not sampled, with NaN as rollout log-probability.
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
-        turn_credit: how turns get advantages of their own; None: all tokens of a completion have the same.
+        turn_credit: rule for advantages per turn; None: all tokens of a completion have the same.
+        function: a user's estimator in place of the named one and of `turn_credit`.
         policy_version: of the policy that trains, which ages are counted from; None where all tokens are its own.
-        distillation_only: rewards are not trained on: all advantages are 0, and what no teacher judges is not trained.
+        distillation_only: rewards are not trained on: all advantages are 0, and only tokens with teacher scores are trained.
     """
     if not groups:
         return []
     batch = [*groups, *dropped]
-    rewards = np.stack([group.rewards for group in batch])
     masks = [[_trainable(completion, mask_tool_use) for completion in own.group.completions] for own in batch]
-    if normalization == "gdpo":
-        if not reward_weights:
-            raise ValueError(
-                "normalization='gdpo' needs reward functions of your own, but there are none; choose 'standard'"
-            )
-        by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in batch]
-        by_group = advantages(
-            torch.tensor(by_function, dtype=torch.float64),
-            normalization=normalization,
-            ddof=ddof,
-            eps=eps,
-            weights=tuple(reward_weights.values()),
-        )
-    else:
-        by_group = advantages(
-            torch.from_numpy(rewards),
-            normalization=normalization,
-            ddof=ddof,
-            eps=eps,
-            num_tokens=torch.tensor([[mask.sum() for mask in own] for own in masks]),
-        )
+    by_token: list[np.ndarray] | None = None
     if distillation_only:
-        by_group, turn_credit = torch.zeros(rewards.shape, dtype=torch.float64), None
+        by_group = [[0.0] * len(scored.scores) for scored in groups]
+    elif function is not None:
+        by_group, by_token = _users_advantages(function, groups, dropped)
+    else:
+        by_group = _named_advantages(
+            batch, masks, normalization=normalization, ddof=ddof, eps=eps, reward_weights=reward_weights
+        )
+        if turn_credit is not None:
+            by_turn = turn_credit.advantages(batch, masks, normalization=normalization, ddof=ddof, eps=eps)
+            by_token = [
+                token_advantages(completion, turns)
+                for scored, completions in zip(groups, by_turn, strict=False)
+                for completion, turns in zip(scored.group.completions, completions, strict=True)
+            ]
     is_cut = any(c.kept is not None for scored in groups for c in scored.group.completions)
     routed = next((own for scored in groups for c in scored.group.completions for own in c.routes), None)
     samples = [
@@ -89,19 +84,58 @@ def train_samples(
             is_cut=is_cut,
             policy_version=policy_version,
         )
-        for number, (scored, own) in enumerate(zip(groups, by_group.tolist(), strict=False))
+        for number, (scored, own) in enumerate(zip(groups, by_group, strict=False))
         for completion, advantage in zip(scored.group.completions, own, strict=True)
     ]
-    if turn_credit is None:
-        return _taught(samples, groups, is_rewarded=not distillation_only, routed=routed)
-    by_turn = turn_credit.advantages(batch, masks, normalization=normalization, ddof=ddof, eps=eps)
-    credited = [
-        token_advantages(completion, turns)
-        for scored, completions in zip(groups, by_turn, strict=False)
-        for completion, turns in zip(scored.group.completions, completions, strict=True)
+    if by_token is not None:
+        samples = [_credited(*pair) for pair in zip(samples, by_token, strict=True)]
+    return _taught(samples, groups, is_rewarded=not distillation_only, routed=routed)
+
+
+def _named_advantages(
+    batch: Sequence[ScoredGroup],
+    masks: Sequence[Sequence[np.ndarray]],
+    *,
+    normalization: str,
+    ddof: int,
+    eps: float,
+    reward_weights: Mapping[str, float] | None,
+) -> list[list[float]]:
+    if normalization == "gdpo":
+        if not reward_weights:
+            raise ValueError(
+                "normalization='gdpo' needs reward functions of your own, but there are none; choose 'standard'"
+            )
+        by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in batch]
+        return advantages(
+            torch.tensor(by_function, dtype=torch.float64),
+            normalization=normalization,
+            ddof=ddof,
+            eps=eps,
+            weights=tuple(reward_weights.values()),
+        ).tolist()
+    return advantages(
+        torch.from_numpy(np.stack([group.rewards for group in batch])),
+        normalization=normalization,
+        ddof=ddof,
+        eps=eps,
+        num_tokens=torch.tensor([[mask.sum() for mask in own] for own in masks]),
+    ).tolist()
+
+
+def _users_advantages(
+    function: AdvantageFunction, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup]
+) -> tuple[list[list[float]], list[np.ndarray] | None]:
+    """The advantages of completions, and those of each completion's tokens `[length]` float32 where any group has them."""
+    found = own_advantages(function, groups, dropped)
+    if not any(values.ndim for own in found for values in own):
+        return [[float(value) for value in own] for own in found], None
+    by_token = [
+        np.broadcast_to(values, len(completion.tokens)).astype(np.float32)
+        for scored, own in zip(groups, found, strict=True)
+        for completion, values in zip(scored.group.completions, own, strict=True)
     ]
-    credited_samples = [_credited(*pair) for pair in zip(samples, credited, strict=True)]
-    return _taught(credited_samples, groups, is_rewarded=True, routed=routed)
+    return [[0.0] * len(own) for own in found], by_token
 
 
 def _taught(
@@ -129,7 +163,7 @@ def _taught(
 def _with_teacher(
     sample: TrainSample, completion: Completion, span: slice, lesson: Lesson, *, teacher: int, has_score: bool
 ) -> TrainSample:
-    """Not trained are samples without score and teacher, and tokens that have neither the one nor the other's word."""
+    """Sample with its teacher; untrained without score and teacher, as are tokens with neither a score nor a teacher score."""
     if teacher < 0 or not len(completion.tokens):
         return sample if has_score else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
     is_sampled = completion.loss_mask[span]
@@ -247,5 +281,5 @@ def _ages(completion: Completion, policy_version: int) -> np.ndarray:
 
 
 def _trainable(completion: Completion, mask_tool_use: bool) -> np.ndarray:
-    """`[len]` bool: what was sampled, or also what tools have written; the tokens over which a batch is normalised."""
+    """`[len]` bool: sampled tokens, or all tokens without `mask_tool_use`; those over which a batch is normalised."""
     return completion.loss_mask if mask_tool_use else np.ones_like(completion.loss_mask)

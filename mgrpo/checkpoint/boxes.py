@@ -1,4 +1,4 @@
-"""Boxes of HF tensors: which rank writes which, and whether together they are complete. Pure; no torch."""
+"""Boxes of HF tensors: the rank that writes each, and their completeness. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str
             disjoint; anything else is a ValueError.
         itemsizes: bytes of one element of each kind.
     Returns:
-        For each rank the indices of what it writes, ascending.
+        For each rank the indices of the boxes it writes, ascending.
     """
     holders: dict[tuple[str, Box], dict[int, int]] = {}
     for rank, held in enumerate(holdings):

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: what a folder can do, local or remote, and which checkpoints of a root are complete.
+"""The folders of checkpoints: operations of a folder, local or remote, and the complete checkpoints of a root.
 
 A checkpoint `<root>/step_N` exists if and only if its manifest does. No torch: a run looks here before it starts
 anything.
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 ABANDONED = "manifest.abandoned.json"
 """The name of the manifest in a checkpoint that the run has abandoned."""
 NEAR = "near"
-"""The folder in that of the states which has the manifests of those whose tensors lie on disks of the nodes."""
+"""Subfolder of the states with the manifests of those whose tensors are on the nodes' disks."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def check_root(root: str | Path) -> None:
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Why files cannot be written in the folder at `path`, which may not exist yet; None if they can. Leaves nothing."""
+    """Reason why files cannot be written in the folder at `path`, which may not exist yet; None if they can. Leaves nothing."""
     nearest = nearest_folder(path)
     if not nearest.is_dir():
         return f"{nearest} is a file"
@@ -183,12 +183,12 @@ def step_path(root: str | Path, step: int) -> str:
 
 
 def near_root(root: str | Path) -> str:
-    """Where the manifests of near states are, beside the states on storage in `root`."""
+    """Folder of the manifests of near states, beside the states on storage in `root`."""
     return f"{str(root).rstrip('/')}/{NEAR}"
 
 
 def is_near(path: str | Path) -> bool:
-    """Whether the checkpoint at `path` is one whose tensors lie on disks of the nodes."""
+    """True if the tensors of the checkpoint at `path` are on the nodes' disks."""
     return str(path).rstrip("/").split("/")[-2:-1] == [NEAR]
 
 
@@ -201,7 +201,7 @@ def resumable(root: str | Path) -> list[str]:
 
 
 def lies_in(path: str | Path, root: str | Path) -> bool:
-    """Whether the checkpoint at `path` is one of those in `root`, near ones included."""
+    """True if the checkpoint at `path` is in `root`, near ones included."""
     return any(_lies_directly_in(path, place) for place in (root, near_root(root)))
 
 
@@ -227,7 +227,7 @@ def complete(root: str | Path) -> list[int]:
 
 
 def latest(root: str | Path) -> str | None:
-    """Path of the newest complete checkpoint of `root`; None when there is none."""
+    """Path of the newest complete checkpoint of `root`; None without any."""
     steps = complete(root)
     return step_path(root, steps[-1]) if steps else None
 
@@ -255,7 +255,7 @@ def abandon(root: str | Path, *, after: int) -> list[int]:
 def rotate(folder: Folder, *, keep_last_n: int) -> None:
     """Keep the newest complete checkpoints (-1: all); delete the others, and incomplete folders older than the newest.
 
-    What cannot be deleted is logged and tried again next time; it must not end the run.
+    A failed deletion is logged and tried again next time; it must not end the run.
     """
     for step in superseded(_steps(folder), complete_in(folder), keep_last_n=keep_last_n):
         own = folder.child(step_folder(step))
@@ -272,7 +272,7 @@ def superseded(steps: Iterable[int], complete: Sequence[int], *, keep_last_n: in
     Args:
         steps: all that have a folder, also incomplete ones.
         complete: those that are complete, ascending.
-        keep_last_n: how many of these are kept, at least one; -1: all.
+        keep_last_n: number of these to keep, at least one; -1: all.
     """
     if not complete:
         return []
@@ -285,7 +285,7 @@ def _steps(folder: Folder) -> list[int]:
 
 
 def complete_in(folder: Folder) -> list[int]:
-    """As `complete`."""
+    """Steps of all complete checkpoints of an open folder, ascending."""
     return [step for step in _steps(folder) if folder.child(step_folder(step)).size(MANIFEST) is not None]
 
 

@@ -1,7 +1,7 @@
-"""The JSON beside the tensors: what a rank wrote (index), and what a whole checkpoint is made of (manifest).
+"""The JSON beside the tensors: a rank's files (index), and the contents of a whole checkpoint (manifest).
 
-Both are untrusted input. Checksums, the manifest's own among them, find what has changed by accident; anyone can make them
-anew, so every value is checked as well, and no file name leaves the checkpoint's folder.
+Both are untrusted input. Checksums, the manifest's own among them, detect accidental changes; anyone can recompute
+them, so every value is checked as well, and no file name leaves the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Record = TypeVar("Record")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that differs from what was written.
+    """A checkpoint that has changed since it was written.
 
     Args:
-        message: which one, and how it differs.
+        message: its name and the difference.
         previous: the newest complete one before it, if any.
     """
 
@@ -52,12 +52,12 @@ class FileRecord:
     sha256: str
 
     def as_json(self) -> dict[str, object]:
-        """As `from_json` takes it."""
+        """JSON form for `from_json`."""
         return {"bytes": self.num_bytes, "sha256": self.sha256}
 
     @classmethod
     def from_json(cls, data: Any) -> FileRecord:
-        """ValueError for what is not a size and a checksum."""
+        """Read a size and a checksum; ValueError for anything else."""
         if not _SHA256.fullmatch(_text(data["sha256"])):
             raise ValueError(f"{data['sha256']!r} must be a SHA-256 checksum in hexadecimal digits")
         return cls(num_bytes=_count(data["bytes"]), sha256=data["sha256"])
@@ -80,7 +80,7 @@ class PieceRecord:
 
     @classmethod
     def read(cls, kind: object, name: object, dtype: object, place: Any) -> PieceRecord:
-        """ValueError for what is not a box in a file of the checkpoint's folder."""
+        """Read a box in a file of the checkpoint's folder; ValueError for anything else."""
         start, shape, file, key = place
         box = Box(_text(name), _shape(start), _shape(shape))
         if len(box.start) != len(box.shape):
@@ -99,7 +99,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """One rank's files in one attempt to save, or why it could not."""
+    """One rank's files in one attempt to save, or the reason of its failure."""
 
     step: int
     rank: int
@@ -117,7 +117,7 @@ class Index:
 
     @classmethod
     def from_json(cls, text: bytes) -> Index:
-        """ValueError for anything that `to_json` cannot have made."""
+        """Read an index; ValueError for anything that `to_json` cannot have made."""
 
         def read(data: dict[str, Any]) -> Index:
             return cls(
@@ -146,7 +146,7 @@ class Manifest:
     """The file of the trainer's own state."""
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, Mapping[str, TensorRecord]]
-    """By kind and name."""
+    """Tensors by kind and name."""
 
     def to_json(self) -> bytes:
         head = {"version": VERSION, "step": self.step, "world_size": self.world_size, "attempt": self.attempt}
@@ -162,7 +162,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """OtherVersion for what another mgrpo wrote, and ValueError for anything that `to_json` cannot have made."""
+        """Read a manifest: OtherVersion for another mgrpo's version, and ValueError for anything that `to_json` cannot have made."""
 
         def read(data: dict[str, Any]) -> Manifest:
             version = _count(data["version"])
@@ -217,7 +217,7 @@ def merge(
     state: tuple[str, FileRecord],
     full_shapes: Mapping[str, Mapping[str, Shape]],
 ) -> Manifest:
-    """The manifest of what all ranks wrote; ValueError when it is not exactly `full_shapes`, given by kind and name."""
+    """Manifest of all ranks' files; ValueError when their tensors are not exactly `full_shapes`, given by kind and name."""
     first, *others = indexes
     files = {state[0]: state[1]}
     pieces: dict[tuple[str, str], list[PieceRecord]] = {}
@@ -265,7 +265,7 @@ def file_name(name: object) -> str:
 
 
 def _parsed(text: bytes, what: str, read: Callable[[dict[str, Any]], Record]) -> Record:
-    """The record that `read` makes of JSON; ValueError for whatever is missing or of another type."""
+    """The record that `read` makes of JSON; ValueError if anything is missing or of another type."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as err:

@@ -19,7 +19,7 @@ MAPPED_BYTES = 16 << 20
 
 
 class MappedFiles:
-    """Files that together take `MAPPED_BYTES` of memory, or what one read needs; ValueError names a damaged one."""
+    """Mapped files that together take `MAPPED_BYTES` of memory, or as much as one read; ValueError names a damaged one."""
 
     def __init__(self) -> None:
         self._open: dict[Path, safe_open] = {}

@@ -28,7 +28,7 @@ def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Sto
             one that `close` deletes.
     Raises:
         ValueError: there is no complete checkpoint at `path`.
-        DamagedCheckpoint: there is one that differs from what was written.
+        DamagedCheckpoint: it has changed since it was written.
     """
     folder, step = split_path(path)
     return StoredCheckpoint(folder, step, cache=None if cache is None else Path(cache))

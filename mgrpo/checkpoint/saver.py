@@ -1,6 +1,6 @@
-"""Saves checkpoints: every rank writes what it was assigned, and rank 0 adds the manifest that makes it a checkpoint.
+"""Saves checkpoints: every rank writes its assigned tensors, and rank 0 adds the manifest that makes it a checkpoint.
 
-Ranks communicate through the file system only, without collectives, so that all of it can run in a thread beside the
+Ranks communicate through the file system only, without collectives, so that all of it can run in a thread during
 training. Every file carries the attempt's token in its name: files left over from, or still being written by, a killed
 attempt are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
 """
@@ -48,7 +48,7 @@ class _Save:
     state: bytes
     full_shapes: Mapping[str, Mapping[str, Shape]]
     folders: Sequence[Folder]
-    """Where it is written, in this order."""
+    """Destinations, in the order of writing."""
 
 
 class Saver:
@@ -56,10 +56,10 @@ class Saver:
 
     Args:
         root: folder or fsspec URL that holds the checkpoints, reachable by all ranks.
-        keep_last_n: how many complete checkpoints are kept; -1: all.
+        keep_last_n: number of complete checkpoints to keep; -1: all.
         near: the nodes' disks, to which every state is written first.
         asynchronous: copy the tensors to host memory, see `HostCopies`, and write in a thread.
-        timeout_s: how long rank 0 waits for the other ranks' files.
+        timeout_s: limit of rank 0's wait for the other ranks' files.
         threads: files that are written at a time; 1: in the thread that calls `save`, or that it starts.
     """
 
@@ -100,7 +100,7 @@ class Saver:
         When asynchronous, all return as soon as the tensors are copied; the next `save` or `wait` raises a failure.
 
         Args:
-            parts: what this rank was assigned.
+            parts: tensors assigned to this rank.
             state: plain JSON values; only rank 0's is kept.
             full_shapes: shape of every tensor of the checkpoint by kind and name; only rank 0's is read.
             attempt: a token, equal on all ranks and different for every call.
@@ -122,7 +122,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until this rank has written its files; raise what went wrong."""
+        """Wait until this rank has written its files; raise the error of its thread."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -246,7 +246,7 @@ class Saver:
         return with_room(err, place.path, sum(part.tensor.nbytes for part in save.parts))
 
     def _give_up(self, folder: Folder, save: _Save, written: list[str], reason: str) -> None:
-        """Delete what was written and tell rank 0 the reason. Both may fail as the writing did."""
+        """Delete the written files and send rank 0 the reason. Both may fail as the writing did."""
         for name in written:
             with contextlib.suppress(Exception):
                 folder.remove(name)

@@ -57,7 +57,7 @@ class Part:
 
 
 class Hashed:
-    """A stream that records the size and the checksum of what is written to it."""
+    """A stream that records the size and the checksum of written bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -113,7 +113,7 @@ def write_tensors(
 
     Args:
         headers: of types in `CODES`.
-        values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
+        values: gives a tensor in blocks of rows, each of which is written before the next is requested.
     """
     # Widest type first, so that each tensor begins at a multiple of its type's size, which readers rely on.
     names = sorted(headers, key=lambda name: -headers[name][0].itemsize)

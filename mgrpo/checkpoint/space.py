@@ -1,4 +1,4 @@
-"""Room on the file system of a folder: whether something fits, said with path and bytes."""
+"""Room on the file system of a folder; messages name path and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nearest_folder(path: str | Path) -> Path:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Bytes that this user may still write at `path`, a quota apart, which file systems do not tell."""
+    """Bytes that this user may still write at `path`, except for a quota, which file systems do not report."""
     return shutil.disk_usage(nearest_folder(path)).free
 
 
@@ -40,7 +40,7 @@ def wait_for_room(path: str | Path, num_bytes: int, *, say: Callable[[str], obje
     """Return when there is room for `num_bytes`, after `PATIENCE_S`, or when `stop` is set.
 
     Args:
-        say: tells the user once that room is missing.
+        say: prints once that room is missing.
     """
     deadline = time.monotonic() + PATIENCE_S
     problem = no_room(path, num_bytes)

@@ -16,8 +16,8 @@ class Stored:
 
     Raises:
         ValueError: there is no complete checkpoint of this step in `root`, or it may not be read.
-        OtherVersion: this mgrpo does not read its format.
-        DamagedCheckpoint: it differs from what was written.
+        OtherVersion: this mgrpo cannot read its format.
+        DamagedCheckpoint: it has changed since it was written.
     """
 
     def __init__(self, root: Folder, step: int) -> None:

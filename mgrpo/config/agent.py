@@ -29,23 +29,15 @@ WITH_AGENT = Needs("agent", lambda agent: agent is not None)
 AT_HOME = Needs("an agent that the run starts", lambda agent_kind: agent_kind not in ("none", "remote"))
 WITH_COMMAND = Needs("an agent that is a command", lambda agent_kind: agent_kind == "command")
 WITH_IMAGES = Needs(
-    "an agent that is a command, in agent_box=local, docker, podman or at a URL",
+    "an agent that is a command, not in agent_box=none",
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box != "none",
 )
 WITH_CONTAINERS = Needs(
-    "an agent that is a command, in agent_box=docker, podman or at a URL",
+    "an agent that is a command, not in agent_box=none or local",
     lambda agent_kind, agent_box: agent_kind == "command" and agent_box not in ("none", "local"),
 )
 PORT = Range(low=0, high=65535)
-WHERE = Form(
-    "none, local, docker, podman, the URL of a box server, http://HOST:PORT, or an entry point of mgrpo.boxes",
-    lambda text: is_box(text),
-)
-
-
-def is_box(text: str) -> bool:
-    """Whether a text names a place where commands can run."""
-    return text.startswith(("http://", "https://")) or text.isidentifier()
+WHERE = Form("none, local, docker, podman, or an entry point of mgrpo.boxes", str.isidentifier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +53,8 @@ class Agent:
     """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only
     agent_check, verifiers and reward functions."""
     agent_box: Annotated[str, WHERE, WITH_COMMAND] = "local"
-    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; a
-    URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user."""
+    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container;
+    another name: an entry point of mgrpo.boxes, such as a hosted sandbox; none: as any program of this user."""
     agent_image: Annotated[str | None, WITH_IMAGES] = None
     """The image of its containers, or the folder that is the root of its walls; in containers a row's column image goes before it, but they
     need this one for the check at the start. none: this machine's programs, read-only."""
@@ -89,15 +81,11 @@ class Agent:
     agent_endpoints: Annotated[int, ONE_OR_MORE, WITH_AGENT] = 1
     """Processes that serve agents, each on one core."""
     agent_endpoint_url: Annotated[str | None, WITH_AGENT] = None
-    """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own."""
+    """Address by which agents reach the endpoint, if that is another one, as of a balancer before several, which sends paths that begin
+    with /s/N- to endpoint N, counted from 0. none: each has its own."""
     agent_endpoint_join: Annotated[str | None, WITH_AGENT] = None
     """HOST:PORT of this machine where endpoints of other machines join the run, by mgrpo agent-endpoint; all have RAY_AUTH_TOKEN set to
     the same secret. none: none join."""
-    sampling_conflict: Annotated[Literal["override", "refuse"], WITH_AGENT] = "override"
-    """What becomes of an agent's own temperature, top_p and the like: override: the run's are used, since others would change the
-    distribution that is trained; refuse: such calls get an error."""
-    untaken_turns: Annotated[Literal["train", "drop"], WITH_AGENT] = "drop"
-    """Whether turns are trained that an agent has drawn beside others for one request and then left."""
 
     @property
     def agent_kind(self) -> Literal["none", "command", "function", "remote", "verifiers"]:
@@ -210,17 +198,13 @@ def _alone(
         yield f"agent={agent} drives the model by itself, so {' and '.join(others)} would answer nothing; leave one of them out"
 
 
-def _whole_trajectories(
-    agent: str | None, turn_credit: str, turn_scheduling: str, mask_tool_use: bool
-) -> Iterator[str]:
+def _whole_trajectories(agent: str | None, turn_credit: str, mask_tool_use: bool) -> Iterator[str]:
     if agent is None:
         return
     if turn_credit == "return":
         yield (
             "turn_credit=return needs turns that follow one another, and an agent may have several at a time; set it to trajectory"
         )
-    if turn_scheduling == "rounds":
-        yield "turn_scheduling=rounds waits for all before any goes on, and an agent may ask several turns at a time; set it to free or auto"
     if not mask_tool_use:
         yield (
             "mask_tool_use=false trains on what others have written, and an agent's branches share it; set it to true, or leave "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from mgrpo.config.annotations import NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, SHARE, TRL, Needs, Rule
 
+NamedEstimator = Literal[
+    "standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
+]
+NAMED_ESTIMATORS: tuple[str, ...] = get_args(NamedEstimator)
+BY_NAME = Needs("a named advantage_normalization_type", lambda is_own_estimator: not is_own_estimator)
 MOVING_REFERENCE = Needs("ref_policy_update_freq", lambda ref_policy_update_freq: ref_policy_update_freq is not None)
-REPLACING = Needs("active_sampling=true", lambda active_sampling: active_sampling)
 ADAPTIVE = Needs("use_adaptive_entropy=true", lambda use_adaptive_entropy: use_adaptive_entropy)
-SEVERAL_PASSES = Needs("num_epochs above 1", lambda num_epochs: num_epochs > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,29 +28,20 @@ class Algorithm:
     """Training steps between these updates; none: the reference never changes."""
     use_vllm_logprobs: Annotated[bool, OPEN_INSTRUCT] = False
     """Use the engine's logprobs as the old logprobs instead of computing these again."""
-    advantage_normalization_type: Annotated[
-        Literal[
-            "standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
-        ],
-        OPEN_INSTRUCT,
-    ] = "standard"
+    advantage_normalization_type: Annotated[NamedEstimator | str, OPEN_INSTRUCT] = "standard"
     """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch;
     rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of
     the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted
-    sum over the batch."""
-    advantage_ddof: Literal[0, 1] = 0
-    """The standard deviation divides by the number of rewards, or of tokens, minus this."""
-    advantage_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
-    """Added to the standard deviation."""
+    sum over the batch; or your own, file.py:function or package.module:function."""
+    advantage_std: Annotated[Literal["population", "sample", "verl", "trl"], BY_NAME] = "population"
+    """The standard deviation divides by the number n of rewards, or of tokens (population), or by n - 1 (the others); eps is 1e-8, with
+    verl 1e-6 and with trl 1e-4, as these trainers have it."""
     reward_weights: Annotated[tuple[float, ...], TRL] = ()
     """Weight of each reward function; empty: 1 for each."""
     filter_zero_std_samples: Annotated[bool, OPEN_INSTRUCT] = True
     """Leave out groups whose rewards are all equal."""
     active_sampling: Annotated[bool, OPEN_INSTRUCT] = False
-    """Sample further prompts to replace the groups left out, until the batch is full."""
-    active_sampling_max_rounds: Annotated[int, ONE_OR_MORE, REPLACING] = 10
-    """Active sampling replaces groups of at most this many steps' worth, the step's own included; then the step trains on
-    what it has."""
+    """Sample further prompts to replace the groups left out, until the batch is full or ten steps' worth have been sampled."""
     active_sampling_oversample: Annotated[float, NOT_NEGATIVE] = 0.0
     """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once."""
     replay_buffer_size: Annotated[int, NOT_NEGATIVE, TRL] = 0
@@ -77,8 +71,30 @@ class Algorithm:
     """Passes over each rollout batch."""
     num_mini_batches: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
     """Optimizer steps per pass."""
-    reshuffle_mini_batches: Annotated[bool, SEVERAL_PASSES] = False
-    """Form new mini-batches in every pass."""
+
+    @property
+    def advantage_ddof(self) -> int:
+        """Delta degrees of freedom: the variance is divided by the number of rewards minus this."""
+        return 0 if self.advantage_std == "population" else 1
+
+    @property
+    def advantage_eps(self) -> float:
+        """Addend of the standard deviation."""
+        return {"verl": 1e-6, "trl": 1e-4}.get(self.advantage_std, 1e-8)
+
+    @property
+    def is_own_estimator(self) -> bool:
+        """True if `advantage_normalization_type` names a user's function, `module:function`."""
+        module, _, name = self.advantage_normalization_type.rpartition(":")
+        return bool(module and name)
+
+
+def _estimator(advantage_normalization_type: str, is_own_estimator: bool) -> Iterator[str]:
+    if not is_own_estimator and advantage_normalization_type not in NAMED_ESTIMATORS:
+        yield (
+            f"advantage_normalization_type={advantage_normalization_type} is unknown; choose one of "
+            f"{', '.join(NAMED_ESTIMATORS)}, or name a function of yours: file.py:function or package.module:function"
+        )
 
 
 def _mini_batches(num_mini_batches: int, num_unique_prompts_rollout: int) -> Iterator[str]:
@@ -95,6 +111,7 @@ def _groups(
     filter_zero_std_samples: bool,
     replay_buffer_size: int,
     distills: bool,
+    is_own_estimator: bool,
     num_samples_per_prompt_rollout: int,
     num_unique_prompts_rollout: int,
 ) -> Iterator[str]:
@@ -120,7 +137,7 @@ def _groups(
             "num_samples_per_prompt_rollout=1 makes every group's rewards equal, so filter_zero_std_samples=true would "
             "leave nothing; set it to false, or sample at least 2"
         )
-    if num_unique_prompts_rollout == 1:
+    if num_unique_prompts_rollout == 1 and not is_own_estimator:
         yield (
             "num_samples_per_prompt_rollout=1 compares completions within the batch, but num_unique_prompts_rollout=1 "
             "makes a batch of one; sample at least 2 of one of them"
@@ -186,6 +203,6 @@ def _weights(reward_weights: tuple[float, ...], num_reward_funcs: int) -> Iterat
         )
 
 
-RULES: tuple[Rule, ...] = (_mini_batches,)
+RULES: tuple[Rule, ...] = (_estimator, _mini_batches)
 GROUPS: tuple[Rule, ...] = (_groups, _equal_rewards, _entropy, _overlong)
 REWARD_FUNCTIONS: tuple[Rule, ...] = (_weighed_advantages, _pass_rate, _weights)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, OPEN_INSTRUCT, TRL, Needs, Range, Rule
-from mgrpo.config.provenance import Provenance
 
 EVALUATED = ("scores", "no_score_rate", "sequence_lengths", "sequence_lengths_min", "sequence_lengths_max", "stop_rate")
 ACCURACY = ("pass_at_1",)
@@ -74,9 +73,8 @@ class Checkpoint:
     """Keep track of the export with the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
     evaluated: save_freq a multiple of local_eval_every."""
     metric_for_best_model: Annotated[str, TRL, BEST] = "eval/scores"
-    """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""
-    greater_is_better: Annotated[bool, TRL, BEST] = True
-    """Whether the greatest value of metric_for_best_model is the best one; false: the least."""
+    """The metric of an evaluation whose greatest value load_best_model_at_end takes for the best, or after a minus sign, as in
+    -eval/sequence_lengths, whose least; the earlier of equal ones is the best."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
     save_every_minutes: Annotated[float | None, NOT_NEGATIVE] = None
@@ -84,9 +82,7 @@ class Checkpoint:
     checkpoint_state_freq; 0: none by time. Without either, a run on 64 GPUs or more saves as often as its size asks for
     (docs/checkpoints.md), and others do not."""
     checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of the training states, or a URL such as s3://bucket/run; none: output_dir/checkpoints."""
-    gs_checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
-    """URL of the training states on Google Cloud Storage, gs://bucket/run; overrides checkpoint_state_dir."""
+    """Folder of the training states, or a URL such as s3://bucket/run or gs://bucket/run; none: output_dir/checkpoints."""
     keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT, STATES] = 3
     """Number of newest training states to keep; -1: all."""
     checkpoint_async: Annotated[bool, STATES] = False
@@ -105,28 +101,30 @@ class Checkpoint:
         """Whether training states are saved while the run goes on."""
         return _saves(self.checkpoint_state_freq, self.save_every_minutes)
 
+    @property
+    def best_metric(self) -> str:
+        """The name in `metric_for_best_model`."""
+        return self.metric_for_best_model.removeprefix("-")
+
+    @property
+    def greater_is_better(self) -> bool:
+        """Whether its greatest value is the best one, and not its least."""
+        return not self.metric_for_best_model.startswith("-")
+
 
 def _states(
     checkpoint_state_freq: int,
     save_every_minutes: float | None,
     checkpoint_state_dir: str | None,
-    gs_checkpoint_state_dir: str | None,
     keep_last_n_checkpoints: int,
 ) -> Iterator[str]:
-    for name, folder in (
-        ("checkpoint_state_dir", checkpoint_state_dir),
-        ("gs_checkpoint_state_dir", gs_checkpoint_state_dir),
-    ):
-        if folder == "":
-            yield f"{name} is empty; name a folder or leave it out"
-        elif folder and name.startswith("gs_") and not folder.startswith("gs://"):
-            yield f"{name}={folder} must begin with gs://; checkpoint_state_dir takes folders and other URLs"
-        elif folder and not _saves(checkpoint_state_freq, save_every_minutes):
-            yield (
-                f"{name}={folder} needs checkpoint_state_freq above 0, got {checkpoint_state_freq}, or save_every_minutes; or "
-                "leave it out"
-            )
-            break
+    if checkpoint_state_dir == "":
+        yield "checkpoint_state_dir is empty; name a folder or leave it out"
+    elif checkpoint_state_dir and not _saves(checkpoint_state_freq, save_every_minutes):
+        yield (
+            f"checkpoint_state_dir={checkpoint_state_dir} needs checkpoint_state_freq above 0, got {checkpoint_state_freq}, or "
+            "save_every_minutes; or leave it out"
+        )
     if keep_last_n_checkpoints == 0:
         yield "keep_last_n_checkpoints=0 would keep no state; give 1 or more, -1 for all, or checkpoint_state_freq=-1 and save_every_minutes=0"
 
@@ -179,8 +177,10 @@ def _evaluated_exports(load_best_model_at_end: bool, save_freq: int, local_eval_
         )
 
 
-def _known_metric(load_best_model_at_end: bool, metric_for_best_model: str, eval_pass_at_k: int) -> Iterator[str]:
-    name = metric_for_best_model
+def _known_metric(
+    load_best_model_at_end: bool, metric_for_best_model: str, best_metric: str, eval_pass_at_k: int
+) -> Iterator[str]:
+    name, sign = best_metric, metric_for_best_model.removesuffix(best_metric)
     unbiased = [f"pass_at_{1 << power}_unbiased" for power in range(eval_pass_at_k.bit_length())]
     known = [f"eval/{own}" for own in dict.fromkeys((*EVALUATED, *ACCURACY, f"pass_at_{eval_pass_at_k}", *unbiased))]
     kind, _, rest = name.removeprefix("eval/").partition("/")
@@ -188,8 +188,9 @@ def _known_metric(load_best_model_at_end: bool, metric_for_best_model: str, eval
         return
     if not (name.startswith("eval/") and kind in BY_NAME and rest):
         near = difflib.get_close_matches(f"eval/{name.removeprefix('eval/').removeprefix('eval_')}", known, n=3)
+        advice = " or ".join(sign + own for own in near or ["eval/scores", "eval/pass_at_1"])
         yield (
-            f"metric_for_best_model={name} is no metric of an evaluation; use {' or '.join(near or ['eval/scores', 'eval/pass_at_1'])}, "
+            f"metric_for_best_model={metric_for_best_model} is no metric of an evaluation; use {advice}, "
             "or another of docs/metrics.md that begins with eval/"
         )
 
@@ -207,17 +208,3 @@ def _held_out_data(
 RULES: tuple[Rule, ...] = (_states, _local_states, _resume)
 BEST_MODEL: tuple[Rule, ...] = (_evaluated_exports, _known_metric)
 HELD_OUT_DATA: tuple[Rule, ...] = (_held_out_data,)
-
-
-def _two_folders(
-    checkpoint_state_dir: str | None, gs_checkpoint_state_dir: str | None, provenance: Provenance
-) -> Iterator[str]:
-    is_folder_of_bucket = "gs_bucket_path" in provenance.sources.get("gs_checkpoint_state_dir", "")
-    if gs_checkpoint_state_dir and checkpoint_state_dir and not is_folder_of_bucket:
-        yield (
-            f"checkpoint_state_dir={checkpoint_state_dir} is ignored, because training states are written to "
-            f"gs_checkpoint_state_dir={gs_checkpoint_state_dir}"
-        )
-
-
-WARNINGS: tuple[Rule, ...] = (_two_folders,)

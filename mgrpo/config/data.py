@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from mgrpo.config.annotations import (
     NO_ENTRIES,
-    NOT_NEGATIVE,
     ONE_OR_MORE,
     OPEN_INSTRUCT,
     POSITIVE,
@@ -58,8 +57,6 @@ class Data:
     """Folder for prepared data; none: mgrpo/datasets in the user's cache folder."""
     dataset_skip_cache: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data again even if prepared data exists."""
-    dataset_num_proc: Annotated[int, NOT_NEGATIVE] = 0
-    """Threads that tokenize; 0: one per core."""
 
 
 def mixer_problems(data: Data, mixer: str) -> Iterator[str]:

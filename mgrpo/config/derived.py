@@ -26,7 +26,7 @@ def state_root(config: Config) -> str:
     """Folder or URL of the run's training states."""
     own = config.checkpoint
     default = os.path.join(config.experiment.output_dir, "checkpoints")
-    return own.gs_checkpoint_state_dir or own.checkpoint_state_dir or default
+    return own.checkpoint_state_dir or default
 
 
 def most_tokens(config: Config, folder: str) -> int:

@@ -9,7 +9,7 @@ from string import Formatter
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from mgrpo.config.annotations import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, SHARE, Needs, Range, Rule
+from mgrpo.config.annotations import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, SHARE, Needs, Rule
 from mgrpo.models.cuts import size_of
 from mgrpo.models.hf_config import HfConfig, is_hub_name, no_model
 
@@ -21,13 +21,7 @@ WITH_TEACHER = Needs("teacher_model_name_or_path", lambda teacher_model_name_or_
 OWN_ENGINES = Needs("teacher_mode=engine", lambda teacher_mode: teacher_mode == "engine")
 SERVERS = Needs("teacher_mode=server", lambda teacher_mode: teacher_mode == "server")
 WITH_SELF = Needs("the teacher self", lambda is_own_teacher: is_own_teacher)
-SAMPLED = Needs(
-    "a teacher, and distillation_loss=sampled",
-    lambda distills, distillation_loss: distills and distillation_loss == "sampled",
-)
 LIKELIEST = Needs("a distillation_loss other than sampled", lambda distillation_loss: distillation_loss != "sampled")
-WITH_JSD = Needs("distillation_loss=jsd", lambda distillation_loss: distillation_loss == "jsd")
-BETWEEN = Range(low=0, high=1, low_open=True, high_open=True)
 
 
 class Teacher(NamedTuple):
@@ -73,12 +67,6 @@ class Distillation:
     the loss, over the teacher's likeliest tokens: KL(teacher, policy), KL(policy, teacher), or the Jensen-Shannon divergence of GKD."""
     distillation_topk: Annotated[int, ONE_OR_MORE, LIKELIEST] = 16
     """The teacher's likeliest tokens that are compared, beside the sampled one; all others count as one token."""
-    distillation_jsd_beta: Annotated[float, BETWEEN, WITH_JSD] = 0.5
-    """Weight of the teacher in the mixture of the Jensen-Shannon divergence; towards 0 it is like forward_kl, towards 1 like reverse_kl."""
-    distillation_temperature: Annotated[float | None, POSITIVE, LIKELIEST] = None
-    """The policy's logits are divided by this where they are compared with a teacher's; none: by temperature, as in sampling."""
-    distillation_clip: Annotated[float | None, POSITIVE, SAMPLED] = None
-    """Largest difference of the log-probabilities of teacher and policy that counts at a token; none: any."""
 
     @property
     def teachers(self) -> tuple[Teacher, ...]:
@@ -151,7 +139,18 @@ def _is_nowhere(model: str) -> bool:
     return not os.path.isfile(os.path.join(model, "config.json")) and (os.path.isdir(model) or not is_hub_name(model))
 
 
-def _only(distills: bool, distillation_only: bool, distillation_coef: float) -> Iterator[str]:
+def _only(
+    distills: bool,
+    distillation_only: bool,
+    distillation_coef: float,
+    advantage_normalization_type: str,
+    is_own_estimator: bool,
+) -> Iterator[str]:
+    if distillation_only and is_own_estimator:
+        yield (
+            f"distillation_only=true makes every advantage 0, so that advantage_normalization_type={advantage_normalization_type} "
+            "has no effect; leave one of them out"
+        )
     if distillation_only and not distills:
         yield (
             "distillation_only=true learns from a teacher alone, and there is none; give teacher_model_name_or_path, or leave it out"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, MEGATRON, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range, Rule
+from mgrpo.config.annotations import FINITE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,7 @@ class Experiment:
     """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
     the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""
     profile_steps: tuple[int, ...] = ()
-    """Training steps (from 1) whose training and weight sync are profiled: traces in output_dir/profile, or nsys ranges."""
-    profile_ranks: Annotated[tuple[int, ...], MEGATRON] = (0,)
-    """Learner ranks that are profiled."""
+    """Training steps (from 1) whose training and weight sync are profiled on rank 0: traces in output_dir/profile, or nsys ranges."""
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data, print a summary and exit."""
 
@@ -59,17 +57,5 @@ def _profiled_steps(
         yield f"profile_steps: {outside[0]} is no step of this run, which has steps 1 to {last}"
 
 
-def _profiled_ranks(profile_ranks: tuple[int, ...], world_size: int) -> Iterator[str]:
-    outside = [rank for rank in profile_ranks if not 0 <= rank < world_size]
-    if outside:
-        yield f"profile_ranks: {outside[0]} is no learner rank of this run, which has ranks 0 to {world_size - 1}"
-
-
-def _no_profiled_ranks(profile_ranks: tuple[int, ...], profile_steps: tuple[int, ...]) -> Iterator[str]:
-    if profile_steps and not profile_ranks:
-        yield "profile_ranks is empty, so profile_steps would profile nothing; name ranks, for example 0"
-
-
 RULES: tuple[Rule, ...] = (_output_dir,)
 PROFILED_STEPS: tuple[Rule, ...] = (_profiled_steps,)
-PROFILED_RANKS: tuple[Rule, ...] = (_profiled_ranks, _no_profiled_ranks)

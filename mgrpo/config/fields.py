@@ -1,6 +1,9 @@
 """The flat view of `Config`: every setting by name, with its section and type, and how text becomes its value.
 
 Files, flags and the Python door all hand over text, so that one set of rules decides what `2e-5` or `yes` means.
+
+pydantic's `TypeAdapter` reads neither `1e5` and `.inf` nor `none`, `8,16` and a numeral that is a choice, and takes `t` for
+true: each of these rules would be a validator of its own.
 """
 
 from __future__ import annotations

@@ -81,11 +81,11 @@ def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
         yield f"use_precision_aware_optimizer=true{problem} leave it out"
     if config.parallel.fused_layers is True and (problem := _obstacle(liger_lack(), has_gpus=has_gpus)):
         yield f"fused_layers=true{problem} use auto or false"
-    if config.parallel.moe_token_dispatcher_type == "flex":
-        name = config.parallel.moe_flex_dispatcher_backend
+    name = config.parallel.moe_token_dispatcher_type
+    if name != "alltoall":
         lack = exchange_lack(name) if has_gpus else "GPUs, of which there are none here"
         if lack:
-            yield f"moe_token_dispatcher_type=flex with moe_flex_dispatcher_backend={name} needs {lack}; {'install it' if has_gpus else 'start where there are'}, or use alltoall"
+            yield f"moe_token_dispatcher_type={name} needs {lack}; {'install it' if has_gpus else 'start where there are'}, or use alltoall"
 
 
 def _obstacle(lack: str | None, *, has_gpus: bool) -> str:
@@ -96,7 +96,7 @@ def _obstacle(lack: str | None, *, has_gpus: bool) -> str:
 
 
 def exchange_lack(backend: str) -> str | None:
-    """The package that a backend of Megatron's flex dispatcher needs and that is not installed."""
+    """The package that a dispatcher of one copy for each rank needs and that is not installed."""
     if find_spec("deep_ep") is None:
         branch = ", branch hybrid-ep" if backend == "hybridep" else ""
         return f"the package deep_ep (https://github.com/deepseek-ai/DeepEP{branch}), which is not installed"

@@ -25,6 +25,8 @@ NamedLoss = Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"]
 NAMED_LOSSES: tuple[str, ...] = get_args(NamedLoss)
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is computed: per token, or as exp of the mean or sum over a sequence."""
+DIVERGENCE = "divergence"
+"""The level of the mask that compares the total variation in place of the ratio."""
 
 
 def _is_denominator(text: str) -> bool:
@@ -104,14 +106,13 @@ class LossConfig:
     """Smallest rho that multiplies; 0: no bound."""
     rho_clamp_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 2.0
     """Largest rho that multiplies (truncated importance sampling); 0: no bound."""
-    rho_mask_level: Annotated[Level, WITH_RHO] = "token"
-    """Level of the rho that decides what is dropped."""
+    rho_mask_level: Annotated[Literal["token", "sequence_mean", "sequence_sum", "divergence"], WITH_RHO] = "token"
+    """Level of the rho that decides what is dropped; divergence: the upper bound is one of the completion's mean |rho - 1|, and only
+    tokens whose update would raise that are dropped."""
     rho_mask_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 0.0
     """The policy loss is dropped where rho is below this; 0: no bound."""
     rho_mask_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, WITH_RHO] = 0.0
     """The policy loss is dropped where rho is above this; 0: no bound."""
-    rho_mask_tv_divergence: Annotated[bool, OPEN_INSTRUCT, WITH_RHO] = False
-    """Compare the upper bound with the completion's mean |rho - 1| and drop only tokens whose update would raise it."""
     off_policy_mask_threshold: Annotated[float | None, NOT_NEGATIVE, TRL] = None
     """Drop completions with advantage < 0 whose mean of engine's minus current logprob is above this; none: off."""
 
@@ -215,27 +216,28 @@ def _rho_bounds(
     rho_clamp_upper_bound: float,
     rho_mask_lower_bound: float,
     rho_mask_upper_bound: float,
-    rho_mask_tv_divergence: bool,
+    rho_mask_level: str,
 ) -> Iterator[str]:
     if not use_rho_correction:
         return
+    bounds_divergence = rho_mask_level == DIVERGENCE
     for name, bound in (
         ("rho_clamp_lower_bound", rho_clamp_lower_bound),
         ("rho_mask_lower_bound", rho_mask_lower_bound),
     ):
-        if rho_mask_tv_divergence and name == "rho_mask_lower_bound" and bound > 0:
-            yield f"{name}={bound:g} would drop the smallest divergences (rho_mask_tv_divergence=true); set it to 0"
+        if bounds_divergence and name == "rho_mask_lower_bound" and bound > 0:
+            yield f"{name}={bound:g} would drop the smallest divergences (rho_mask_level=divergence); set it to 0"
         elif bound >= 1:
             yield f"{name}={bound:g} must be below 1, the ratio of equal policies; 0 is off"
     for name, bound in (
         ("rho_clamp_upper_bound", rho_clamp_upper_bound),
         ("rho_mask_upper_bound", rho_mask_upper_bound),
     ):
-        bounds_ratio = name == "rho_clamp_upper_bound" or not rho_mask_tv_divergence
+        bounds_ratio = name == "rho_clamp_upper_bound" or not bounds_divergence
         if bounds_ratio and 0 < bound <= 1:
             yield f"{name}={bound:g} must be above 1, the ratio of equal policies; 0 is off"
-    if rho_mask_tv_divergence and rho_mask_upper_bound == 0:
-        yield "rho_mask_tv_divergence=true needs a bound of the divergence: --rho_mask_upper_bound 0.1"
+    if bounds_divergence and rho_mask_upper_bound == 0:
+        yield "rho_mask_level=divergence needs a bound of the divergence: --rho_mask_upper_bound 0.1"
 
 
 def _surrogate(
@@ -287,8 +289,8 @@ def _token_ratios(aggregation: str | None, ratio_level: str) -> Iterator[str]:
         yield f"aggregation=luspo is meant for ratio_level=sequence, got {ratio_level}"
 
 
-def _baseline(num_samples_per_prompt_rollout: int) -> Iterator[str]:
-    if num_samples_per_prompt_rollout == 1:
+def _baseline(num_samples_per_prompt_rollout: int, is_own_estimator: bool) -> Iterator[str]:
+    if num_samples_per_prompt_rollout == 1 and not is_own_estimator:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
 
 

@@ -26,14 +26,11 @@ DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Numbers of ranks for which every release of DeepEP has settings of its kernels (`Buffer.get_dispatch_config`)."""
 
 CONTEXT_RANKS = Needs("context_parallel_size above 1", lambda context_parallel_size: context_parallel_size > 1)
-OWN_REDUCE = Needs("zero_stage 0 or 1", lambda zero_stage: zero_stage < 2)
-OWN_GATHER = Needs("zero_stage=1", lambda zero_stage: zero_stage == 1)
 OFFLOAD = Needs("optimizer_cpu_offload=true", lambda optimizer_cpu_offload: optimizer_cpu_offload)
 PRECISION_AWARE = Needs(
     "use_precision_aware_optimizer=true", lambda use_precision_aware_optimizer: use_precision_aware_optimizer
 )
 FP8 = Needs("fp8 other than none", lambda fp8: fp8 != "none")
-FLEX = Needs("moe_token_dispatcher_type=flex", lambda moe_token_dispatcher_type: moe_token_dispatcher_type == "flex")
 SELECTIVE = Needs("recompute_granularity=selective", lambda recompute_granularity: recompute_granularity == "selective")
 
 
@@ -52,11 +49,9 @@ class Parallel:
     heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank."""
     expert_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Ranks of a pipeline stage that share the experts of a mixture-of-experts model."""
-    moe_token_dispatcher_type: Annotated[Literal["alltoall", "flex"], MEGATRON] = "alltoall"
-    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; flex sends one to each rank, or node,
-    by the package of moe_flex_dispatcher_backend, in bfloat16 between GPUs. flex has not run on GPUs here."""
-    moe_flex_dispatcher_backend: Annotated[Literal["deepep", "hybridep"], MEGATRON, FLEX] = "deepep"
-    """Package of moe_token_dispatcher_type=flex: DeepEP (deep_ep) or HybridEP, which is a branch of it."""
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "deepep", "hybridep"], MEGATRON] = "alltoall"
+    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; deepep and hybridep send one to each rank,
+    or node, in bfloat16 between GPUs, by the package DeepEP (deep_ep) or its branch HybridEP. They have not run on GPUs here."""
     virtual_pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Chunks of layers per stage, interleaved: smaller bubbles, more communication."""
     num_layers_in_first_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
@@ -70,12 +65,6 @@ class Parallel:
     distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
     fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
-    overlap_grad_reduce: Annotated[bool, MEGATRON, OWN_REDUCE] = True
-    """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
-    zero_stage 2 and 3 that is always so."""
-    overlap_param_gather: Annotated[bool, MEGATRON, OWN_GATHER] = True
-    """With zero_stage=1: gather the weights that other data-parallel ranks have updated while the host goes on and the next
-    forward pass begins, of which each layer waits for its own; with zero_stage=3 that is always so."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON, OFFLOAD] = 1.0
@@ -288,24 +277,22 @@ def _layout(layout: Layout) -> Iterator[str]:
     yield from layout.problems()
 
 
-def _flex(
-    layout: Layout, moe_token_dispatcher_type: str, moe_flex_dispatcher_backend: str, model_dtype: str
-) -> Iterator[str]:
-    if moe_token_dispatcher_type != "flex":
+def _one_copy(layout: Layout, moe_token_dispatcher_type: str, model_dtype: str) -> Iterator[str]:
+    if moe_token_dispatcher_type == "alltoall":
         return
-    ranks = layout.expert * layout.expert_tensor
+    ranks, name = layout.expert * layout.expert_tensor, f"moe_token_dispatcher_type={moe_token_dispatcher_type}"
     if ranks == 1:
         yield (
-            "moe_token_dispatcher_type=flex sends tokens between ranks, but expert_model_parallel_size=1 keeps all experts on "
+            f"{name} sends tokens between ranks, but expert_model_parallel_size=1 keeps all experts on "
             "each of them; use alltoall, which then sends nothing"
         )
-    elif moe_flex_dispatcher_backend == "deepep" and ranks not in DEEPEP_RANKS:
+    elif moe_token_dispatcher_type == "deepep" and ranks not in DEEPEP_RANKS:
         yield (
-            f"moe_flex_dispatcher_backend=deepep has no kernels for {ranks} ranks that share experts; use an "
+            f"{name} has no kernels for {ranks} ranks that share experts; use an "
             f"expert_model_parallel_size that makes them one of {', '.join(map(str, DEEPEP_RANKS))}, or alltoall"
         )
     if model_dtype != "bfloat16":
-        yield f"moe_token_dispatcher_type=flex sends bfloat16 only, got model_dtype={model_dtype}; use bfloat16, or alltoall"
+        yield f"{name} sends bfloat16 only, got model_dtype={model_dtype}; use bfloat16, or alltoall"
 
 
 def _learners(layout: Layout, num_learners_per_node: tuple[int, ...]) -> Iterator[str]:
@@ -329,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     _overlap,
     _shared_prompts,
 )
-LAYOUT: tuple[Rule, ...] = (_layout, _flex)
+LAYOUT: tuple[Rule, ...] = (_layout, _one_copy)
 LEARNERS: tuple[Rule, ...] = (_learners,)
 
 
@@ -391,8 +378,8 @@ def _no_experts(
 ) -> Iterator[str]:
     if hf_config is None or num_experts(hf_config):
         return
-    if moe_token_dispatcher_type == "flex":
-        yield "moe_token_dispatcher_type=flex has no effect on a model without experts"
+    if moe_token_dispatcher_type != "alltoall":
+        yield f"moe_token_dispatcher_type={moe_token_dispatcher_type} has no effect on a model without experts"
     if routing_replay in ("learner", "rollout"):
         yield f"routing_replay={routing_replay} has no effect on a model without experts"
     if recompute_granularity == "selective" and "moe" in recompute_modules:

@@ -33,6 +33,8 @@ class Provenance:
     """Whether prompts have a limit beside the model's; where nobody has set one, `bounded` and `fitted` say how long they may be."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
+    services: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of services by the aliases that gave them, for tools that the caller of a run brings."""
     snapshots: Mapping[str, HubSnapshot] = field(default_factory=dict)
     """The folder on this machine for each setting that holds a name on the Hub."""
 

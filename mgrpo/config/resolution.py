@@ -79,6 +79,7 @@ class Resolution:
         self.unsound: set[str] = set()
         self.expected: dict[str, Any] = {}
         self.due: dict[str, float | None] = {}
+        self.services: dict[str, str] = {}
         self.has_prompt_limit = True
 
     def add(self, layer: Layer) -> None:
@@ -193,6 +194,7 @@ class Resolution:
             problems=tuple(dict.fromkeys(self.problems)),
             unsound=frozenset(self.unsound),
             due=self.due,
+            services=self.services,
             has_prompt_limit=self.has_prompt_limit,
             expected=self.expected,
         )

@@ -60,9 +60,7 @@ class Reward:
     """Seconds that a reward function may take for one batch of completions before the run ends with its name."""
     reward_model_gpu: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of the GPU on which reward models run, in bfloat16; it must be left out of CUDA_VISIBLE_DEVICES, because learners and
-    engines use all that are there. none: on the CPU, in float32."""
-    reward_model_threads: Annotated[int, ONE_OR_MORE] = 1
-    """CPU threads of each reward model."""
+    engines use all that are there. none: on one core of the CPU, in float32."""
     verifier_modules: tuple[str, ...] = ()
     """Python modules with verifiers of your own, which rows refer to by name."""
     max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
@@ -75,12 +73,11 @@ class Reward:
     """Programs that pass a smaller share of their tests score 0."""
     code_apply_perf_penalty: Annotated[bool, OPEN_INSTRUCT] = False
     """Passed tests count less the longer they took."""
-    code_sandbox_memory_mb: Annotated[int, Range(low=64)] = 1024
-    """MiB of memory that a program may use in the sandbox on this machine."""
     code_sandbox_accept_risk: bool = False
     """Run programs even if this machine cannot isolate them."""
     llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/judges.md."""
+    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, and RUBRIC_JUDGE_MODEL there names another one
+    for rubrics, see docs/judges.md."""
     llm_judge_base_url: str | None = None
     """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
     llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
@@ -91,13 +88,9 @@ class Reward:
     """Sampling temperature of the judge."""
     llm_judge_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 60
     """Seconds that one judgement may take."""
-    rubric_judge_model: str | None = None
-    """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model."""
     apply_evolving_rubric_reward: Annotated[bool, OPEN_INSTRUCT] = False
     """Have a judge read each group of rows with the verifier rubric and propose criteria that tell its answers apart; rewards count
     them as well, see docs/judges.md."""
-    rubric_generation_model: Annotated[str | None, EVOLVING] = None
-    """Model that proposes criteria; none: the environment variable RUBRIC_GENERATION_MODEL, else the model that judges rubrics."""
     max_active_rubrics: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, EVOLVING] = 5
     """Proposed criteria of a question that stay in use: those whose verdicts on a group have differed most."""
     cache_evolving_rubric_data_dir: Annotated[str | None, OPEN_INSTRUCT, EVOLVING] = None

@@ -20,7 +20,6 @@ from mgrpo.config.annotations import (
     TRL,
     JSONObject,
     Needs,
-    Range,
     Rule,
 )
 from mgrpo.processes.user_code import missing_file
@@ -34,16 +33,13 @@ TRL_CLASS = "trl:"
 PYTHON, SEARCH = frozenset({"python", "code"}), frozenset({"search", "serper_search", "s2_search"})
 """Names of the tools that an endpoint can stand for."""
 CALL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-VERIFIERS = "verifiers"
-"""The name of the project's own program."""
+ACQUIRE_TIMEOUT_S = 60.0
+"""Seconds for which completions may wait without any of them getting an environment."""
 OWN_TEXT = ("legacy", "dr_tulu")
 """Formats that write what a tool answers by themselves, without the chat template."""
 
 TURNS = Needs("tools or an agent", lambda has_turns: has_turns)
 NO_PROGRAM = Needs("tools or environment_factory", lambda rollout_func, agent: rollout_func is None and agent is None)
-RETURNS = Needs("turn_credit=return", lambda has_turns, turn_credit: not has_turns or turn_credit == "return")
-WITH_PYTHON = Needs("the tool python", lambda tools: not PYTHON.isdisjoint(tools))
-WITH_SEARCH = Needs("the tool search", lambda tools: not SEARCH.isdisjoint(tools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +67,7 @@ class Tools:
     """Environments in TRL's form, classes whose public methods are the tools: package.module:Class or file.py:Class; of
     several, NAME=file.py:Class each."""
     rollout_func: Annotated[str | None, TRL] = None
-    """A program that drives the model in place of tools: verifiers, or a function of your own, package.module:function or
-    file.py:function."""
+    """A program that drives the model in place of tools: a function of your own, package.module:function or file.py:function."""
     tool_parser_type: Annotated[str, OPEN_INSTRUCT, TURNS] = "auto"
     """How calls are written in a turn, a name from docs/environments.md; auto: as the chat template writes them."""
     pass_tools_to_chat_template: Annotated[bool, OPEN_INSTRUCT, TURNS] = True
@@ -101,18 +96,9 @@ class Tools:
     in time."""
     turn_credit: Annotated[Literal["trajectory", "return"], TURNS] = "trajectory"
     """trajectory: every token has the advantage of the whole completion; return: that of the rewards from its turn on."""
-    turn_discount: Annotated[float, Range(low=0, high=1), TURNS, RETURNS] = 1.0
-    """With turn_credit=return: the weight of the next turn's reward; that of the one after it is its square."""
-    turn_scheduling: Annotated[Literal["auto", "rounds", "free"], TURNS] = "auto"
-    """rounds: all completions finish a turn before any begins its next, and a run repeats to the bit; free: each goes on as
-    soon as its tools have answered; auto: rounds for environments that repeat, with async_steps=0."""
     tool_timeout: Annotated[float, POSITIVE, TURNS] = 30.0
-    """Seconds that a call may take; a later one has failed, which the model is told."""
-    env_reset_timeout: Annotated[float, POSITIVE, TURNS] = 60.0
-    """Seconds that an environment may take to begin; a completion whose environment fails twice has no score."""
-    env_acquire_timeout: Annotated[float, POSITIVE, TURNS] = 60.0
-    """Seconds for which completions may wait without any of them getting an environment; then they have no score. Time in which
-    no environment has work, as while the model is trained, counts a tenth."""
+    """Seconds that a call may take; a later one has failed, which the model is told. An environment may take twice as long to begin, and at
+    least 60; a completion whose environment fails to twice has no score."""
     trajectory_timeout: Annotated[float | None, POSITIVE, TURNS] = None
     """Seconds that a completion may take with all its turns; then it ends without a score. none: no limit."""
     pool_size: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT, TURNS] = None
@@ -122,10 +108,11 @@ class Tools:
     env_python: Annotated[str | None, TURNS] = None
     """Interpreter of these processes, with the packages that environments need; it needs none of the trainer's. none: the
     trainer's own."""
-    code_tool_api_endpoint: Annotated[str | None, WITH_PYTHON] = None
-    """URL of a code service that the tool python sends its code to; none: a sandbox on this machine."""
-    search_api_endpoint: Annotated[str | None, WITH_SEARCH] = None
-    """URL of a search service that the tool search asks in place of an index."""
+
+    @property
+    def reset_timeout_s(self) -> float:
+        """Seconds that an environment may take to begin."""
+        return max(ACQUIRE_TIMEOUT_S, 2 * self.tool_timeout)
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
@@ -133,25 +120,15 @@ class Tools:
         names = self.tool_call_names or ("",) * len(self.tools)
         configs = self.tool_configs or (NO_ENTRIES,) * len(self.tools)
         own = [
-            ToolSpec(entry=reference(entry), call_name=name, settings=self._endpoint(entry) | settings_of(entry, text))
+            ToolSpec(entry=reference(entry), call_name=name, settings=settings_of(entry, text))
             for entry, name, text in zip(self.tools, names, configs, strict=bool(self.tools))
         ]
         program = [] if self.rollout_func is None else [self._program(self.rollout_func)]
         return (*own, *map(_factory, self.environment_factory), *program)
 
-    def endpoint(self, entry: str) -> str | None:
-        """URL of the service that this tool asks."""
-        if entry in PYTHON:
-            return self.code_tool_api_endpoint
-        return self.search_api_endpoint if entry in SEARCH else None
-
     def _program(self, word: str) -> ToolSpec:
         settings = settings_of(word, self.tool_configs[0]) if self.tool_configs else {}
         return ToolSpec(entry=PROGRAM + reference(word), settings=settings)
-
-    def _endpoint(self, entry: str) -> dict[str, Any]:
-        url = self.endpoint(entry)
-        return {} if url is None else {"endpoint": url}
 
 
 def settings_of(entry: str, text: str) -> dict[str, Any]:
@@ -182,15 +159,7 @@ def _factory(word: str) -> ToolSpec:
 def source_problems(tools: Tools, agent: str | None) -> Iterator[str]:
     """Problems with words that name no tools, and with lists that do not fit them."""
     yield from _entries(tools.tools, tools.environment_factory, tools.rollout_func)
-    yield from _lists(
-        tools.tools,
-        tools.rollout_func,
-        agent,
-        tools.tool_call_names,
-        tools.tool_configs,
-        tools.code_tool_api_endpoint,
-        tools.search_api_endpoint,
-    )
+    yield from _lists(tools.tools, tools.rollout_func, agent, tools.tool_call_names, tools.tool_configs)
 
 
 def _entries(tools: tuple[str, ...], environment_factory: tuple[str, ...], rollout_func: str | None) -> Iterator[str]:
@@ -211,8 +180,8 @@ def _entry(name: str, word: str) -> Iterator[str]:
         yield f"{name}: {word} names a file but nothing in it; write {word}:NAME"
     elif module.endswith(".py") and missing_file(module):
         yield f"{name}: {missing_file(module)}"
-    elif word == VERIFIERS and name == "rollout_func":
-        return
+    elif name == "rollout_func" and word == "verifiers":
+        yield f"{name}: {word} is an agent; write agent=verifiers (verifiers 0.4 or later), with the same tool_configs"
     elif (module or name != "tools") and not (module and attribute.isidentifier()):
         yield f"{name}: {word} must be package.module:NAME or file.py:NAME"
 
@@ -223,8 +192,6 @@ def _lists(
     agent: str | None,
     tool_call_names: tuple[str, ...],
     tool_configs: tuple[JSONObject, ...],
-    code_tool_api_endpoint: str | None,
-    search_api_endpoint: str | None,
 ) -> Iterator[str]:
     """One call name and one object of settings for each tool, and names that tell them apart."""
     driver = rollout_func or agent
@@ -239,14 +206,9 @@ def _lists(
             yield f"{name} has {entries} for {whose}; give one for each, or none"
     for entry, text in zip(takers, tool_configs, strict=False):
         try:
-            found = settings_of(entry, text)
+            settings_of(entry, text)
         except ValueError as err:
             yield str(err)
-            continue
-        name = "code_tool_api_endpoint" if entry in PYTHON else "search_api_endpoint"
-        url = code_tool_api_endpoint if entry in PYTHON else search_api_endpoint if entry in SEARCH else None
-        if url is not None and found.get("endpoint", url) != url:
-            yield f"tool_configs gives {entry} the endpoint {found['endpoint']}, but {name}={url}; keep one of them"
     for name in tool_call_names:
         if not CALL_NAME.fullmatch(name):
             yield f"tool_call_names: {name!r} must be a name of letters, digits and _ . -, at most 64, as models write it"
@@ -258,12 +220,6 @@ def _lists(
     for (name, _), count in alike.items():
         if count > 1 and not tool_call_names:
             yield f"tools has {name} {count} times; leave one out, or name them: --tool_call_names {name}_1 {name}_2"
-
-
-def _endpoints(code_tool_api_endpoint: str | None, search_api_endpoint: str | None) -> Iterator[str]:
-    for name, url in (("code_tool_api_endpoint", code_tool_api_endpoint), ("search_api_endpoint", search_api_endpoint)):
-        if url is not None and not url.startswith(("http://", "https://")):
-            yield f"{name}={url} must be a URL, http://HOST:PORT/PATH"
 
 
 def _interpreter(env_python: str | None) -> Iterator[str]:
@@ -326,15 +282,12 @@ def _lengths(
 def _timeouts(
     has_turns: bool,
     tool_timeout: float,
-    env_reset_timeout: float,
-    env_acquire_timeout: float,
     trajectory_timeout: float | None,
+    reset_timeout_s: float,
     rollout_timeout: int,
 ) -> Iterator[str]:
     for name, seconds in (
         ("tool_timeout", tool_timeout),
-        ("env_reset_timeout", env_reset_timeout),
-        ("env_acquire_timeout", env_acquire_timeout),
         ("trajectory_timeout", trajectory_timeout),
     ):
         if has_turns and seconds is not None and seconds >= rollout_timeout:
@@ -342,6 +295,12 @@ def _timeouts(
                 f"{name}={seconds:g} must be below rollout_timeout={rollout_timeout}, after which the whole run ends; lower it, or "
                 "raise rollout_timeout"
             )
+    if has_turns and tool_timeout < rollout_timeout <= reset_timeout_s:
+        yield (
+            f"rollout_timeout={rollout_timeout}, after which the whole run ends, must be above the {reset_timeout_s:g} s that an "
+            f"environment may take to begin, twice tool_timeout={tool_timeout:g} and at least {ACQUIRE_TIMEOUT_S:g}, for which completions "
+            "also wait for a free one; raise it, or lower tool_timeout"
+        )
 
 
 def _good_outputs(has_turns: bool, only_reward_good_outputs: bool) -> Iterator[str]:
@@ -352,26 +311,20 @@ def _good_outputs(has_turns: bool, only_reward_good_outputs: bool) -> Iterator[s
         )
 
 
-def _credit(has_turns: bool, turn_credit: str, advantage_normalization_type: str) -> Iterator[str]:
-    if turn_credit == "return" and has_turns and advantage_normalization_type == "gdpo":
+def _credit(
+    has_turns: bool, turn_credit: str, advantage_normalization_type: str, is_own_estimator: bool
+) -> Iterator[str]:
+    if turn_credit != "return" or not has_turns:
+        return
+    if advantage_normalization_type == "gdpo":
         yield (
             "turn_credit=return compares the rewards of turns, but advantage_normalization_type=gdpo those of whole "
             "completions, function by function; choose standard or centered, or turn_credit=trajectory"
         )
-
-
-def _rounds(has_turns: bool, turn_scheduling: str, pool_size: int | None, steps_ahead: int) -> Iterator[str]:
-    if turn_scheduling != "rounds" or not has_turns:
-        return
-    if steps_ahead:
+    elif is_own_estimator:
         yield (
-            "turn_scheduling=rounds waits for all completions of a step before each turn, but async_steps or "
-            "active_sampling_oversample sample several steps at once; choose free or auto, or sample one step at a time"
-        )
-    if pool_size is not None:
-        yield (
-            f"turn_scheduling=rounds needs an environment for every completion, but there are pool_size={pool_size}; leave "
-            "pool_size out, or choose turn_scheduling=free"
+            f"turn_credit=return has no effect with advantage_normalization_type={advantage_normalization_type}, a function "
+            "that may give each token an advantage of its own; leave turn_credit out"
         )
 
 
@@ -405,7 +358,6 @@ def _template(
 RULES: tuple[Rule, ...] = (
     _entries,
     _lists,
-    _endpoints,
     _interpreter,
     _program,
     _masks,
@@ -415,16 +367,15 @@ RULES: tuple[Rule, ...] = (
     _good_outputs,
     _credit,
     _template,
-    _rounds,
     _pool,
 )
 
 
-def _waiting(has_turns: bool, pool_size: int | None, batch_size: int, env_acquire_timeout: float) -> Iterator[str]:
+def _waiting(has_turns: bool, pool_size: int | None, batch_size: int) -> Iterator[str]:
     if has_turns and pool_size is not None and pool_size < batch_size:
         yield (
             f"pool_size={pool_size} is less than the {batch_size} completions of a step, so some wait for others' "
-            f"environments; after env_acquire_timeout={env_acquire_timeout:g} s they have no score"
+            f"environments; where none gets one for {ACQUIRE_TIMEOUT_S:g} s they have no score"
         )
 
 

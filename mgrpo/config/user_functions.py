@@ -34,6 +34,31 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
     raise ValueError(f"{subject}: {name} {problem}; functions there: {near}")
 
 
+def check_one_argument(function: object, subject: str, usage: str) -> None:
+    """Refuse what cannot be called with one argument.
+
+    Args:
+        subject, usage: the begin and the end of the error: what it is, and how it will be called.
+    Raises:
+        ValueError: it is not a function, or takes another number of arguments.
+    """
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"{subject} is not a function; {usage}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(object())
+    except TypeError as err:
+        raise ValueError(f"{subject} cannot be called with one argument: {err}; {usage}") from err
+
+
+def short_name(function: object) -> str:
+    """The name of a function in messages; what Python prints of an object without one."""
+    return getattr(function, "__qualname__", repr(function))
+
+
 def name_of(function: Callable[..., Any] | type) -> str:
     """`package.module:NAME` or `/path/file.py:NAME`, by which another process finds the function or class.
 

@@ -64,7 +64,6 @@ RULES: tuple[Rule, ...] = (
     *checkpoint.HELD_OUT_DATA,
     *reward.SOURCES,
     *algorithm.REWARD_FUNCTIONS,
-    *experiment.PROFILED_RANKS,
     *parallel.LAYOUT,
     *parallel.LEARNERS,
 )
@@ -74,7 +73,6 @@ WARNINGS: tuple[Rule, ...] = (
     *rollout.WARNINGS,
     *loss.WARNINGS,
     *distillation.WARNINGS,
-    *checkpoint.WARNINGS,
     *tools.WARNINGS,
     *agent.WARNINGS,
 )

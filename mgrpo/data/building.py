@@ -76,18 +76,16 @@ def build(
     tokenizer: Any,
     *,
     fingerprint: str,
-    num_threads: int,
 ) -> None:
     """Write the files of a `PromptSet`: prompts of the distinct rows, their order in the mix, statistics.
 
     Args:
-        fingerprint: what `datasets` is to know the prompts by; its own would hash the tokenizer.
-        num_threads: 0: one for each core.
+        fingerprint: identity of the prompts for `datasets`; its own would hash the tokenizer.
     """
     distinct, places = selection.places()
     if (num_rows := sum(map(len, distinct))) >= _ANNOUNCED_ROWS:
         print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
-    num_threads = num_threads or _cores()
+    num_threads = _cores()
     with _no_progress_bars(), ThreadPoolExecutor(num_threads) as threads:
         check = MessageCheck(recipe, tokenizer)
         encoder = Encoder(recipe=recipe, tokenizer=tokenizer, check=check, threads=threads, num_threads=num_threads)
@@ -120,7 +118,7 @@ def build(
 
 
 def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Encoder, fingerprint: str) -> None:
-    """Write `PROMPTS`: for each row its source's number, its line and JSON, and what the encoder makes of it."""
+    """Write `PROMPTS`: for each row its source's number, its line and JSON, and the encoder's columns."""
     from datasets import Dataset, Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -197,7 +195,7 @@ def _raise_problems(prompts: pyarrow.Table, sources: Sequence[DataSource], recip
 
 
 def _remarked(prompts: pyarrow.Table, column: str) -> list[dict[str, Any]]:
-    """For each source and sequence of roles in a column of `REMARKS`: the number of rows, and the line of the first."""
+    """Number of rows and line of the first, for each source and sequence of roles in a column of `REMARKS`."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for batch in prompts.select(["source", "line", column]).to_batches():
         for source, line, roles in zip(*(column.to_pylist() for column in batch.columns), strict=True):

@@ -1,11 +1,11 @@
 r"""The chat templates that have a name, as Jinja text: Open Instruct's 21 names, each rendering the same characters.
 
-A family of templates is one body; what its members differ in is set in front of it. Every tag strips the white space
-around it, so that only what an expression prints is in a prompt. Finding and rendering is `templates`' work.
+A family of templates is one body; the differences between its members are variables set in front of it. Every tag strips the white space
+around it, so that a prompt holds printed expressions only. Finding and rendering is `templates`' work.
 
 Words that members set:
-    preamble    what a prompt begins with, before the first message
-    opening     what the model continues, printed only with a generation prompt
+    preamble    the beginning of a prompt, before the first message
+    opening     the text that the model continues, printed only with a generation prompt
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ANSWER_END = ("</answer>",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A chat template and how an answer to it ends."""
+    """A chat template and the end of an answer to it."""
 
     text: str
     """Jinja."""

@@ -2,6 +2,9 @@
 
 A folder is built under a temporary name and renamed. It lists its files with their sizes and checksums, so that a
 damaged one is noticed and built again. Any folder may be deleted at any time.
+
+The cache of `datasets` finds a damaged file as well as a sound one, holds tables alone, and importing it takes longer than
+a start from this one.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Cache:
         return None
 
     def make(self, kind: str, key: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
-        """Have `write` fill an empty folder, and store it under `key`; returns where it is.
+        """Fill an empty folder by `write`, and store it under `key`; returns its path.
 
         If another run has stored the same in the meantime, that folder is used.
         """
@@ -144,7 +147,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _lock(folder: Path, kind: int = fcntl.LOCK_SH) -> int:
-    """A descriptor that holds a flock on the folder; without one where the file system has none."""
+    """A descriptor that holds a flock on the folder, if the file system supports it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -157,7 +160,7 @@ def _lock(folder: Path, kind: int = fcntl.LOCK_SH) -> int:
 
 
 def _plain(key: Mapping[str, Any]) -> Any:
-    """As JSON gives it back: tuples are lists."""
+    """The key after a round trip through JSON: tuples are lists."""
     return json.loads(json.dumps(key))
 
 

@@ -13,7 +13,7 @@ from mgrpo.data.rows import BadRow, Contract
 MOST_SHOWN = 20
 """Mistakes that one error names."""
 FEW = 3
-"""Rows that it names for each, beside the first."""
+"""Rows that it names for each, in addition to the first."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -22,22 +22,22 @@ class Row(NamedTuple):
     """A row as it was read."""
 
     line: int
-    """Its line in a JSONL file, otherwise its number; from 1."""
+    """Line in a JSONL file, otherwise number of the row; from 1."""
     text: str
     """JSON; empty where the row cannot be JSON."""
     problem: BadRow | None = None
-    """Why the row cannot be JSON."""
+    """Reason why the row cannot be JSON."""
     lost_columns: Sequence[str] = ()
     """Columns that JSON cannot hold, null in `text`."""
 
 
 @dataclass(slots=True)
 class Mistake:
-    """What is wrong with some rows, in the words of the first."""
+    """A mistake of some rows, with the message for the first."""
 
     problem: str
     lines: list[int] = field(default_factory=list)
-    """Of the first row and a few more."""
+    """Lines of the first row and a few more."""
     num_rows: int = 0
 
     def add(self, line: int) -> None:
@@ -67,7 +67,7 @@ class Summary:
     first_conversation: int | None = None
     """Line of the first row with messages."""
     mistakes: dict[str, Mistake] = field(default_factory=dict)
-    """The first `MOST_SHOWN`, by what was expected."""
+    """The first `MOST_SHOWN`, by the text of the expectation."""
     num_problems: int = 0
     """Bad rows."""
     lost_columns: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Summary:
                 yield row
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json`."""
+        """Values for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod

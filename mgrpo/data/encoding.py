@@ -1,4 +1,4 @@
-"""From rows to tokens: template, bos token, tokenizer, length limit."""
+"""Tokens from rows: template, bos token, tokenizer, length limit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ToolSchemas(Protocol):
     """The tools of a run."""
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Those that the row may call; raises ValueError where it asks for what there is not."""
+        """Schemas of the tools that the row may call; raises ValueError where it names one that does not exist."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that decides them."""
+        """Everything that decides the schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,14 @@ class Recipe:
     overlong: Literal["filter", "truncate_left", "error"]
     contract: Contract
     tools: ToolSchemas | None = None
-    """Tools, the schemas of which the template is given. None: there are none, or it is not told of them."""
+    """Tools whose schemas the template receives. None: no tools, or their schemas are not given to it."""
     has_row_tools: bool = True
     """Pass the schemas in a row's column `tools` to the template, where the run has no tools."""
     template_name: str = "auto"
     """`chat_template_name`, for messages."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the key of a cache."""
+        """Values for the key of a cache."""
         fields = dataclasses.asdict(self) | {"tools": None if self.tools is None else self.tools.to_json()}
         del fields["template_name"]
         return fields
@@ -91,7 +91,7 @@ class Recipe:
     def rendered(
         self, asked: str | Sequence[Message], tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None
     ) -> str:
-        """The text of a prompt for what `asked` returned."""
+        """The text of a prompt for the result of `asked`."""
         if not isinstance(asked, str) and self.template is not None:
             return render(
                 asked, tokenizer, self.template, add_bos=self.add_bos, kwargs=self.template_kwargs, tools=tools
@@ -100,7 +100,7 @@ class Recipe:
         return with_bos(text, tokenizer) if self.add_bos else text
 
     def shortened(self, tokens: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, str]:
-        """The part of a prompt over the limit that is kept: nothing, unless it is cut."""
+        """The part kept of a prompt over the limit: nothing, unless prompts are cut."""
         if self.overlong != "truncate_left":
             return tokens[:0], ""
         tokens = tokens[-self.max_tokens :]
@@ -111,7 +111,7 @@ class MessageCheck:
     """Finds the messages that a chat template leaves out of the prompt.
 
     A short content may stand in the text by chance ("3"), and a long one in another form (as JSON, without its thinking). So
-    numbers that occur nowhere else are rendered in place of the contents, once for each sequence of roles, and beside a
+    numbers that occur nowhere else are rendered in place of the contents, once for each sequence of roles, and next to a
     content that is in doubt: it is left out if the number is lost on either side of it.
     """
 
@@ -122,7 +122,7 @@ class MessageCheck:
     def left_out(
         self, messages: Sequence[Message], text: str, *, tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[list[int], list[str]]:
-        """The places of the messages whose content is not in the prompt, and the roles of what else is not: calls, schemas."""
+        """The places of the messages whose content is not in the prompt, and the roles of missing calls and schemas."""
         if self._recipe.template is None:
             calls = [f"tool_calls of {message['role']}" for message in messages if message.get("tool_calls")]
             return [], calls + [TOOLS_COLUMN] * bool(tools)
@@ -140,7 +140,7 @@ class MessageCheck:
     def _probe(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[set[int], list[str]]:
-        """Messages in doubt, whatever their content, and the roles of calls and schemas that are left out."""
+        """Messages in doubt, independent of their content, and the roles of calls and schemas that are left out."""
         marked = [_marked(message, place) for place, message in enumerate(messages)]
         text = self._rendered(marked, tools)
         if text is None:
@@ -174,7 +174,7 @@ class MessageCheck:
         return {place for place in places if text is None or _mark(place) in text}
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """None where the template refuses them, so that nothing can be said of it."""
+        """The prompt's text; None where the template refuses the messages, which then cannot be checked."""
         try:
             return self._recipe.rendered(messages, self._tokenizer, tools=tools)
         except ValueError:

@@ -112,7 +112,7 @@ class Mixture:
 
     @property
     def counts(self) -> list[dict[str, Any]]:
-        """For each line of the mix: source, split, amount, rows, taken."""
+        """Counts for each line of the mix: source, split, amount, rows, taken."""
         selection = self._selection
         return [
             {"source": line.source, "split": line.split, "amount": line.amount, "rows": num_rows, "taken": num_taken}
@@ -121,9 +121,9 @@ class Mixture:
 
     @property
     def content(self) -> list[dict[str, Any]]:
-        """For each line of the mix, in JSON: source, rows, taken, and a digest that tells its rows from others.
+        """Content of each line of the mix, in JSON: source, rows, taken, and a digest of its rows.
 
-        The digest is None for what `datasets` finds by name, whose fingerprint differs from machine to machine.
+        The digest is None for a dataset that `datasets` finds by name, whose fingerprint differs from machine to machine.
         """
         sources = [self._selection.sources[number] for number in self._selection.numbers]
         contents = [source.key["content"] for source in sources]
@@ -134,12 +134,12 @@ class Mixture:
         ]
 
     def try_out(self, tokenizer: Any, *, tools: ToolSchemas | None = None) -> None:
-        """Render one conversation with the chat template, which may be anyone's, where it cannot do harm.
+        """Render one conversation with the chat template, which is untrusted, in a forked process with limits.
 
         Args:
             tools: as `encode` takes them.
         Raises:
-            ValueError: there is no template, or it takes too much time or memory.
+            ValueError: the template is not found, or takes too much time or memory.
         """
         recipe = self._recipe(tokenizer, tools)
         if recipe.template is None:
@@ -156,14 +156,14 @@ class Mixture:
             )
 
     def encode(self, tokenizer: Any, *, tools: ToolSchemas | None = None, has_row_tools: bool = True) -> PromptSet:
-        """Render and tokenize the rows, or load what an earlier run made of them.
+        """Render and tokenize the rows, or load the results of an earlier run.
 
-        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
+        Text prompts are encoded verbatim, without special tokens; messages go through the chat template, which
         writes the special tokens itself. An answer that ends the messages is dropped, because the model is to write it.
 
         Args:
-            tools: what the template is told of, for each row.
-            has_row_tools: whether it is told of the schemas in rows' column `tools`; only without `tools`.
+            tools: schemas for the template, by row.
+            has_row_tools: True to give it the schemas in rows' column `tools`; only without `tools`.
         """
         if not len(self):
             raise ValueError("there are no data; name them in dataset_mixer_list")
@@ -193,7 +193,6 @@ class Mixture:
                 recipe,
                 tokenizer,
                 fingerprint=digest(key)[:32],
-                num_threads=self._data.dataset_num_proc,
             )
 
         folder = self._cache.find("prompts", key) or self._cache.make("prompts", key, write)
@@ -244,7 +243,7 @@ def _verifiers(source: DataSource) -> dict[str, str]:
 
 
 class _Opening:
-    """Reads each source once, and collects what is wrong with any of them."""
+    """Reads each source once, and collects the problems of all."""
 
     def __init__(self, data: Data, need_verifiers: bool) -> None:
         contract = Contract(

@@ -1,4 +1,4 @@
-"""Every prompt of a run by its index, made from memory-mapped tables when it is asked for.
+"""Every prompt of a run by its index, made from memory-mapped tables on access.
 
 It is opened with pyarrow alone, because importing `datasets` takes longer than all of a start from the cache.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROMPTS = "prompts.arrow"
 """The distinct rows: source (number), line, record (JSON), text, tokens, num_tokens (before any were cut), problem."""
 ORDER = "order.npy"
-"""For each prompt of the mix its place among the distinct rows."""
+"""Place of each prompt of the mix among the distinct rows."""
 STATISTICS = "statistics.json"
 
 
@@ -39,11 +39,11 @@ class PromptSet:
     def __init__(
         self, folder: Path, recipe: Recipe, sources: Sequence[str], *, named: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Open what `building` wrote.
+        """Open the files of `building`.
 
         Args:
             sources: the names of the sources.
-            named: what the lines of the mix are called here: the same content may have been prepared under other names.
+            named: names of the lines of the mix in this run: the same content may have been prepared under others.
         """
         self.folder = folder
         statistics = json.loads((folder / STATISTICS).read_text())
@@ -145,7 +145,7 @@ class PromptSet:
         return np.array(token_ids(tokenizer, [text])[0], np.int32)
 
     def _row(self, prompt_id: PromptId) -> tuple[int, dict[str, Any]]:
-        """Its place among the distinct rows, and its columns."""
+        """Place of a prompt among the distinct rows, and its columns."""
         position = int(self._order[prompt_id[1]])
         return position, json.loads(self._value("record", position).as_py())
 
@@ -180,7 +180,7 @@ def num_tokens(prompts: pyarrow.Table) -> np.ndarray:
 
 
 def largest_token(prompts: pyarrow.Table) -> int:
-    """The largest token of the prompts that are kept; -1 if there is none."""
+    """The largest token of the prompts that are kept; -1 without any."""
     return max((int(_view(chunk.flatten()).max(initial=-1)) for chunk in prompts.column("tokens").chunks), default=-1)
 
 

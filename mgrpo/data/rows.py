@@ -19,7 +19,7 @@ TOOLS = "tools"
 
 Message = dict[str, Any]
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT's conversations, which no chat template knows."""
+"""Roles of ShareGPT's conversations, which no chat template supports."""
 _KEYS = tuple(
     tuple(re.compile(rf"""['"]{key}['"]\s*:""") for key in keys) for keys in (("role", "content"), ("from", "value"))
 )
@@ -31,7 +31,7 @@ class BadRow(ValueError):
     """A row that cannot be used.
 
     Attributes:
-        expected: what any such row lacks; the same words for the same mistake, whatever was found.
+        expected: the missing property; the same words for the same mistake, independent of the value found.
     """
 
     def __init__(self, found: str, expected: str) -> None:
@@ -41,7 +41,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """Names of the columns, and what a row must have."""
+    """Names of the columns, and the requirements of a row."""
 
     messages_key: str = "messages"
     ground_truths_key: str = "ground_truth"
@@ -49,7 +49,7 @@ class Contract:
     """False for runs without verifiers: `dataset` may be any column, and there may be no ground truth."""
 
     def check(self, record: object) -> tuple[bool, tuple[str, ...]]:
-        """Whether the row is a conversation, and its verifiers; raises BadRow."""
+        """True if the row is a conversation, and its verifiers; raises BadRow."""
         if not isinstance(record, dict):
             raise BadRow(
                 shown(record), f"an object with {self.messages_key} or prompt, {self.ground_truths_key} and dataset"
@@ -85,12 +85,12 @@ class Contract:
         return messages[:-1] if self.ends_with_answer(record) else messages
 
     def ends_with_answer(self, record: Mapping[str, object]) -> bool:
-        """True if the messages end with one of the assistant's, which is no part of the prompt."""
+        """True if the messages end with one of the assistant's, which is not part of the prompt."""
         prompt = self._given(record)
         return isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
 
     def is_own_prompt(self, record: Mapping[str, object]) -> bool:
-        """Whether the prompt is in the column `prompt`, as in TRL."""
+        """True if the prompt is in the column `prompt`, as in TRL."""
         return record.get(self.messages_key) is None
 
     def labels(self, record: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[object, ...]]:
@@ -159,7 +159,7 @@ class Contract:
 
 
 def _nested(record: Mapping[str, object], key: str) -> object:
-    """The column of that name, else what a path such as reward_model.ground_truth names inside one; None without it."""
+    """The column of that name, else the value inside one at a path such as reward_model.ground_truth; None without it."""
     found: object = record
     for part in [key] if key in record else key.split("."):
         found = found.get(part) if isinstance(found := _from_json(found), Mapping) else None
@@ -177,7 +177,7 @@ def row_schemas(record: Mapping[str, object]) -> list[dict[str, Any]]:
     schemas = [without_nulls(each) for each in entries if isinstance(each, dict)]
     if schemas and len(schemas) < len(entries):
         raise ValueError(f"tools: {shown(given)} has schemas and other entries; expected a list of schemas")
-    # One object that is no schema is a column of the user's own.
+    # One object that is not a schema is a column of the user's own.
     return schemas if isinstance(given, list) or any({"function", "parameters"} & one.keys() for one in schemas) else []
 
 
@@ -265,7 +265,7 @@ def _check_text(text: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """For json.dumps: values of tables that have a natural form in JSON."""
+    """Natural form in JSON of a table's value, for json.dumps."""
     import datetime
     import decimal
 

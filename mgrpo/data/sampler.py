@@ -19,7 +19,7 @@ class Sampler:
     """Hands out (epoch, index) pairs; an epoch's order depends only on the seed and the epoch's number."""
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool = True) -> None:
-        """With `shuffle` False every epoch is in the order of the data."""
+        """`shuffle`: False: every epoch is in the order of the data."""
         if num_prompts < 1:
             raise ValueError(f"num_prompts={num_prompts}; at least one prompt is needed")
         if seed < 0:

@@ -72,7 +72,7 @@ class SourceReader:
     cache: Cache
 
     def named(self, name: str, split: str) -> DataSource:
-        """A file (any split will do), a folder, or what `datasets` finds by this name.
+        """A file (of any split), a folder, or the dataset that `datasets` finds by this name.
 
         Bad rows are in the source's summary; a source that cannot be read at all is a ValueError.
         """
@@ -139,7 +139,7 @@ class SourceReader:
 
 
 def _is_arrow(dataset: object) -> bool:
-    """Whether this is a `Dataset` that gives the same rows whenever it is read."""
+    """True for a `Dataset` that gives the same rows whenever it is read."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset):
         return False

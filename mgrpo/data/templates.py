@@ -1,4 +1,4 @@
-"""From a conversation to the text of a prompt: choosing the chat template, rendering it, and the bos token.
+"""The text of a prompt from a conversation: choice of the chat template, rendering, and the bos token.
 
 Named templates are in `builtin_templates`. The text is to be encoded with `add_special_tokens=False`: the template, or
 `add_bos`, has written every special token.
@@ -92,8 +92,8 @@ def render(
     Args:
         template: Jinja text, of `find_template`.
         kwargs: variables for the template, in addition to the messages and the tokenizer's special tokens.
-        tools: schemas of what the model may call.
-        add_opening: whether the text goes on to the opening of the model's turn.
+        tools: schemas of the tools that the model may call.
+        add_opening: True to end the text with the opening of the model's turn.
     """
     check_kwargs(kwargs)
     if tools is not None and "tools" in kwargs:
@@ -134,7 +134,7 @@ def override_system(messages: Sequence[Message], system_prompt: str) -> list[Mes
 
 
 def with_changed_question(messages: Sequence[Message], change: Callable[[str], str]) -> list[Message]:
-    """The conversation with another text of the user's last message, or with a message of its own if there is none."""
+    """The conversation with another text of the user's last message, or with a new message if there is none."""
     place = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
     if place is None:
         return [*messages, {"role": "user", "content": change("")}]

@@ -34,7 +34,7 @@ def load_tokenizer(path: str | Path) -> Any:
         )
     advice = f"no tokenizer could be loaded from {path}, which holds {holds}; {cure}"
     model_type = str(_json(folder / "config.json").get("model_type", "llama"))
-    # Of a type that it does not know transformers cannot read config.json, which decides nothing here.
+    # transformers cannot read config.json of an unknown type, which decides nothing here.
     known = {} if model_type in CONFIG_MAPPING else {"config": PreTrainedConfig()}
     try:
         # Never the code that may lie in the folder, and no question about it on the terminal.
@@ -48,7 +48,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is none, or the file is not JSON: transformers says what is wrong with it."""
+    """The object in a file; an empty one where there is none, or the file is not JSON: transformers reports the problem."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def first_difference(tokenizer: Any, other: Any) -> tuple[int, str, str | None] | None:
-    """The first of a tokenizer's ids that is another token, or none, of `other`: the id, and its token in each; None: there is none."""
+    """The first of a tokenizer's ids that is another token, or none, of `other`: the id, and its token in each; None: no difference."""
     own, others = ({number: token for token, number in t.get_vocab().items()} for t in (tokenizer, other))
     return next(((n, own[n], others.get(n)) for n in sorted(own) if own[n] != others.get(n)), None)
 
@@ -112,7 +112,7 @@ def token_ids(
     ):
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
         return tokenizer(list(texts), verbose=False, **options)["input_ids"]
-    # What transformers does, without the offsets and masks that it asks for: a quarter of the time.
+    # As in transformers, without the offsets and masks that it requests: a quarter of the time.
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = tokenizer.split_special_tokens
@@ -127,7 +127,7 @@ def token_ids(
 
 
 def _is_plain(tokenizer: Any, *methods: str) -> bool:
-    """Whether a tokenizer of transformers has these methods of the base class of the fast ones, which call its backend."""
+    """True if a tokenizer of transformers has these methods of the base class of the fast ones, which call its backend."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast) and all(
@@ -136,7 +136,7 @@ def _is_plain(tokenizer: Any, *methods: str) -> bool:
 
 
 def decode(tokenizer: Any, tokens: Sequence[np.ndarray]) -> list[str]:
-    """Text of each token array without special tokens; ids that the tokenizer does not know become no text.
+    """Text of each token array without special tokens; ids outside its vocabulary become no text.
 
     A model's vocabulary is often padded beyond its tokenizer's, and an untrained policy samples from the padding.
     """

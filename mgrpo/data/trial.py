@@ -1,4 +1,4 @@
-"""Does something for the first time in a process of its own, under limits of time and memory."""
+"""Runs a call for the first time in a separate process, under limits of time and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIAL_BYTES = 512 << 20
 def exceeded(work: Callable[[], object]) -> str | None:
     """The limit that `work` exceeds in a forked process, in words; None if it ends in time, also with an error.
 
-    Call from the main thread, before there are threads whose locks `work` could wait for.
+    Call from the main thread, before the start of threads whose locks `work` could wait for.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -25,7 +25,7 @@ def exceeded(work: Callable[[], object]) -> str | None:
         os._exit(_fits(work))
     os.close(writer)
     try:
-        # Nothing is ever written: the pipe's end says that the child has ended.
+        # Nothing is ever written: the pipe's end shows that the child has ended.
         has_ended = bool(select.select([reader], [], [], TRIAL_S)[0])
     finally:
         os.close(reader)
@@ -37,7 +37,7 @@ def exceeded(work: Callable[[], object]) -> str | None:
 
 
 def _fits(work: Callable[[], object]) -> int:
-    """In the child: 0 unless memory ran out."""
+    """Exit status of the child: 0 unless memory ran out."""
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + TRIAL_BYTES, used + TRIAL_BYTES))

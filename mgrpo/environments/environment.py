@@ -35,30 +35,30 @@ class Observation:
     """The environment's answer to one call, or to a turn as a whole."""
 
     text: str = ""
-    """Shown to the model; nothing is shown after `done`."""
+    """Text for the model; ignored after `done`."""
     reward: float = 0.0
     """The reward of this step."""
     done: bool = False
-    """The trajectory is over."""
+    """True: the trajectory is over."""
     failed: bool = False
-    """Counts as a failed call; the text says why."""
+    """True: counted as a failed call; the text is the reason."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Reported as env/{name}/{metric}; the last value of a trajectory counts."""
+    """Metrics, reported as env/{name}/{metric}; the last value of a trajectory counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One call's observation, and how it went."""
+    """One call's observation and its duration."""
 
     observation: Observation
     seconds: float
-    """Its time; calls of one turn that the same environment answers share the time equally."""
+    """Duration in seconds; calls of one turn to the same environment share the time equally."""
     timed_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool as the model is told of it."""
+    """The specification of a tool in the model's prompt."""
 
     name: str
     """The name by which the model calls it."""
@@ -79,9 +79,9 @@ class Tool:
 
 
 class Environment:
-    """Answers the turns of one trajectory at a time; then it is reset for another. Methods may be coroutines instead.
+    """Environment of one trajectory at a time, reset for the next. Methods may be coroutines instead.
 
-    A subclass overrides what it needs. It lives in a worker process; its settings come from `tool_configs`, as JSON.
+    A subclass overrides the methods it needs. It lives in a worker process; its settings come from `tool_configs`, as JSON.
     """
 
     name: str = ""
@@ -89,10 +89,10 @@ class Environment:
     trajectory: str = ""
     """The id of the trajectory that it serves, set before `reset`."""
     is_repeatable: bool = False
-    """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
+    """True if the same seed and calls give the same observations; a run then repeats exactly."""
 
     def setup(self) -> Awaitable[None] | None:
-        """Once for an instance, before its first trajectory: open what is costly."""
+        """Open costly resources, once per instance, before its first trajectory."""
 
     def tools(self) -> Sequence[Tool]:
         """The tools that the model may call, the same for every trajectory. None: a turn as a whole is one action, the call
@@ -103,8 +103,8 @@ class Environment:
         """Begin a trajectory.
 
         Args:
-            row: the prompt's columns, without its ground truth; `env_config` holds what the row sets for this environment.
-            seed: the same for all samples of a prompt; what they are shown must be equal.
+            row: the prompt's columns, without its ground truth; `env_config` holds the row's settings for this environment.
+            seed: the same for all samples of a prompt; their opening texts must be equal.
         Returns:
             Text that is added to the prompt's last user message, and metrics; None: nothing. Only a step rewards or ends.
         """
@@ -118,8 +118,8 @@ class Environment:
         return None
 
     def end(self) -> Awaitable[None] | None:
-        """The trajectory is over, after `reward`: let go of what it left, such as memory, files and processes. Not called where
-        `close` follows at once."""
+        """Release the trajectory's resources, such as memory, files and processes, after `reward`. Not called if `close`
+        follows at once."""
 
     def close(self) -> Awaitable[None] | None:
-        """The instance is not used again."""
+        """Close the instance, which is not used again."""

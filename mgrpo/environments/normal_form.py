@@ -1,7 +1,7 @@
-"""Messages of a chat in one form, however a client writes them: two with the same form say the same.
+"""Canonical form of chat messages, however a client writes them: messages with equal forms have the same meaning.
 
 The form has a message's role, its text and its calls as JSON values. It has no ids, no thinking, no field without a meaning, and
-of JSON neither the spacing nor the order of keys. Messages are untrusted: whatever is wrong with one is a ValueError.
+of JSON neither the spacing nor the order of keys. Messages are untrusted: any fault in one is a ValueError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mgrpo.environments.formats.thoughts import without_thoughts
 
 Chat = Mapping[str, Any]
 _MEANT = ("audio", "function_call", "images")
-"""Fields of a message that say something which no template writes."""
+"""Fields of a message with content that no template writes."""
 _EXACT = 2**53
 """Whole numbers below it are the same as integers and as floating point numbers."""
 
@@ -67,7 +67,7 @@ def _call(call: Any) -> tuple[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with one way to write each number, and without halves of characters."""
+    """A JSON value with one form of each number, and without lone surrogates."""
     if isinstance(value, str):
         return valid(value)
     if isinstance(value, float):
@@ -113,7 +113,7 @@ def tool_of(schema: Any) -> Tool:
 
 
 def whole(value: Any) -> Any:
-    """A JSON value without halves of characters, otherwise as it is: templates write it into prompts."""
+    """A JSON value without lone surrogates, otherwise unchanged: templates write it into prompts."""
     if isinstance(value, str):
         return valid(value)
     if isinstance(value, Mapping):
@@ -122,5 +122,5 @@ def whole(value: Any) -> Any:
 
 
 def valid(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes."""
+    """The text without lone surrogates, which no tokenizer takes."""
     return text if text.isascii() else text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""The model card of a trained model: README.md, as the Hub shows it. Text from facts; what is not known is left out."""
+"""The model card of a trained model: README.md, as the Hub shows it. Text from facts; unknown ones are left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEANINGS = {
     "eval/sequence_lengths": "mean length of a completion, tokens",
     "eval/stop_rate": "completions that end by themselves",
 }
-"""Metrics of an evaluation that a card shows, beside the accuracy of the best of several answers."""
+"""Metrics of an evaluation that a card shows, besides the accuracy of the best of several answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Facts:
     """Facts of a run about the model that it has trained."""
 
     name: str
-    """The repository, or what the run is called."""
+    """Name of the repository or the run."""
     base: str
-    """The model that it was trained from, as a reader may know it."""
+    """Name of the base model for readers."""
     base_on_hub: str | None = None
     """Its name on the Hub, for the metadata."""
     base_commit: str | None = None
@@ -52,7 +52,7 @@ class Facts:
     """Metrics of the evaluation of this model."""
     has_curve: bool = False
     settings: Mapping[str, Any]
-    """Those worth knowing, by name."""
+    """Notable settings, by name."""
     versions: str
 
 
@@ -64,7 +64,7 @@ def model_card(facts: Facts) -> str:
 
 
 def licence_of(folder: Path) -> str | None:
-    """The licence in the metadata of a folder's own card; None where there is none that can be read."""
+    """Licence in the metadata of a folder's own card; None without a readable one."""
     try:
         text = (folder / CARD).read_text(encoding="utf-8")
         metadata = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None

@@ -108,7 +108,7 @@ def megatron_to_hf(
         checkpoint: a Megatron folder, a checkpoint of Megatron-core in format torch_dist, or one of our runs.
         hf: folder or name on the Hub that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
             started from.
-        dtype: of the written weights; default the Megatron folder's own, or what the configuration says.
+        dtype: of the written weights; default the Megatron folder's own, or the configuration's.
     Raises:
         ValueError: something is damaged or does not match; nothing is written.
     """
@@ -139,7 +139,7 @@ def _folder(hf: str | Path, part: Part) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Weights to export, and the folder with the files that belong beside them."""
+    """Weights to export, and the folder with the files to copy with them."""
 
     beside: Path
     shape: ModelShape
@@ -215,7 +215,7 @@ def _run_source(path: str | Path, hf: Path | None) -> _Source:
 
 
 def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) -> None:
-    """Raise ValueError unless these are the tensors that the configuration in `beside` describes."""
+    """Raise ValueError unless these are the tensors of the configuration in `beside`."""
     expected = hf_tensors(shape_of(read_hf_config(beside)))
     for name in sorted(tensors.keys() | expected.keys()):
         found, wanted = (list(own[name]) if name in own else "missing" for own in (tensors, expected))
@@ -227,7 +227,7 @@ def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) ->
 
 
 class _Report:
-    """Shows the progress of a conversion, and what it took."""
+    """Progress of a conversion, and its size, time and memory."""
 
     def __init__(self, out: str | Path, num_bytes: int) -> None:
         from rich.console import Console
@@ -365,7 +365,7 @@ _LAYOUT_FLAGS = {
     "first_stage_layers": ("num_layers_in_first_pipeline_stage", "layers of the first stage, if it differs"),
     "last_stage_layers": ("num_layers_in_last_pipeline_stage", "layers of the last stage, if it differs"),
 }
-"""The axes that can be chosen: their flags, as in training, and what they mean."""
+"""The axes that can be chosen: their flags, as in training, and their meaning."""
 
 
 def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:

@@ -1,7 +1,7 @@
 """The trained model as a Hugging Face folder that transformers and vLLM load, adapters merged into its weights.
 
-Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it asks for the next: no rank
-holds more than one tensor beside its own weights. Adapters are in a folder of their own as well, which peft and vLLM load.
+Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it receives the next: no rank
+holds more than one tensor besides its own weights. Adapters are also in a separate folder, which peft and vLLM load.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def export_hf(
     Every learner rank must call. `group` is a gloo group of all learners. The folder appears complete or not at all.
 
     Args:
-        base: what an adapter says that it belongs to, a name on the Hub for example; None: `source`.
-        add: on rank 0, writes more files to the folder that it is given.
-        make_way: on rank 0, moves or deletes what is at `folder`, when the export is complete.
+        base: base model to record in an adapter, a name on the Hub for example; None: `source`.
+        add: on rank 0, writes more files to the folder in its argument.
+        make_way: on rank 0, moves or deletes an existing `folder`, when the export is complete.
     Raises:
         OutputError: on all ranks, when the folder could not be written.
     """
@@ -155,7 +155,7 @@ class _Gathering:
             self._gather(name)
 
     def send(self) -> None:
-        """The other ranks: what this one owns of each tensor."""
+        """Send this rank's boxes of each tensor, on all ranks other than 0."""
         for name in self.dtypes:
             for box, owner in self._owners[name].items():
                 if owner == dist.get_rank():

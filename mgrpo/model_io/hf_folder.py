@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: its weights, tensor by tensor, and the files beside them.
+"""A model as a Hugging Face folder: its weights, tensor by tensor, and its other files.
 
 Conversions must lose nothing, so types that training does not read are kept as they are. Training, which needs only its
 own slices, reads through `policy.weights`. Both refuse a folder whose tensors are not those that its config.json implies.
@@ -63,7 +63,7 @@ class HfFolder:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits: 0 differs from -0, and NaN equals itself."""
+    """True if two tensors have the same type, shape and bits: 0 differs from -0, and NaN equals itself."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
@@ -104,7 +104,7 @@ def write_weights(
     """Write tensors to the files of a Hugging Face folder, with an index when one file does not hold them.
 
     Args:
-        values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
+        values: gives a tensor in blocks of rows, each of which is written before the next is requested.
     Returns:
         The checksum of each file of tensors.
     """
@@ -133,7 +133,7 @@ def row_blocks(name: str, header: Header, block_bytes: int = _BLOCK_BYTES) -> It
 
 
 def tensor_dtypes(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type of each tensor of a checkpoint in `dtype`: what is never trained is float32."""
+    """The type of each tensor of a checkpoint in `dtype`: untrained tensors are float32."""
     return {name: torch.float32 if is_frozen(name) else dtype for name in hf_tensors(shape)}
 
 
@@ -151,7 +151,7 @@ def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> No
     """Copy the files beside the weights, see `files_beside`.
 
     Args:
-        dtype: is written into config.json; None leaves config.json as it is.
+        dtype: is written into config.json; None leaves config.json unchanged.
     """
     for path in files_beside(source):
         copy = folder / path.relative_to(source)

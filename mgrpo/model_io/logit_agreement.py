@@ -1,4 +1,4 @@
-"""Whether the model that training builds computes what transformers computes: logits of random tokens, in float32.
+"""Agreement of the trained model with transformers: logits of random tokens, in float32.
 
 Both models are built whole, one after the other and always on the CPU, so that they differ only by rounding.
 """
@@ -35,7 +35,7 @@ class Agreement:
     """Largest absolute difference."""
 
     def within(self, tolerance: float) -> bool:
-        """Whether the difference is at most that share of the largest logit, or that much where logits are small."""
+        """True if the difference is at most that share of the largest logit, or that much where logits are small."""
         return self.difference <= tolerance * max(self.largest, 1.0)
 
 
@@ -76,12 +76,12 @@ def _random_samples(vocab: int) -> list[TrainSample]:
 
 @torch.no_grad()
 def _transformers_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
-    """For each sample `[responses, vocab]`."""
+    """Logits of each sample, `[responses, vocab]`."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     settings = dict(read_hf_config(folder))
-    # By its class: of Kimi-K2's checkpoints transformers knows the architecture, DeepSeek's, and not the model_type.
+    # By its class: for Kimi-K2's checkpoints transformers has the architecture, DeepSeek's, and not the model_type.
     (architecture,) = settings["architectures"]
     kind: Any = getattr(transformers, architecture)
     config = kind.config_class.from_dict(settings | {"model_type": kind.config_class.model_type})
@@ -97,7 +97,7 @@ def _transformers_logits(folder: Path, samples: list[TrainSample]) -> list[torch
 
 
 def _own_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
-    """For each sample `[responses, vocab]`, in one pack."""
+    """Logits of each sample, `[responses, vocab]`, from one pack."""
     from mgrpo.parallel import backend
 
     backend.install()

@@ -4,7 +4,7 @@
     latest_checkpointed_iteration.txt    "release": weights without the state of a training run
     release/                             the checkpoint, see `torch_dist`
 
-It is the same for every layout. A training run's `iter_*` folders are read as well; only weights of theirs are.
+It is the same for every layout. A training run's `iter_*` folders are also read, for their weights only.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class MegatronCheckpoint:
         self._stored.check_sums(sorted({slab.tensor for slabs in self._slabs.values() for slab in slabs}))
 
     def _rows(self, name: str, rows: Box) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows of a parameter from each slab that has some, and which of the asked rows they are."""
+        """Rows of a parameter from each slab that has some, each with its place among the requested rows."""
         first, last = rows.start[0], rows.start[0] + rows.shape[0]
         for slab in self._slabs[name]:
             start, stop = max(first, slab.first_row), min(last, slab.first_row + slab.shape[0])

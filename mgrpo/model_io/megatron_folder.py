@@ -49,10 +49,10 @@ def stem(*, tensor: int, pipeline: int, expert: int) -> str:
 
 
 def stored_parameters(shape: ModelShape, layout: Layout) -> dict[str, dict[str, LocalParameter]]:
-    """For each stem the parameters in its files. Of `layout` only the axes that distribute weights matter.
+    """Parameters in the files of each stem. Of `layout` only the axes that distribute weights matter.
 
     Raises:
-        ValueError: together they are not the whole model, because something does not divide.
+        ValueError: together they are not the whole model, because a size does not divide.
     """
     layout = _smallest(layout)
     stored: dict[str, dict[str, LocalParameter]] = {}
@@ -78,7 +78,7 @@ def _smallest(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place in a stored parameter where a box of an HF tensor lies."""
+    """Place of an HF tensor's box in a stored parameter."""
 
     stem: str
     name: str
@@ -86,7 +86,7 @@ class _Place:
 
 
 def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Box, _Place]:
-    """For each box the first of the parameters that hold it."""
+    """First of the parameters that hold each box."""
     places: dict[Box, _Place] = {}
     for own, parameters in stored.items():
         for name, parameter in parameters.items():
@@ -179,7 +179,7 @@ def _blocks(
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a folder holds weights in this format."""
+    """True if a folder holds weights in this format."""
     return (Path(path) / MEGATRON).is_file()
 
 
@@ -199,7 +199,7 @@ class MegatronFolder:
     """The weights of a Megatron folder, as boxes of HF tensors.
 
     Raises:
-        ValueError: it is not what `write_megatron` wrote. Only `check_sums` compares contents with their checksums.
+        ValueError: it is not as `write_megatron` wrote it. Only `check_sums` compares contents with their checksums.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -242,7 +242,7 @@ class MegatronFolder:
         return out
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Everything that is stored except padding; what several ranks hold comes more than once."""
+        """All stored boxes except padding; those that several ranks hold come more than once."""
         for own, parameters in self._parameters.items():
             for name, parameter in parameters.items():
                 for piece in parameter.pieces:
@@ -273,7 +273,7 @@ class MegatronFolder:
         return self.path / self._file_of[own][name]
 
     def _dtype(self, own: str, name: str) -> torch.dtype:
-        """Type of a stored parameter, whose shape must be what the layout implies."""
+        """Type of a stored parameter, whose shape must be the one that the layout implies."""
         dtype, found = self._mapped.header(self._path(own, name), name)
         expected = self._parameters[own][name].shape
         if found != expected:

@@ -1,11 +1,11 @@
-"""The tensors of a model where Megatron-core keeps other ones than its Hugging Face checkpoint.
+"""Tensors of a model that Megatron-core keeps in another form than its Hugging Face checkpoint.
 
     experts of gpt-oss    a tensor of all experts of a layer `[experts, inputs, outputs]`, gate and up columns alternate
-                          kept: matrices `[outputs, inputs]` of each expert, gate and up apart, as in other mixtures
+                          kept: matrices `[outputs, inputs]` of each expert, gate and up separate, as in other MoE models
     norm of a delta net   multiplies by its weight
                           kept: multiplies by 1 + weight, as all norms of a model do for Megatron; in a wider type
 
-Everything else is kept as it is. `models.table` describes the kept tensors as those of another checkpoint.
+Everything else is kept unchanged. `models.table` describes the kept tensors as those of another checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DELTA_NORM, _DELTA_OUTPUT = ".linear_attn.norm.weight", ".linear_attn.out_proj.
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a kept tensor's values are in the Hugging Face checkpoint."""
+    """Source of a kept tensor's values in the Hugging Face checkpoint."""
 
     name: str
     expert: int | None = None
     """The tensor holds this and other experts, transposed."""
     part: int = 0
     parts: int = 1
-    """Of every so many of its columns, this one."""
+    """Number of parts; the tensor takes every `parts`-th column, from column `part` on."""
     is_one_less: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Reads a model's weights from a folder of any format, and tells them from other weights of the same shape."""
+"""Reads a model's weights from a folder of any format, and distinguishes them from other weights of the same shape."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
 """Megatron-core's checkpoint format `torch_dist`: tensors in chunks, as torch.distributed.checkpoint keeps them.
 
-    metadata.json     which format it is
-    .metadata         a pickle: type, shape and chunks of every tensor, and in which bytes of which file each chunk is
+    metadata.json     name of the format
+    .metadata         a pickle: type, shape and chunks of every tensor, and each chunk's file and bytes in it
     __0_0.distcp ...  chunks one after the other, each an archive as torch.save makes it: a pickle and the values
-    common.pt         a pickle of what belongs to no tensor; it is written, and never read
+    common.pt         a pickle of values that belong to no tensor; it is written, and never read
 
-Of chunks only the rows that are asked for are read, whatever their size. All pickles are read by `unpickle`. Which names
-tensors have is left to `models.megatron_names`.
+Of chunks only the requested rows are read, whatever their size. The pickle of `.metadata` is read by `unpickle`,
+those of chunks by torch.load with `weights_only`. The names of tensors are in `models.megatron_names`.
+
+torch's FileSystemReader loads `.metadata` without restrictions and whole chunks without their checksums; its FileSystemWriter
+puts a path of the machine and a random id into `.metadata`.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import io
 import json
 import math
 import pickle
+import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,22 +35,16 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.manifest import file_name
 from mgrpo.checkpoint.shard import split
 from mgrpo.model_io.hf_folder import Header
-from mgrpo.model_io.unpickle import StoredStorage, record, unpickle
+from mgrpo.model_io.unpickle import Forbidden, StoredStorage, record, unpickle
 from mgrpo.models.hf_files.weight_files import COMMON, TORCH_DIST, TORCH_DIST_INDEX
 from mgrpo.models.placement.boxes import Box, Shape
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a chunk that we write, unless one row is larger. Megatron reads whole chunks, however little it needs."""
 _PICKLE_BYTES = 1 << 20
-"""Most bytes of the pickle in a chunk's archive; it describes one tensor."""
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-}
-"""The types that weights may have, by torch's names of their storage."""
-DTYPES = tuple(_STORAGES.values())
+"""Most bytes of an entry in a chunk's archive, without the values; its pickle describes one tensor."""
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The types that weights may have."""
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _INDEX_NAMES = (
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -70,12 +67,6 @@ _IN_INDEX: dict[tuple[str, str], Any] = {
     **{("torch", name): getattr(torch, name) for name in _DTYPE_NAMES},
 }
 """The names that the pickle of `.metadata` may use: all of them are data."""
-_IN_CHUNK: dict[tuple[str, str], Any] = {
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
-    ("torch._utils", "_rebuild_tensor_v2"): record("_rebuild_tensor_v2"),
-    ("collections", "OrderedDict"): record("OrderedDict"),
-}
-"""The names that the pickle of a chunk may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +86,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
-    """In the order of where they start."""
+    """Sorted by their starts."""
 
     @cached_property
     def _starts(self) -> list[Shape]:
@@ -107,7 +98,7 @@ class StoredTensor:
         return tuple(map(max, zip(*(chunk.box.shape for chunk in self.chunks), strict=True)))
 
     def parts(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """The chunks that hold some of a box, each with what it holds."""
+        """Chunks that overlap a box, each with the common box."""
         earliest = tuple(start - longest + 1 for start, longest in zip(box.start, self._longest, strict=True))
         latest = tuple(start + length - 1 for start, length in zip(box.start, box.shape, strict=True))
         first, last = bisect.bisect_left(self._starts, earliest), bisect.bisect_right(self._starts, latest)
@@ -116,21 +107,11 @@ class StoredTensor:
                 yield chunk, common
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """The place in its file where a chunk's values begin, and what its archive says of them."""
-
-    start: int
-    num_bytes: int
-    checksum: int
-    """CRC-32."""
-
-
 class TorchDistFolder:
     """The tensors of a folder in this format. Objects, of which Megatron-core keeps some, are not read.
 
     Raises:
-        ValueError: it is damaged, in another format, or one of its pickles names what weights do not need.
+        ValueError: it is damaged, in another format, or one of its pickles imports a name that weights do not need.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,7 +133,7 @@ class TorchDistFolder:
             raise self._damaged(f"{TORCH_DIST_INDEX} is malformed: {type(err).__name__}: {err}") from None
         self._sizes: dict[str, int] = {}
         self._tensors: dict[str, StoredTensor] = {}
-        self._values: dict[Chunk, _Values] = {}
+        self._starts: dict[Chunk, int] = {}
 
     @property
     def names(self) -> Set[str]:
@@ -160,7 +141,7 @@ class TorchDistFolder:
         return self._described.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """A tensor, once it is known that its chunks cover it and lie inside their files."""
+        """A tensor, checked: its chunks cover it and are inside their files."""
         if name not in self._tensors:
             try:
                 self._tensors[name] = self._tensor(name)
@@ -174,7 +155,7 @@ class TorchDistFolder:
         tensor = self.tensor(box.name)
         out = torch.empty(box.shape, dtype=tensor.dtype)
         for chunk, common in tensor.parts(box):
-            out[common.within(box)].copy_(self._rows(chunk, tensor.dtype, common))
+            out[common.within(box)].copy_(self._region(chunk, tensor.dtype, common))
         return out
 
     def check_sums(self, names: Iterable[str]) -> None:
@@ -182,13 +163,10 @@ class TorchDistFolder:
         for name in names:
             tensor = self.tensor(name)
             for chunk in tensor.chunks:
-                values, found = self._archive(chunk, tensor.dtype), 0
-                with open(self.path / chunk.file, "rb") as file:
-                    file.seek(values.start)
-                    for done in range(0, values.num_bytes, CHUNK_BYTES):
-                        found = zlib.crc32(file.read(min(CHUNK_BYTES, values.num_bytes - done)), found)
-                if found != values.checksum:
-                    raise self._damaged(f"{chunk.file}: {described(chunk.box)} has changed since it was written")
+                self._start(chunk, tensor.dtype)
+                with self._window(chunk) as window, zipfile.ZipFile(window) as archive:
+                    if archive.testzip():
+                        raise self._damaged(f"{chunk.file}: {described(chunk.box)} has changed since it was written")
 
     def _check_format(self) -> None:
         file = self.path / TORCH_DIST
@@ -238,36 +216,40 @@ class TorchDistFolder:
             raise ValueError(f"{described(box)} needs {box.size * dtype.itemsize:,} bytes, {num_bytes:,} are stored")
         return Chunk(box, file, offset, num_bytes)
 
-    def _rows(self, chunk: Chunk, dtype: torch.dtype, common: Box) -> torch.Tensor:
-        """The part `common` of a chunk; whole rows are read."""
-        dims = [dim for dim in zip(chunk.box.shape, common.within(chunk.box), strict=True) if dim[0] > 1]
-        dims = [(1, slice(0, 1))] * (2 - len(dims)) + dims
-        *leading, rows, width = (length for length, _ in dims)
-        *places, own_rows, columns = (region for _, region in dims)
-        assert all(place.stop == place.start + 1 for place in places), common
-        matrix = 0
-        for place, length in zip(places, leading, strict=True):
-            matrix = matrix * length + place.start
-        values = torch.empty(own_rows.stop - own_rows.start, width, dtype=dtype)
-        with open(self.path / chunk.file, "rb") as file:
-            first = (matrix * rows + own_rows.start) * width * dtype.itemsize
-            file.seek(self._archive(chunk, dtype).start + first)
-            if file.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
+    def _region(self, chunk: Chunk, dtype: torch.dtype, common: Box) -> torch.Tensor:
+        """Part `common` of a chunk; the bytes from its first element to its last are read."""
+        shape = chunk.box.shape
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        region = common.within(chunk.box)
+        first = sum(own.start * stride for own, stride in zip(region, strides, strict=True))
+        last = sum((own.stop - 1) * stride for own, stride in zip(region, strides, strict=True))
+        values = torch.empty(last + 1 - first, dtype=dtype)
+        with self._window(chunk) as window:
+            window.seek(self._start(chunk, dtype) + first * dtype.itemsize)
+            if window.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
                 raise self._damaged(f"{chunk.file} ends in the middle of {described(chunk.box)}")
-        return values[:, columns].reshape(common.shape)
+        return values.as_strided(common.shape, strides)
 
-    def _archive(self, chunk: Chunk, dtype: torch.dtype) -> _Values:
-        """The place of the values of a chunk, whose archive must hold just such a tensor."""
-        if chunk not in self._values:
+    def _start(self, chunk: Chunk, dtype: torch.dtype) -> int:
+        """The place in a chunk's archive where its values begin."""
+        if chunk not in self._starts:
             where = f"{self.path / chunk.file}, bytes {chunk.offset:,} to {chunk.offset + chunk.num_bytes:,}"
-            with open(self.path / chunk.file, "rb") as file:
+            with self._window(chunk) as window:
                 try:
-                    self._values[chunk] = _open_archive(
-                        _Window(file, chunk.offset, chunk.num_bytes), where, chunk, dtype
-                    )
-                except (zipfile.BadZipFile, KeyError, NotImplementedError, OSError, RuntimeError) as err:
-                    raise ValueError(f"{where}: no complete archive of a tensor ({err})") from None
-        return self._values[chunk]
+                    self._starts[chunk] = _start_of_values(window, chunk.box, dtype)
+                except Exception as err:  # a damaged archive or pickle can raise anything
+                    if imported := re.search(r"GLOBAL (\S+)", str(err)):
+                        raise Forbidden(where, imported[1]) from None
+                    # Not torch's message about pickles: it advises to load them without restrictions.
+                    why = err if isinstance(err, ValueError | zipfile.BadZipFile | OSError) else type(err).__name__
+                    raise ValueError(
+                        f"{where}: it does not hold {described(chunk.box)} of type {dtype}: {why}"
+                    ) from None
+        return self._starts[chunk]
+
+    def _window(self, chunk: Chunk) -> io.BufferedReader:
+        # Unlike a raw file, it reads more than 2 GiB at once.
+        return io.BufferedReader(_Window(self.path / chunk.file, chunk.offset, chunk.num_bytes))
 
     def _damaged(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is damaged: {what}")
@@ -297,9 +279,9 @@ def _size(value: Any) -> Shape:
 
 
 def _is_grid(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> bool:
-    """Whether boxes (start, shape) cover a tensor once, cut along its first dimension, then each part along its second, ...
+    """True if boxes (start, shape) cover a tensor once, cut along its first dimension, then each part along its second, ...
 
-    That is quick to see of many thousands, and true of what Megatron and we write; others may cover it as well.
+    The test is fast for many thousands, and true for boxes that Megatron and mgrpo write; others may also cover it.
     """
     if not whole:
         return len(boxes) == 1
@@ -316,85 +298,63 @@ def _is_grid(boxes: Sequence[tuple[Shape, Shape]], whole: Shape) -> bool:
     return end == whole[0] and all(_is_grid(part, whole[1:]) for part in parts.values())
 
 
-class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+class _Window(io.FileIO):
+    """Some bytes of a file, as a raw file."""
 
-    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._num_bytes, self._at = file, offset, num_bytes, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+    def __init__(self, path: Path, offset: int, num_bytes: int) -> None:
+        super().__init__(path)
+        self._offset, self._end = offset, offset + num_bytes
+        self.seek(0)
 
     def tell(self) -> int:
-        return self._at
+        return super().tell() - self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        if start + offset < 0:
-            raise OSError(f"seek to {start + offset}")
-        self._at = start + offset
-        return self._at
+        offset += {io.SEEK_SET: self._offset, io.SEEK_CUR: super().tell(), io.SEEK_END: self._end}[whence]
+        if offset < self._offset:
+            raise OSError(f"seek to {offset}, before {self._offset}")
+        return super().seek(offset) - self._offset
 
     def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(max(min(len(buffer), self._num_bytes - self._at), 0))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        return super().readinto(memoryview(buffer)[: max(self._end - super().tell(), 0)]) or 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        return io.RawIOBase.read(self, -1 if size is None else size)
+
+    readall = io.RawIOBase.readall
 
 
-def _open_archive(window: _Window, where: str, chunk: Chunk, dtype: torch.dtype) -> _Values:
-    """The place in the file of the values in an archive of torch.save; ValueError unless they are the chunk's."""
+def _start_of_values(window: io.BufferedReader, box: Box, dtype: torch.dtype) -> int:
+    """The place of the values in an archive of torch.save; ValueError unless they are those of a box, row by row."""
     archive = zipfile.ZipFile(window)
-    pickles = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise ValueError(f"{where}: {len(pickles)} tensors in one archive")
-    folder = pickles[0].filename.removesuffix("data.pkl")
-    if pickles[0].file_size > _PICKLE_BYTES:
-        raise ValueError(f"{where}: a pickle of {pickles[0].file_size:,} bytes for one tensor")
-    for entry in archive.infolist():
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{where}: {entry.filename} is compressed, which torch.save never does")
-    if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-        raise ValueError(f"{where}: numbers of another byte order")
-    tensor = unpickle(archive.read(pickles[0]), _IN_CHUNK, where, persistent=lambda reference: reference)
-    problem = f"{where}: it does not hold {described(chunk.box)} of type {dtype}"
-    if _kind(tensor) != "_rebuild_tensor_v2" or len(tensor.args) < 4:
-        raise ValueError(problem)
-    storage, skipped, shape, strides = tensor.args[:4]
-    if not (isinstance(storage, tuple) and len(storage) == 5 and storage[0] == "storage" and storage[1] is dtype):
-        raise ValueError(problem)
-    if shape != chunk.box.shape or skipped != 0 or not _is_contiguous(shape, strides):
-        raise ValueError(f"{problem} row by row, but shape {shape} with strides {strides}")
-    entry = archive.getinfo(f"{folder}data/{storage[2]}")
-    if chunk.box.size * dtype.itemsize != entry.file_size:
-        raise ValueError(f"{problem}, which is not {entry.file_size:,} bytes")
-    start = entry.header_offset + _local_header(window, entry.header_offset)
-    if start + entry.file_size > chunk.num_bytes:
-        raise ValueError(f"{where}: {entry.filename} ends after the archive")
-    return _Values(chunk.offset + start, entry.file_size, entry.CRC)
+    others = {entry.filename: entry for entry in archive.infolist()}
+    if len(others) < len(archive.infolist()):
+        raise ValueError("two of its entries have one name")
+    stored = [others.pop(name) for name in list(others) if "/data/" in name]
+    for name, entry in others.items():
+        if entry.file_size > _PICKLE_BYTES:
+            raise ValueError(f"{name} has {entry.file_size:,} bytes for one tensor")
+        if name.endswith("/byteorder") and archive.read(name) != b"little":
+            raise ValueError("numbers of another byte order")
+    window.seek(0)
+    tensor = torch.load(window, map_location="meta", weights_only=True)
+    if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.shape) != (dtype, box.shape):
+        raise ValueError(f"its pickle says {str(tensor)[:200]}")
+    if tensor.storage_offset() != 0 or not tensor.is_contiguous():
+        raise ValueError(f"its values lie {tensor.storage_offset()} from the first, with strides {tensor.stride()}")
+    start = tensor.untyped_storage()._checkpoint_offset
+    if start is None or [(own.file_size, own.compress_type) for own in stored] != [(tensor.nbytes, zipfile.ZIP_STORED)]:
+        raise ValueError("its values are not stored as torch.save does")
+    if start != _values_of(window, stored[0].header_offset):
+        raise ValueError("torch and zipfile find its values at different places")
+    return start
 
 
-def _local_header(window: _Window, start: int) -> int:
-    """Bytes of the header before the values of an entry of an archive."""
-    window.seek(start)
-    header = window.read(30) or b""
-    if len(header) != 30 or header[:4] != b"PK\3\4":
-        raise zipfile.BadZipFile("an entry has no header")
-    return 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-
-
-def _is_contiguous(shape: Shape, strides: Any) -> bool:
-    """Whether elements with these strides lie row by row."""
-    if not isinstance(strides, tuple) or len(strides) != len(shape):
-        return False
-    lengths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return all(
-        length == 1 or stride == expected for length, stride, expected in zip(shape, strides, lengths, strict=True)
-    )
+def _values_of(window: io.BufferedReader, header: int) -> int:
+    """The place of an entry's values in an archive, after its header."""
+    window.seek(header)
+    fixed = window.read(30)
+    return header + len(fixed) + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:], "little")
 
 
 def write_torch_dist(
@@ -410,10 +370,10 @@ def write_torch_dist(
     """Write a folder that Megatron-core loads, with one chunk in memory at a time.
 
     Args:
-        chunks: boxes that cover the tensors, and what gives the values of each.
+        chunks: boxes that cover the tensors, and a function for the values of each.
         copies: further names of tensors, under which the same bytes are found.
         objects: names of objects, each of which is None.
-        common: what common.pt says.
+        common: contents of common.pt.
     """
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

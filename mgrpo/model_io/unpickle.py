@@ -1,19 +1,26 @@
 """Pickles, read without executing anything of them.
 
 A pickle is a program that imports functions and calls them. Here an import of a name in the caller's list gives a record
-class, whose call keeps the arguments, or a constant; any other import ends the reading.
+class, whose call keeps the arguments, or a constant; any other import ends the reading. torch's own restricted loading
+(`weights_only`) is for files of torch.save alone.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
 class Forbidden(ValueError):
-    """A pickle imports something that is not in the list."""
+    """A pickle imports a name that is not in the list."""
+
+    def __init__(self, where: str, imported: str) -> None:
+        super().__init__(
+            f"{where} is refused: it imports {imported}, which weights do not need; nothing of it was executed. Such a file "
+            "may be an attack: ask whoever made it"
+        )
 
 
 class StoredStorage:
@@ -39,50 +46,29 @@ def record(name: str) -> type[StoredStorage]:
     return type(name, (StoredStorage,), {})
 
 
-def unpickle(
-    data: bytes,
-    allowed: Mapping[tuple[str, str], Any],
-    where: str,
-    *,
-    persistent: Callable[[Any], Any] | None = None,
-) -> Any:
+def unpickle(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
     """The object in a pickle, made of records.
 
     Args:
-        allowed: what stands for each (module, name) that may be imported.
+        allowed: replacement for each (module, name) that may be imported.
         where: file in messages.
-        persistent: gives the objects that the pickle only refers to.
     Raises:
         ValueError: it is not a pickle, or imports anything else (`Forbidden`); nothing of it was executed.
     """
     try:
-        return _Unpickler(data, allowed, where, persistent).load()
+        return _Unpickler(data, allowed, where).load()
     except Forbidden:
         raise
     except Exception as err:  # a damaged pickle can raise anything
         raise ValueError(f"{where} is damaged: it is not a complete pickle ({type(err).__name__}: {err})") from None
 
 
-class _Unpickler(pickle._Unpickler):  # the one written in Python: in C, one byte code can ask for any amount of memory
-    def __init__(
-        self,
-        data: bytes,
-        allowed: Mapping[tuple[str, str], Any],
-        where: str,
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
+class _Unpickler(pickle._Unpickler):  # the one written in Python: in C, one byte code can request any amount of memory
+    def __init__(self, data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
         super().__init__(io.BytesIO(data))
-        self._allowed, self._where, self._persistent = allowed, where, persistent
+        self._allowed, self._where = allowed, where
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._allowed:
-            raise Forbidden(
-                f"{self._where} is refused: it imports {module}.{name}, which weights do not need; nothing of it was "
-                "executed. Such a file may be an attack: ask whoever made it"
-            )
+            raise Forbidden(self._where, f"{module}.{name}")
         return self._allowed[module, name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self._persistent is None:
-            raise pickle.UnpicklingError("it refers to objects outside it")
-        return self._persistent(pid)

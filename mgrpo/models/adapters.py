@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA): which matrices have one, under which names, and where each rank holds it. Pure.
+"""Low-rank adapters (LoRA): the matrices that have one, their names, and their places on each rank. Pure.
 
-A matrix W computes with W + scale B A (Hu et al., arXiv 2106.09685). Every Hugging Face matrix has an A and a B of its own,
-as `peft` stores them. A layer of which W is fused from several matrices holds two parameters:
+A matrix W computes with W + scale B A (Hu et al., arXiv 2106.09685). Every Hugging Face matrix has its own A and B, as
+`peft` stores them. A layer whose W is fused from several matrices holds two parameters:
     a  `[matrices * rank, inputs]`  their A's one below the other, cut along the columns as the layer's weight is
     b  `[rows, rank]`               the rows of the layer's weight, each with its row of B
-So B follows the rule of the weight that it adapts, whatever is interleaved or stacked there.
+So B follows the rule of the weight that it adapts, including interleaved and stacked rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEAR_LAYERS = tuple(
 )
 """Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
 ENGINE_ADAPTER = 1
-"""vLLM's number of the policy's adapter, in engines that have it beside the model."""
+"""vLLM's number of the policy's adapter, in engines that hold it separately from the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,11 @@ class LoraShape:
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ()
-    """Those of `LINEAR_LAYERS` that have an adapter; empty: all."""
+    """Names from `LINEAR_LAYERS` that have an adapter; empty: all."""
     is_merged: bool = True
-    """Layers compute with round(W + scale B A), and engines are sent that. Otherwise both compute with W and, beside it, with A and
-    scale B, which are all that engines are sent."""
+    """Layers compute with round(W + scale B A), and engines receive that. Otherwise both compute with W and separately with A and
+    scale B, and engines receive only these two.
+    """
 
     @property
     def scale(self) -> float:
@@ -60,7 +61,7 @@ class LoraShape:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def adapts(self, hf_tensor: str) -> bool:
-        """Whether this tensor of a Hugging Face checkpoint has an adapter."""
+        """True if this tensor of a Hugging Face checkpoint has an adapter."""
         *_, layer, kind = hf_tensor.split(".")
         return kind == "weight" and layer in (self.targets or LINEAR_LAYERS) and layer in LINEAR_LAYERS
 
@@ -86,7 +87,7 @@ def adapter_tensors(model: ModelShape, lora: LoraShape) -> dict[str, Shape]:
 
 
 def are_apart(lora: LoraShape | None) -> TypeGuard[LoraShape]:
-    """Whether engines have adapters beside the model's own weights, and are sent nothing else."""
+    """True if engines hold adapters separately from the model's weights, and receive nothing else."""
     return lora is not None and not lora.is_merged
 
 
@@ -96,10 +97,7 @@ def sent_tensors(model: ModelShape, lora: LoraShape | None) -> dict[str, Shape]:
 
 
 def engine_adapter_boxes(model: ModelShape, layout: InferLayout, lora: LoraShape) -> list[list[Box]]:
-    """For each worker of one vLLM engine, the boxes of adapters beside the weights that it holds.
-
-    A has the columns of the worker's weight, and B its rows.
-    """
+    """Boxes of adapters for each worker of one vLLM engine, without the model's weights. A has the columns of the worker's weight, and B its rows."""
     boxes: list[list[Box]] = []
     for held in engine_boxes(model, layout):
         pairs: dict[Box, None] = {}
@@ -112,7 +110,7 @@ def engine_adapter_boxes(model: ModelShape, layout: InferLayout, lora: LoraShape
 
 
 def training_adapter_boxes(model: ModelShape, layout: Layout, lora: LoraShape) -> list[list[Box]]:
-    """For each training rank, the boxes of adapters that it holds."""
+    """Boxes of adapters that each training rank holds."""
     ranks = []
     for rank in range(layout.world_size):
         places = (adapter_places(*held, lora) for held in local_parameters(model, layout, rank).items())
@@ -121,7 +119,7 @@ def training_adapter_boxes(model: ModelShape, layout: Layout, lora: LoraShape) -
 
 
 def adapter_places(weight: str, place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
-    """The places of a and b of the layer whose `weight` lies at `place`; None where none of its matrices has an adapter.
+    """Places of a and b of the layer whose `weight` is at `place`; None if none of its matrices has an adapter.
 
     Rows of b that no piece covers belong to matrices without an adapter.
     """
@@ -147,7 +145,7 @@ def adapter_places(weight: str, place: LocalParameter, lora: LoraShape) -> tuple
 def _matrices(weight: str, place: LocalParameter) -> Sequence[str]:
     """All matrices that the layer is fused of, in its order.
 
-    A rank may hold no row of some: query, key and value of few key-value heads on many ranks. It holds their A all the same.
+    A rank may hold no row of some: query, key and value of few key-value heads on many ranks. It still holds their A.
     """
     names = list(dict.fromkeys(piece.box.name for piece in place.pieces))
     if not weight.endswith("linear_qkv.weight"):

@@ -1,7 +1,7 @@
-"""Whether a model can be split along the axes of a layout: one sentence for each reason why not.
+"""Reasons why a model cannot be split along the axes of a layout, one sentence each.
 
-Sizes are read from config.json by name, and one that it lacks makes no sentence: engines also serve models that
-`family` does not build.
+Sizes are read from config.json by name, and a missing one is not checked: engines also serve models that `family` does
+not build.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mgrpo.models.hf_config import HfConfig
 
 
 def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
-    """Why the model cannot be split over the ranks of a layout that has no `problems()` of its own."""
+    """Reasons why the model cannot be split over the ranks of a layout that has no `problems()` itself."""
     whole_experts = layout.expert > 1
     names = ("hidden_size", *_widths(hf, experts_are_whole=whole_experts), "padded vocabulary")
     yield from _split_problems(
@@ -37,7 +37,7 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
 
 
 def engine_problems(hf: HfConfig, layout: InferLayout) -> Iterator[str]:
-    """Why the model cannot be split over the workers of an engine."""
+    """Reasons why the model cannot be split over the workers of an engine."""
     workers, experts = layout.workers, num_experts(hf)
     widths = _widths(hf, experts_are_whole=layout.expert_parallel)
     yield from _split_problems("vllm_tensor_parallel_size", layout.tensor, head_sizes(hf) | _sizes(hf, *widths))
@@ -84,7 +84,7 @@ def num_experts(hf: HfConfig | None) -> int | None:
 
 
 def size_of(hf: HfConfig | None, name: str) -> int | None:
-    """A size above 0 in config.json; None where it has none."""
+    """A size above 0 in config.json; None if it is absent or no such number."""
     value = (hf or {}).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
@@ -118,7 +118,7 @@ def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
 
 
 def _copies_heads(hf: HfConfig) -> bool:
-    """Whether several ranks may hold the same key-value head, which a norm over all heads would count once per rank."""
+    """True if several ranks may hold the same key-value head; a norm over all heads would count it once per rank."""
     try:
         return shape_of(hf).qk_norm != "whole"
     except ValueError:  # a model that cannot be trained, which is reported where it is built

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint folder, and what a name of a model may be."""
+"""config.json of a Hugging Face checkpoint folder, and the forms of a model's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HfConfig = Mapping[str, Any]
 
 
 def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint folder; a ValueError names what is missing."""
+    """Read config.json of a Hugging Face checkpoint folder; a ValueError names the problem."""
     path = Path(model_dir) / "config.json"
     if not model_dir or not path.is_file():
         raise ValueError(no_model(model_dir))
@@ -42,10 +42,10 @@ def no_model(model_dir: str | Path) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this reads like OWNER/NAME on the Hub, not like a path."""
+    """True if the name reads like OWNER/NAME on the Hub, not like a path."""
     return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether it is such a name and leads to nothing on this machine, which would come first."""
+    """True for a Hub name without a file or folder of the same path on this machine, which would take precedence."""
     return is_hub_name(name) and not os.path.exists(name)

@@ -1,4 +1,4 @@
-"""Megatron-core's names: of the settings of a router, and of each parameter of `table` in its own checkpoints, in which tensors, at which rows.
+"""Megatron-core's names: of a router's settings, and of each parameter of `table` in its own checkpoints, by tensor and rows.
 
 Megatron-core gives a tensor the same name in every layout and counts its elements over the whole model. It has three
 ways to name those of a layer:
@@ -7,7 +7,7 @@ ways to name those of a layer:
     by matrix   the same with the gate and up projections in `linear_fc1.weight_w` and `weight_v`, and with a tensor for
                 each expert, `decoder.layers.3.mlp.experts.experts.5.linear_fc2.weight` (its singleton_local_shards)
 In the first two, a layer's experts are in one tensor `[..., experts, rows, columns]`. In all of them each part of a delta
-net's projection and convolution is in a tensor of its own, `in_proj.weight.query`. Pure: no torch.
+net's projection and convolution is a separate tensor, `in_proj.weight.query`. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 """Names of a layer's parameters in checkpoints, where they are not those of the table.
 
 A norm is named by the layer it is computed with, which Megatron-core's own layers and Transformer Engine's decide
-differently in a mixture of experts. Norms of outputs are Megatron-Bridge's.
+differently in an MoE layer. Norms of outputs are Megatron-Bridge's.
 """
 _CONVOLUTION = "self_attention.conv1d.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -58,7 +58,7 @@ _MODULE = re.compile(r"\.weight\.\w+$|\.\w+$")
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Rows of a parameter that lie at one place of a tensor: `tensor[at]`."""
+    """Rows of a parameter at one place of a tensor: `tensor[at]`."""
 
     tensor: str
     at: Shape
@@ -66,7 +66,7 @@ class Slab:
     of: Shape
     """The number of each of them."""
     first_row: int
-    """In the parameter."""
+    """First row in the parameter."""
     shape: Shape
     is_convolution: bool = False
     """The tensor has a dimension of length 1 behind that of the rows."""
@@ -77,7 +77,7 @@ class Slab:
         return (*self.of, *self._full(self.shape, 1))
 
     def box(self, start: Shape, shape: Shape) -> Box:
-        """Of the tensor, where `start` counts from the slab's first row."""
+        """Slice of the tensor, where `start` counts from the slab's first row."""
         return Box(self.tensor, (*self.at, *self._full(start, 0)), (*(1 for _ in self.at), *self._full(shape, 1)))
 
     def _full(self, numbers: Shape, inserted: int) -> Shape:
@@ -85,7 +85,7 @@ class Slab:
 
     @property
     def extra_state(self) -> Iterator[str]:
-        """Names of the objects that modules keep beside these rows; Megatron-core asks for them when it loads."""
+        """Names of the extra-state objects of the modules with these rows; Megatron-core requests them when it loads."""
         module = _MODULE.sub("", self.tensor)
         own = f"/shard_{_joined(self.at or (0,))}_{_joined(self.of or (1,))}"
         yield f"{module}._extra_state{own}"
@@ -95,7 +95,7 @@ class Slab:
 
 
 def router_settings(experts: Experts) -> dict[str, Any]:
-    """Megatron's settings of a mixture and its router, as its configuration and its checkpoints name them."""
+    """Megatron's settings of MoE layers and their router, as its configuration and its checkpoints name them."""
     has_groups = experts.groups > 1
     return {
         "moe_ffn_hidden_size": experts.ffn,
@@ -121,12 +121,12 @@ def possible_names(model: ModelShape, name: str, shape: Shape) -> list[list[Slab
 
 
 def is_homogeneous(model: ModelShape) -> bool:
-    """Whether checkpoints are written by model; Megatron-core names mixtures of experts and hybrids by layer unless told otherwise."""
+    """True if checkpoints are written by model; Megatron-core names MoE and hybrid layers by layer unless configured otherwise."""
     return model.experts is None and model.delta is None
 
 
 _Place = Callable[[ModelShape, int, str, Shape], list[Slab]]
-"""From a layer, a name in it and the parameter's shape."""
+"""Name from a layer, a name in it and the parameter's shape."""
 
 
 def _slabs(model: ModelShape, name: str, shape: Shape, places: Sequence[_Place]) -> list[list[Slab]]:
@@ -143,7 +143,7 @@ def _slabs(model: ModelShape, name: str, shape: Shape, places: Sequence[_Place])
 
 
 def _delta_parts(delta: DeltaNet) -> dict[str, dict[str, int]]:
-    """The parameters of a delta net of which each part is a tensor of its own: the parts' names and numbers of rows."""
+    """Parameters of a delta net that are stored as one tensor per part: the parts' names and numbers of rows."""
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     mixed = {"query": keys, "key": keys, "value": values}
     return {

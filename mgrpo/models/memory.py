@@ -1,7 +1,7 @@
 """Bytes that a learner rank holds throughout a run (parameters, gradients, optimizer states), of its logits, and of saved files.
 
-Counted is what Megatron allocates once, by the rule table that also loads the weights. Activations, engines and the sum
-are the planner's.
+Counted are Megatron's allocations for the whole run, by the rule table that also loads the weights. Activations, engines
+and the sum are the planner's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StateBytes:
     teachers: int = 0
     """Parameters of the teachers that learners hold, and an fp32 copy of those of an average of the policy."""
     unsharded: int = 0
-    """ZeRO-3: whole weights, of the layer in use, of the next one, and of what is outside all layers."""
+    """ZeRO-3: whole weights of the layer in use, of the next one, and of all parameters outside layers."""
     host: int = 0
-    """In host memory: offloaded moments with a master copy and a gradient of their own, all fp32."""
+    """Host memory: offloaded moments with their master copy and gradient, all fp32."""
 
     @property
     def total(self) -> int:
@@ -56,7 +56,7 @@ class Elements:
     dense: int
     experts: int
     frozen: int = 0
-    """Those that stay as they were loaded, in float32."""
+    """Parameters that stay as loaded, in float32."""
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(self.dense + other.dense, self.experts + other.experts, self.frozen + other.frozen)
@@ -92,7 +92,7 @@ class Holdings:
 def one_of_each_kind(shape: ModelShape) -> tuple[ModelShape, tuple[int, ...]]:
     """A model with one layer for all whose weights have the same shapes, and for each layer of `shape` its number there.
 
-    A mixture may have 100,000 tensors, in two or three kinds of layers.
+    An MoE model may have 100,000 tensors, in two or three kinds of layers.
     """
     kinds = [(shape.has_experts(layer), shape.has_attention(layer)) for layer in range(shape.num_layers)]
     distinct = list(dict.fromkeys(kinds))
@@ -214,7 +214,7 @@ def state_bytes(
             well.
         lora: only adapters are trained, in float32, which is their own master; the model's own weights stay as they are,
             and without adapters are the reference.
-        teachers: models that learners hold beside the policy, whole like the reference.
+        teachers: models that learners hold besides the policy, whole like the reference.
         averages: one of the teachers is an average of the policy.
     """
     held = stage_elements(shape, layout, stage=stage)
@@ -333,7 +333,7 @@ def choose_logits_chunk(
     Args:
         dtype_bytes: of the model's weights, and of its logits unless they are in fp32.
         pack_length: most tokens in a pack.
-        has_reference: a reference model lies on the same device.
+        has_reference: a reference model is on the same device.
         device_bytes: memory of the device; the same number on all ranks, because a tensor-parallel group must agree.
         teachers, averages: as in `state_bytes`.
     """

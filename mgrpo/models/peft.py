@@ -1,4 +1,4 @@
-"""Adapters as peft stores them: a folder of adapter_config.json and adapter_model.safetensors, and why one cannot be used.
+"""Adapters as peft stores them: a folder of adapter_config.json and adapter_model.safetensors, and reasons why one cannot be used.
 
 Of the tensors only the header is read. Pure: no torch.
 """
@@ -97,7 +97,7 @@ def stored_lora(folder: str | Path) -> LoraShape:
 
 
 def peft_problems(folder: str | Path, model: ModelShape, lora: LoraShape) -> Iterator[str]:
-    """Why training of `lora` cannot start from this peft folder, one sentence each; all begin with the folder."""
+    """Reasons why training of `lora` cannot start from this peft folder, one sentence each; all begin with the folder."""
     try:
         stored, tensors = stored_lora(folder), stored_tensors(folder)
     except ValueError as err:

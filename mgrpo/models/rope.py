@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Types of layers that may have RoPE records of their own."""
+"""Types of layers that may have separate RoPE records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Rope:
 
     theta: float
     share: float = 1.0
-    """Of a head's dimensions; the first ones are rotated and the rest left as they are."""
+    """Share of a head's dimensions that is rotated, the first ones; the rest are left as they are."""
     scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     original_positions: int = 0
@@ -80,8 +80,10 @@ def record_problems(hf: Mapping[str, Any], used: Iterable[Mapping[str, Any]], *,
 
 
 def table_positions(hf: Mapping[str, Any]) -> int | None:
-    """Positions for which an engine has angles, where that is not the model's `max_position_embeddings`: vLLM's table for yarn has as many as
-    the scaling makes of the original ones, and is read beyond its end without an error. None: there is no such table."""
+    """Positions for which an engine has angles, if that is not the model's `max_position_embeddings`; None: no such table.
+
+    vLLM's table for yarn has the scaled number of original positions, and reads beyond its end raise no error.
+    """
     kinds = [kind for kind, record in (hf.get("rope_parameters") or {}).items() if isinstance(record, Mapping)]
     records = [rope_parameters(hf, kind) for kind in kinds or [None]]
     ends = [
@@ -93,7 +95,7 @@ def table_positions(hf: Mapping[str, Any]) -> int | None:
 
 
 def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Why these embeddings cannot be built exactly."""
+    """Reasons why these embeddings cannot be built exactly."""
     scaling = _scaling(parameters)
     if not parameters.get("rope_type", scaling):
         yield f"RoPE of rope_type {parameters['rope_type']!r} (expected one of {', '.join(SCALINGS)})"
@@ -154,14 +156,14 @@ def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
 
 
 def score_factor(parameters: Mapping[str, Any]) -> float:
-    """By which latent attention multiplies its scores: yarn's temperature for the whole of a head, of which only a part is rotated."""
+    """Factor of latent attention's scores: yarn's temperature for the whole of a head, of which only a part is rotated."""
     if _scaling(parameters) != "yarn" or not parameters.get("mscale_all_dim"):
         return 1.0
     return _temperature(float(parameters.get("factor") or 1.0), parameters["mscale_all_dim"]) ** 2
 
 
 def latent_rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Why transformers and vLLM would rotate otherwise in latent attention, where vLLM takes every scaling for its own yarn."""
+    """Differences between the rotations of transformers and vLLM in latent attention, where vLLM takes every scaling for its own yarn."""
     scaling = _scaling(parameters)
     if scaling not in ("default", "yarn"):
         yield f"RoPE scaling {scaling!r} (expected default or yarn with latent attention)"

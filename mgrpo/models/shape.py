@@ -1,4 +1,4 @@
-"""The shape of a model: everything that Megatron, the rule table, the engines and the planner need to know about it."""
+"""The shape of a model: input of Megatron, the rule table, the engines and the planner."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mgrpo.models.rope import Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """Experts of an MoE layer, in place of the MLP."""
 
     count: int
     top_k: int
     ffn: int
     """Intermediate size of one expert."""
     normalised: bool
-    """Whether the weights of the chosen experts add up to 1, before `scale`."""
+    """True if the weights of the chosen experts add up to 1, before `scale`."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP instead."""
     names: Literal["mlp", "block_sparse_moe", "gpt_oss"] = "mlp"
     """Their names in the checkpoint, see `table`."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of the router's logits."""
+    """Function from the router's logits to weights."""
     choice_bias: bool = False
     """A bias in float32 is added to the scores by which experts are chosen, and not to their weights (arXiv:2408.15664).
 
@@ -36,7 +36,7 @@ class Experts:
     scale: float = 1.0
     """Multiplies the weights of the chosen experts."""
     shared_ffn: int = 0
-    """Intermediate size of a gated MLP that every token goes through besides its experts; 0: there is none."""
+    """Intermediate size of a gated MLP that every token goes through besides its experts; 0: none."""
     shared_gate: bool = False
     """Its output is multiplied by the sigmoid of a linear function of its input."""
     biases: bool = False
@@ -61,7 +61,7 @@ class LatentAttention:
     v_dim: int
     """Dimensions of a head's values."""
     norm_eps: float = 1e-6
-    """Of the norms of both latent vectors."""
+    """Epsilon of the norms of both latent vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class DeltaNet:
     conv: int
     """Width of the causal convolution over queries, keys and values."""
     names: Literal["by_head", "apart"] = "by_head"
-    """Of the input projections: "in_proj_qkvz" and "in_proj_ba", rows by key head; or "in_proj_qkv", "in_proj_z", "in_proj_b" and "in_proj_a"."""
+    """Input projections: "in_proj_qkvz" and "in_proj_ba", rows by key head; or "in_proj_qkv", "in_proj_z", "in_proj_b" and "in_proj_a"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,9 @@ class ModelShape:
     qk_norm: Literal["head", "whole"] | None = None
     """Queries and keys are normalised, each head separately or all heads of a token together."""
     ropes: tuple[Rope, ...]
-    """For each layer."""
+    """RoPE of each layer."""
     windows: tuple[int | None, ...]
-    """For each layer: how many tokens a token attends to, itself included; None: all before it."""
+    """Tokens that a token attends to in each layer, itself included; None: all before it."""
     attention_scale: float
     """Multiplies queries x keys."""
     attention_softcap: float | None = None
@@ -120,15 +120,15 @@ class ModelShape:
     latent: LatentAttention | None = None
     delta: DeltaNet | None = None
     gated_attention: bool = False
-    """The output of attention is multiplied by the sigmoid of a gate, whose rows lie behind each head's in the query projection."""
+    """The output of attention is multiplied by the sigmoid of a gate, whose rows follow each head's in the query projection."""
     sinks: bool = False
-    """Each head has a learned logit to which nothing belongs: what it takes of the softmax is attention to nothing."""
+    """Each head has a learned logit without a value: its share of the softmax is dropped."""
     out_bias: bool = False
     """The output projection of attention has a bias."""
     draft_layers: int = 0
-    """Layers behind the last that guess further tokens (arXiv:2412.19437, section 2.2): not built, and left out of what is written."""
+    """Multi-token prediction layers after the last (arXiv:2412.19437, section 2.2): not built, and left out of exports."""
     prefix: str = "model."
-    """Before the names of all tensors of the checkpoint but the LM head's."""
+    """Prefix of the names of all tensors of the checkpoint but the LM head's."""
 
     @property
     def rope_kinds(self) -> tuple[Rope, ...]:
@@ -136,7 +136,7 @@ class ModelShape:
         return tuple(dict.fromkeys(self.ropes))
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The mixture of experts of this layer; None where it has a plain MLP."""
+        """Experts of this layer; None if it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
@@ -150,11 +150,11 @@ class ModelShape:
         return self.latent.rope_dim if self.latent else self.head_dim
 
     def has_attention(self, layer: int) -> bool:
-        """Whether this layer has attention, not a gated delta net."""
+        """True if this layer has attention, not a gated delta net."""
         return self.delta is None or layer not in self.delta.layers
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer is a mixture of experts."""
+        """True if this is an MoE layer."""
         return self.experts_of(layer) is not None
 
     def with_layers(self, layers: Sequence[int]) -> ModelShape:

@@ -1,6 +1,6 @@
 """The slices of Hugging Face tensors that each shard of the model holds, in training and in the engines.
 
-One table and the rules of `layout_rules` define how a Megatron parameter is laid out in HF tensors. Loading, exporting, the
+One table and the rules of `layout_rules` map a Megatron parameter to HF tensors. Loading, exporting, the
 weight-sync plan and the layout-free part of a checkpoint read `local_parameters`; nothing else describes a layout. Pure:
 no torch, no processes.
 """
@@ -53,12 +53,12 @@ def hf_tensors(model: ModelShape) -> dict[str, Shape]:
 
 
 def trained_tensors(model: ModelShape) -> dict[str, Shape]:
-    """Those of them that training changes."""
+    """Tensors of `hf_tensors` that training changes."""
     return {name: shape for name, shape in hf_tensors(model).items() if not is_frozen(name)}
 
 
 def is_draft(name: str, model: ModelShape) -> bool:
-    """Whether a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
+    """True if a tensor of a checkpoint belongs to `ModelShape.draft_layers`."""
     behind = (f"{model.prefix}layers.{model.num_layers + number}." for number in range(model.draft_layers))
     return name.startswith((*behind, "mtp.")) if model.draft_layers else False
 
@@ -93,7 +93,7 @@ def local_parameters(
     """Every Megatron parameter that `rank` holds; layers are counted from 0 over the whole model.
 
     Args:
-        tensors: `hf_tensors(model)`, for callers that ask about many ranks.
+        tensors: `hf_tensors(model)`, for callers with many ranks.
     """
     place = layout.coordinate(rank)
     tensors = tensors or hf_tensors(model)
@@ -123,7 +123,7 @@ def local_parameters(
 
 
 def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
-    """For each training rank, the boxes it holds, in the order of its parameters and pieces."""
+    """Boxes that each training rank holds, in the order of its parameters and pieces."""
     return [
         [piece.box for parameter in local_parameters(model, layout, rank).values() for piece in parameter.pieces]
         for rank in range(layout.world_size)
@@ -137,13 +137,13 @@ ROW_PARALLEL = frozenset(("o_proj", "out_proj", "down_proj", "w2"))
 WHOLE = frozenset(("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"))
 """Modules that every worker holds whole, besides norms."""
 SHARED_EXPERTS = ".shared_expert"
-"""In the names of all tensors of the MLP beside the experts, and in no other."""
+"""Part of the names of all tensors of the shared MLP, and of no other."""
 EXPERTS = ".experts."
-"""In the names of all tensors of experts, and in no other."""
+"""Part of the names of all tensors of experts, and of no other."""
 
 
 def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
-    """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
+    """Boxes that each worker of one vLLM engine holds, in the order of the HF tensors."""
     tensors = hf_tensors(model)
     return [
         [box for name in tensors for box in worker_boxes(name, tensors, model, layout, worker)]
@@ -154,7 +154,7 @@ def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
 def worker_boxes(
     name: str, tensors: dict[str, Shape], model: ModelShape, layout: InferLayout, worker: int
 ) -> list[Box]:
-    """What a worker of an engine holds of one HF tensor; of layers that are alike it holds the same."""
+    """Slices of one HF tensor that an engine's worker holds; equal for layers that are alike."""
     if layout.expert_parallel and model.experts and EXPERTS in name:
         return _whole_experts(name, tensors[name], layout.experts(worker, model.experts.count))
     # The workers of a copy of attention share out its tokens before the experts, but not in vLLM's GLM-4.5 and 4.7.
@@ -164,7 +164,7 @@ def worker_boxes(
 
 
 def _whole_experts(name: str, shape: Shape, own: range) -> list[Box]:
-    """What the experts with the numbers `own` have of a tensor, which belongs to one expert, or to all of them along its first dimension."""
+    """Slices of a tensor for the experts `own`; it belongs to one expert, or to all of them along its first dimension."""
     number, rest = name.partition(EXPERTS)[2].split(".")[0], (0,) * (len(shape) - 1)
     if number.isdecimal():
         return [Box(name, (0, *rest), shape)] if int(number) in own else []

@@ -4,10 +4,10 @@ The names are data, in verl.csv and slime.csv; `scripts.command_config` makes a 
 
     status    alias: sets its targets; combined: sets them together with other names, in `verl` or `slime`; no effect; refused
     default   the value that the trainer takes where the name is not given
-    convert   how its text becomes the value of the targets, in `command_config.CONVERT`; empty: as it is
-    neutral   values that ask for nothing, between bars
+    convert   conversion of its text to the value of the targets, in `command_config.CONVERT`; empty: none
+    neutral   values without effect, between bars
 
-A name that ends in * stands for all that begin so and have no row of their own.
+A name that ends in * stands for all that begin so and have no row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From a command line, a YAML file or Python values to a `Config`, in this project's words or another trainer's, with every problem at once.
+"""A `Config` from a command line, a YAML file or Python values, in this project's words or another trainer's, with every problem at once.
 
-Whether the values make sense together is `config.validate`'s question.
+`config.validate` checks the values against each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPLAINED = (
     "cp_strategy",
     "deepspeed_zpg",
 )
-"""Aliases whose sentence is repeated in every run: the same word means something else elsewhere."""
+"""Aliases whose sentence is repeated in every run: the word has another meaning elsewhere."""
 OTHER_NAMES = "Names of Open Instruct and TRL are also accepted: docs/config.md."
 
 
@@ -112,7 +112,7 @@ def from_values(values: Mapping[str, object], *, preset: str | None = None, worl
 
 
 def as_config(config: Config | Mapping[str, object] | str | Path) -> Config:
-    """A config as it is, or that of settings by name or of a YAML file."""
+    """The given config, or that of settings by name or of a YAML file."""
     if isinstance(config, Config):
         return config
     if isinstance(config, Mapping):
@@ -125,19 +125,31 @@ def as_config(config: Config | Mapping[str, object] | str | Path) -> Config:
 
 
 def with_tools(config: Config, given: Mapping[str, object]) -> Config:
-    """`config` with what a caller brings in place of its own: tools, environment_factory or rollout_func; None: nothing.
+    """`config` with a caller's tools, environment_factory or rollout_func in place of its own; None: unchanged.
+
+    Addresses of services that aliases gave are those of the caller's tools.
 
     Raises:
         ConfigError: a function that other processes cannot find.
     """
-    brought = from_values({name: value for name, value in given.items() if value is not None})
-    changed: dict[str, Any] = {name: getattr(brought.tools, name) for name in brought.provenance.sources}
-    if "tools" in changed and config.tools.tools:
-        # Those are of the tools that are replaced.
-        changed |= {"tool_call_names": (), "tool_configs": ()}
-    sources = {**config.provenance.sources, **brought.provenance.sources}
+    values = {name: value for name, value in given.items() if value is not None}
+    before, changed, notes = config.provenance, dict[str, Any](), config.notes
+    if "tools" in values:
+        if config.tools.tools:
+            # Those are of the tools that are replaced.
+            changed |= {"tool_call_names": (), "tool_configs": ()}
+        elif config.tools.tool_configs:
+            values["tool_configs"] = config.tools.tool_configs
+        values |= before.services
+    brought = from_values(values)
+    if "tools" in values:
+        about_services = tuple(before.services)
+        kept = [note for note in notes if not (about_services and note.startswith(about_services))]
+        notes = (*kept, *brought.notes)
+    changed |= {name: getattr(brought.tools, name) for name in brought.provenance.sources}
+    sources = {**before.sources, **brought.provenance.sources}
     return replace(
-        config, tools=replace(config.tools, **changed), provenance=replace(config.provenance, sources=sources)
+        config, tools=replace(config.tools, **changed), provenance=replace(before, sources=sources, notes=notes)
     )
 
 
@@ -164,7 +176,7 @@ def _resolved(
 
 
 def _check_names(found: Resolution) -> None:
-    """The table's judgement on each name, whatever the others are."""
+    """The table's rule for each name, independent of the others."""
     for name, given in found.peers.items():
         entry = table()[name]
         if given.value in entry.neutral:

@@ -1,11 +1,11 @@
-"""Every name that a run accepts beside its own settings: Open Instruct's, TRL's, and flags of old scripts.
+"""Every name that a run accepts in addition to its own settings: Open Instruct's, TRL's, and flags of old scripts.
 
 The names are data, in foreign_names.csv; an alias that does more than rename is translated in `translate`. The columns:
 
-    status    derived, alias, translated, no effect or refused; the table in docs/config.md says what each means
+    status    derived, alias, translated, no effect or refused; see the table in docs/config.md
     type      alternatives between bars: bool, int, float, text, words, json, none, or choices as in a/b/c; empty:
               the type of the first target
-    neutral   values that ask for nothing beyond what is done anyway, between blanks; [a,b] is a list, '' the empty text
+    neutral   values without effect, since they are the behaviour anyway, between blanks; [a,b] is a list, '' the empty text
     targets   the settings that an alias sets, between blanks
 """
 
@@ -52,13 +52,13 @@ class Name:
 
     @property
     def setting(self) -> Setting:
-        """How its text is read."""
+        """A setting that reads its text."""
         expected = settings()[self.targets[0]].type if self.type is None else self.type
         return Setting(name=self.name, section=self.section, type=expected, default=None)
 
 
 SECRETS = ("hub_token",)
-"""Refused names whose values must not be repeated, not even to say so."""
+"""Refused names whose values must not be repeated, not even in the error."""
 SPELLINGS: dict[str, dict[object, str]] = {
     "max_grad_norm": {None: "0"},
     "chat_template_name": {None: "auto"},
@@ -78,9 +78,9 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "environment_factory": {None: ""},
     "eval_top_p": {None: "1.0"},
     "metric_for_best_model": {None: "eval/scores"},
-    "greater_is_better": {None: "true"},
     "report_to": {None: "none"},
     "wandb_project": {"open_instruct_internal": "none"},
+    "moe_token_dispatcher_type": {"flex": "deepep"},
     "top_k": {None: "0", "none": "0", "-1": "0"},
     "min_p": {None: "0", "none": "0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},

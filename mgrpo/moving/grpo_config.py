@@ -23,7 +23,7 @@ class ConfigDoor:
 
     `GRPOConfig(learning_rate=1e-6)` takes the names and defaults of a configuration file; `from_trl`,
     `from_open_instruct`, `from_verl` and `from_slime` take the defaults of that trainer. Each returns a config whose `notes`
-    say how every name was understood, and raises `ConfigError` with all that cannot be done here, and why.
+    give the meaning of every name, and raises `ConfigError` with all problems and their reasons.
     """
 
     def __call__(self, settings: Mapping[str, object] | None = None, /, **fields: Unpack[Keywords]) -> Config:
@@ -70,7 +70,7 @@ class ConfigDoor:
     def from_verl(settings: str | Path | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
         """Config of verl's words `a.b.c=value`: a command line or script, its words, a YAML file, or a mapping.
 
-        What is not given has verl's default. Fields of this project may be given as well and override:
+        Names that are not given have verl's defaults. Fields of this project may be given as well and override:
         `from_verl(command, reward_funcs="reward.py:score")`.
         """
         return verl.read(settings, fields)
@@ -79,13 +79,13 @@ class ConfigDoor:
     def from_slime(settings: str | Path | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
         """Config of slime's flags: a command line or script, its words, or a mapping of names.
 
-        What is not given has slime's default, or Megatron's. Fields of this project may be given as well and override.
+        Names that are not given have slime's defaults, or Megatron's. Fields of this project may be given as well and override.
         """
         return slime.read(settings, fields)
 
 
 GRPOConfig = ConfigDoor()
-"""The one there is; called like a class, it makes a `Config`."""
+"""The only instance; called like a class, it makes a `Config`."""
 
 
 def given_fields(config: object) -> dict[str, object]:
@@ -104,7 +104,7 @@ def changed_fields(config: Any, *, package: str, defaults: Mapping[str, object] 
 
     Args:
         package: the trainer's, whose own class has its defaults; a class derived from that may have others, which count as given.
-        defaults: those of the preset: of another version of the trainer, what differs from them counts as given.
+        defaults: those of the preset: of another version of the trainer, values that differ from them count as given.
     """
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"expected a dataclass object, such as trl.GRPOConfig(...), got {type(config).__name__}")

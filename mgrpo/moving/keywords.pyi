@@ -26,9 +26,7 @@ class Keywords(TypedDict, total=False):
     learner_timeout: int
     """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less. (default: 1800)"""
     profile_steps: Sequence[int]
-    """Training steps (from 1) whose training and weight sync are profiled: traces in output_dir/profile, or nsys ranges. (default: empty)"""
-    profile_ranks: Sequence[int]
-    """Learner ranks that are profiled. (default: 0)"""
+    """Training steps (from 1) whose training and weight sync are profiled on rank 0: traces in output_dir/profile, or nsys ranges. (default: empty)"""
     cache_dataset_only: bool
     """Prepare the data, print a summary and exit. (default: false)"""
     model_name_or_path: str | None
@@ -83,8 +81,6 @@ class Keywords(TypedDict, total=False):
     """Folder for prepared data; none: mgrpo/datasets in the user's cache folder. (default: none)"""
     dataset_skip_cache: bool
     """Prepare the data again even if prepared data exists. (default: false)"""
-    dataset_num_proc: int
-    """Threads that tokenize; 0: one per core. (default: 0)"""
     num_unique_prompts_rollout: int
     """Prompts per training step. (default: 16)"""
     num_samples_per_prompt_rollout: int
@@ -148,9 +144,7 @@ class Keywords(TypedDict, total=False):
     reward_funcs_timeout: int
     """Seconds that a reward function may take for one batch of completions before the run ends with its name. (default: 3600)"""
     reward_model_gpu: int | None
-    """Number of the GPU on which reward models run, in bfloat16; it must be left out of CUDA_VISIBLE_DEVICES, because learners and engines use all that are there. none: on the CPU, in float32. (default: none)"""
-    reward_model_threads: int
-    """CPU threads of each reward model. (default: 1)"""
+    """Number of the GPU on which reward models run, in bfloat16; it must be left out of CUDA_VISIBLE_DEVICES, because learners and engines use all that are there. none: on one core of the CPU, in float32. (default: none)"""
     verifier_modules: Sequence[str] | str
     """Python modules with verifiers of your own, which rows refer to by name. (default: empty)"""
     max_length_verifier_max_length: int
@@ -163,12 +157,10 @@ class Keywords(TypedDict, total=False):
     """Programs that pass a smaller share of their tests score 0. (default: 0.0)"""
     code_apply_perf_penalty: bool
     """Passed tests count less the longer they took. (default: false)"""
-    code_sandbox_memory_mb: int
-    """MiB of memory that a program may use in the sandbox on this machine. (default: 1024)"""
     code_sandbox_accept_risk: bool
     """Run programs even if this machine cannot isolate them. (default: false)"""
     llm_judge_model: str | None
-    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/judges.md. (default: none)"""
+    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, and RUBRIC_JUDGE_MODEL there names another one for rubrics, see docs/judges.md. (default: none)"""
     llm_judge_base_url: str | None
     """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1. (default: none)"""
     llm_judge_max_tokens: int
@@ -179,12 +171,8 @@ class Keywords(TypedDict, total=False):
     """Sampling temperature of the judge. (default: 1.0)"""
     llm_judge_timeout: int
     """Seconds that one judgement may take. (default: 60)"""
-    rubric_judge_model: str | None
-    """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model. (default: none)"""
     apply_evolving_rubric_reward: bool
     """Have a judge read each group of rows with the verifier rubric and propose criteria that tell its answers apart; rewards count them as well, see docs/judges.md. (default: false)"""
-    rubric_generation_model: str | None
-    """Model that proposes criteria; none: the environment variable RUBRIC_GENERATION_MODEL, else the model that judges rubrics. (default: none)"""
     max_active_rubrics: int
     """Proposed criteria of a question that stay in use: those whose verdicts on a group have differed most. (default: 5)"""
     cache_evolving_rubric_data_dir: str | None
@@ -206,7 +194,7 @@ class Keywords(TypedDict, total=False):
     environment_factory: object
     """Environments in TRL's form, classes whose public methods are the tools: package.module:Class or file.py:Class; of several, NAME=file.py:Class each. (default: empty)"""
     rollout_func: object
-    """A program that drives the model in place of tools: verifiers, or a function of your own, package.module:function or file.py:function. (default: none)"""
+    """A program that drives the model in place of tools: a function of your own, package.module:function or file.py:function. (default: none)"""
     tool_parser_type: str
     """How calls are written in a turn, a name from docs/environments.md; auto: as the chat template writes them. (default: auto)"""
     pass_tools_to_chat_template: bool
@@ -231,16 +219,8 @@ class Keywords(TypedDict, total=False):
     """Scores of verifiers and reward functions count only for completions that have called a tool, and whose calls all succeeded in time. (default: false)"""
     turn_credit: Literal["trajectory", "return"]
     """trajectory: every token has the advantage of the whole completion; return: that of the rewards from its turn on. (default: trajectory)"""
-    turn_discount: float
-    """With turn_credit=return: the weight of the next turn's reward; that of the one after it is its square. (default: 1.0)"""
-    turn_scheduling: Literal["auto", "rounds", "free"]
-    """rounds: all completions finish a turn before any begins its next, and a run repeats to the bit; free: each goes on as soon as its tools have answered; auto: rounds for environments that repeat, with async_steps=0. (default: auto)"""
     tool_timeout: float
-    """Seconds that a call may take; a later one has failed, which the model is told. (default: 30.0)"""
-    env_reset_timeout: float
-    """Seconds that an environment may take to begin; a completion whose environment fails twice has no score. (default: 60.0)"""
-    env_acquire_timeout: float
-    """Seconds for which completions may wait without any of them getting an environment; then they have no score. Time in which no environment has work, as while the model is trained, counts a tenth. (default: 60.0)"""
+    """Seconds that a call may take; a later one has failed, which the model is told. An environment may take twice as long to begin, and at least 60; a completion whose environment fails to twice has no score. (default: 30.0)"""
     trajectory_timeout: float | None
     """Seconds that a completion may take with all its turns; then it ends without a score. none: no limit. (default: none)"""
     pool_size: int | None
@@ -249,10 +229,6 @@ class Keywords(TypedDict, total=False):
     """Processes that tools and environments run in; none: one for each core but one, at most 8. (default: none)"""
     env_python: str | None
     """Interpreter of these processes, with the packages that environments need; it needs none of the trainer's. none: the trainer's own. (default: none)"""
-    code_tool_api_endpoint: str | None
-    """URL of a code service that the tool python sends its code to; none: a sandbox on this machine. (default: none)"""
-    search_api_endpoint: str | None
-    """URL of a search service that the tool search asks in place of an index. (default: none)"""
     agent: str | None
     """A program that only knows a model's address, in place of tools: a command, such as "python agent.py"; an async function(row, endpoint), file.py:function or package.module:function; remote: programs elsewhere that ask for tasks; verifiers: environments of verifiers 0.4 and later. tool_configs holds the settings of a function or of verifiers. (default: none)"""
     agent_check: str | None
@@ -260,7 +236,7 @@ class Keywords(TypedDict, total=False):
     agent_sets_reward: bool
     """Whether the agent's own word about its reward counts: what it returns, writes to MGRPO_RESULT or sends to /reward. false: only agent_check, verifiers and reward functions. (default: true)"""
     agent_box: str
-    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; a URL: on a machine that runs mgrpo box-server; another name: an entry point of mgrpo.boxes; none: as any program of this user. (default: local)"""
+    """Where a command runs. local: within walls on this machine, without root or a daemon; docker or podman: in a container; another name: an entry point of mgrpo.boxes, such as a hosted sandbox; none: as any program of this user. (default: local)"""
     agent_image: str | None
     """The image of its containers, or the folder that is the root of its walls; in containers a row's column image goes before it, but they need this one for the check at the start. none: this machine's programs, read-only. (default: none)"""
     agent_network: bool
@@ -286,13 +262,9 @@ class Keywords(TypedDict, total=False):
     agent_endpoints: int
     """Processes that serve agents, each on one core. (default: 1)"""
     agent_endpoint_url: str | None
-    """Address by which agents reach the endpoint, if that is another one, as of a load balancer before several. none: its own. (default: none)"""
+    """Address by which agents reach the endpoint, if that is another one, as of a balancer before several, which sends paths that begin with /s/N- to endpoint N, counted from 0. none: each has its own. (default: none)"""
     agent_endpoint_join: str | None
     """HOST:PORT of this machine where endpoints of other machines join the run, by mgrpo agent-endpoint; all have RAY_AUTH_TOKEN set to the same secret. none: none join. (default: none)"""
-    sampling_conflict: Literal["override", "refuse"]
-    """What becomes of an agent's own temperature, top_p and the like: override: the run's are used, since others would change the distribution that is trained; refuse: such calls get an error. (default: override)"""
-    untaken_turns: Literal["train", "drop"]
-    """Whether turns are trained that an agent has drawn beside others for one request and then left. (default: drop)"""
     policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] | str
     """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own, file.py:function or package.module:function. (default: ppo_clip)"""
     ratio_level: Literal["token", "sequence", "sequence_token"]
@@ -339,14 +311,12 @@ class Keywords(TypedDict, total=False):
     """Smallest rho that multiplies; 0: no bound. (default: 0.0)"""
     rho_clamp_upper_bound: float
     """Largest rho that multiplies (truncated importance sampling); 0: no bound. (default: 2.0)"""
-    rho_mask_level: Literal["token", "sequence_mean", "sequence_sum"]
-    """Level of the rho that decides what is dropped. (default: token)"""
+    rho_mask_level: Literal["token", "sequence_mean", "sequence_sum", "divergence"]
+    """Level of the rho that decides what is dropped; divergence: the upper bound is one of the completion's mean |rho - 1|, and only tokens whose update would raise that are dropped. (default: token)"""
     rho_mask_lower_bound: float
     """The policy loss is dropped where rho is below this; 0: no bound. (default: 0.0)"""
     rho_mask_upper_bound: float
     """The policy loss is dropped where rho is above this; 0: no bound. (default: 0.0)"""
-    rho_mask_tv_divergence: bool
-    """Compare the upper bound with the completion's mean |rho - 1| and drop only tokens whose update would raise it. (default: false)"""
     off_policy_mask_threshold: float | None
     """Drop completions with advantage < 0 whose mean of engine's minus current logprob is above this; none: off. (default: none)"""
     log_ref_kl: bool
@@ -357,20 +327,16 @@ class Keywords(TypedDict, total=False):
     """Training steps between these updates; none: the reference never changes. (default: none)"""
     use_vllm_logprobs: bool
     """Use the engine's logprobs as the old logprobs instead of computing these again. (default: false)"""
-    advantage_normalization_type: Literal["standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
-    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted sum over the batch. (default: standard)"""
-    advantage_ddof: Literal[0, 1]
-    """The standard deviation divides by the number of rewards, or of tokens, minus this. (default: 0)"""
-    advantage_eps: float
-    """Added to the standard deviation. (default: 1e-08)"""
+    advantage_normalization_type: Literal["standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"] | str
+    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch; rloo: reward - mean of the group's other completions; reinforce_plus_plus: (reward - mean) / (std + eps) over all tokens of the batch; reinforce_plus_plus_baseline: the same of centered; gdpo: standard for each reward function, then their weighted sum over the batch; or your own, file.py:function or package.module:function. (default: standard)"""
+    advantage_std: Literal["population", "sample", "verl", "trl"]
+    """The standard deviation divides by the number n of rewards, or of tokens (population), or by n - 1 (the others); eps is 1e-8, with verl 1e-6 and with trl 1e-4, as these trainers have it. (default: population)"""
     reward_weights: Sequence[float]
     """Weight of each reward function; empty: 1 for each. (default: empty)"""
     filter_zero_std_samples: bool
     """Leave out groups whose rewards are all equal. (default: true)"""
     active_sampling: bool
-    """Sample further prompts to replace the groups left out, until the batch is full. (default: false)"""
-    active_sampling_max_rounds: int
-    """Active sampling replaces groups of at most this many steps' worth, the step's own included; then the step trains on what it has. (default: 10)"""
+    """Sample further prompts to replace the groups left out, until the batch is full or ten steps' worth have been sampled. (default: false)"""
     active_sampling_oversample: float
     """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once. (default: 0.0)"""
     replay_buffer_size: int
@@ -399,8 +365,6 @@ class Keywords(TypedDict, total=False):
     """Passes over each rollout batch. (default: 1)"""
     num_mini_batches: int
     """Optimizer steps per pass. (default: 1)"""
-    reshuffle_mini_batches: bool
-    """Form new mini-batches in every pass. (default: false)"""
     teacher_model_name_or_path: Sequence[str] | str
     """Models to learn from, each a folder or a name on the Hub, with the policy's tokenizer: MODEL teaches all rows, NAME:MODEL those of the dataset NAME or with NAME in their column teacher. self: the policy itself, which then sees teacher_prompt_template. With teacher_mode=server the names by which the servers know their models. Empty: no teacher. (default: empty)"""
     teacher_mode: Literal["learner", "engine", "server"]
@@ -427,12 +391,6 @@ class Keywords(TypedDict, total=False):
     """sampled: the advantage of each sampled token gains distillation_coef x (teacher's - policy's log-probability); the others are added to the loss, over the teacher's likeliest tokens: KL(teacher, policy), KL(policy, teacher), or the Jensen-Shannon divergence of GKD. (default: sampled)"""
     distillation_topk: int
     """The teacher's likeliest tokens that are compared, beside the sampled one; all others count as one token. (default: 16)"""
-    distillation_jsd_beta: float
-    """Weight of the teacher in the mixture of the Jensen-Shannon divergence; towards 0 it is like forward_kl, towards 1 like reverse_kl. (default: 0.5)"""
-    distillation_temperature: float | None
-    """The policy's logits are divided by this where they are compared with a teacher's; none: by temperature, as in sampling. (default: none)"""
-    distillation_clip: float | None
-    """Largest difference of the log-probabilities of teacher and policy that counts at a token; none: any. (default: none)"""
     learning_rate: float
     """Peak learning rate of AdamW. (default: 2e-05)"""
     lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant", "constant_with_warmup"]
@@ -467,10 +425,8 @@ class Keywords(TypedDict, total=False):
     """How context-parallel ranks attend to each other's tokens: all_gather gathers keys and values, a2a exchanges sequence for heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank. (default: all_gather)"""
     expert_model_parallel_size: int
     """Ranks of a pipeline stage that share the experts of a mixture-of-experts model. (default: 1)"""
-    moe_token_dispatcher_type: Literal["alltoall", "flex"]
-    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; flex sends one to each rank, or node, by the package of moe_flex_dispatcher_backend, in bfloat16 between GPUs. flex has not run on GPUs here. (default: alltoall)"""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"]
-    """Package of moe_token_dispatcher_type=flex: DeepEP (deep_ep) or HybridEP, which is a branch of it. (default: deepep)"""
+    moe_token_dispatcher_type: Literal["alltoall", "deepep", "hybridep"]
+    """How tokens reach the ranks of their experts: alltoall sends a copy for each expert; deepep and hybridep send one to each rank, or node, in bfloat16 between GPUs, by the package DeepEP (deep_ep) or its branch HybridEP. They have not run on GPUs here. (default: alltoall)"""
     virtual_pipeline_model_parallel_size: int
     """Chunks of layers per stage, interleaved: smaller bubbles, more communication. (default: 1)"""
     num_layers_in_first_pipeline_stage: int | None
@@ -483,10 +439,6 @@ class Keywords(TypedDict, total=False):
     """State that is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP). (default: 1)"""
     fsdp_shard_degree: int | None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks. (default: none)"""
-    overlap_grad_reduce: bool
-    """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with zero_stage 2 and 3 that is always so. (default: true)"""
-    overlap_param_gather: bool
-    """With zero_stage=1: gather the weights that other data-parallel ranks have updated while the host goes on and the next forward pass begins, of which each layer waits for its own; with zero_stage=3 that is always so. (default: true)"""
     optimizer_cpu_offload: bool
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1. (default: false)"""
     optimizer_offload_fraction: float
@@ -584,17 +536,13 @@ class Keywords(TypedDict, total=False):
     load_best_model_at_end: bool
     """Keep track of the export with the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be evaluated: save_freq a multiple of local_eval_every. (default: false)"""
     metric_for_best_model: str
-    """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best. (default: eval/scores)"""
-    greater_is_better: bool
-    """Whether the greatest value of metric_for_best_model is the best one; false: the least. (default: true)"""
+    """The metric of an evaluation whose greatest value load_best_model_at_end takes for the best, or after a minus sign, as in -eval/sequence_lengths, whose least; the earlier of equal ones is the best. (default: eval/scores)"""
     checkpoint_state_freq: int
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none. (default: -1)"""
     save_every_minutes: float | None
     """Minutes after which the next training step ends with a checkpoint of the training state, beside those of checkpoint_state_freq; 0: none by time. Without either, a run on 64 GPUs or more saves as often as its size asks for (docs/checkpoints.md), and others do not. (default: none)"""
     checkpoint_state_dir: str | None
-    """Folder of the training states, or a URL such as s3://bucket/run; none: output_dir/checkpoints. (default: none)"""
-    gs_checkpoint_state_dir: str | None
-    """URL of the training states on Google Cloud Storage, gs://bucket/run; overrides checkpoint_state_dir. (default: none)"""
+    """Folder of the training states, or a URL such as s3://bucket/run or gs://bucket/run; none: output_dir/checkpoints. (default: none)"""
     keep_last_n_checkpoints: int
     """Number of newest training states to keep; -1: all. (default: 3)"""
     checkpoint_async: bool

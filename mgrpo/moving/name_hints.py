@@ -1,7 +1,7 @@
 """The advice for a name that no setting has: other trainers' words for it, else a near spelling.
 
-The words are data: those of verl.csv and slime.csv, whose commands only Python takes as they are, and in name_hints.csv what people
-try first.
+The words are data: those of verl.csv and slime.csv, whose commands only Python takes as they are, and the usual first guesses,
+in name_hints.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hint:
 
     trainer: str
     targets: tuple[str, ...]
-    """The settings that do it here; empty where there is none."""
+    """The settings with that effect here; empty without any."""
     sentence: str
 
     def advice(self, dashes: str = "") -> str:
@@ -54,7 +54,7 @@ def hints() -> dict[str, Hint]:
 
 @cache
 def tried() -> dict[str, Hint]:
-    """Those of name_hints.csv, in its order."""
+    """Hints of name_hints.csv, in its order."""
     with Path(__file__).with_name("name_hints.csv").open(encoding="utf-8", newline="") as file:
         return {
             row["name"]: Hint(trainer=row["trainer"], targets=tuple(row["targets"].split()), sentence=row["sentence"])

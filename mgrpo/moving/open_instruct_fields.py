@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
+from mgrpo.config.annotations import NO_ENTRIES, JSONObject
 from mgrpo.config.resolution import FILE, PRESET, Resolution
 from mgrpo.config.reward import replacements
+from mgrpo.config.tools import PYTHON, SEARCH, settings_of
 
 CALLS = 5
-"""Its max_steps when it is not given."""
+"""Open Instruct's default of max_steps."""
 MIXERS = {"dataset_mixer": "dataset_mixer_list", "dataset_eval_mixer": "dataset_mixer_eval_list"}
 """A mix as a JSON object, by the list that took its place."""
+SERVICES = {"code_tool_api_endpoint": PYTHON, "search_api_endpoint": SEARCH}
+"""The tools that call the service of each name."""
 
 
 def data(r: Resolution) -> None:
@@ -23,6 +28,33 @@ def data(r: Resolution) -> None:
         if len(splits) > 1 and len(splits) != count > 0 and len(set(splits)) == 1:
             note = f"{target}_splits is {splits[0]} for each dataset: it is given {len(splits)} times for {count}"
             r.derive(f"{target}_splits", splits[:1], note)
+
+
+def services(r: Resolution) -> None:
+    """Addresses of services, as settings of the tools that call them."""
+    given = [name for name in SERVICES if r.peer(name) is not None]
+    r.services = {name: r.peer(name) for name in given}
+    tools = r.value("tools")
+    configs = list(r.value("tool_configs") or (NO_ENTRIES,) * len(tools))
+    if not given or len(configs) != len(tools):  # which the rule reports
+        return
+    for name in given:
+        places = [number for number, tool in enumerate(tools) if tool in SERVICES[name]]
+        if not places:
+            r.notes.append(f"{name} has no effect without the tool {name.partition('_')[0]}")
+        for number in places:
+            try:
+                own = settings_of(tools[number], configs[number])
+            except ValueError:  # which the rule reports
+                continue
+            if own.setdefault("endpoint", url := r.peer(name)) != url:
+                r.problems.append(
+                    f"tool_configs gives {tools[number]} the endpoint {own['endpoint']}, but {name}={url}; keep one of them"
+                )
+            configs[number] = JSONObject(json.dumps(own))
+    if any(config != NO_ENTRIES for config in configs):
+        r.given.pop("tool_configs", None)
+        r.put("tool_configs", tuple(configs), *given)
 
 
 def clip(r: Resolution) -> None:
@@ -43,11 +75,14 @@ def corrections(r: Resolution) -> None:
         level = "sequence_mean" if r.peer("rho_mask_sequence_level") else "token"
         # Despite its name it also decides which rho multiplies the loss.
         r.put("rho_level", level, "rho_mask_sequence_level")
-        r.put("rho_mask_level", level, "rho_mask_sequence_level")
+        if not r.peer("rho_mask_tv_divergence"):
+            r.put("rho_mask_level", level, "rho_mask_sequence_level")
+    if r.peer("rho_mask_tv_divergence"):
+        r.put("rho_mask_level", "divergence", "rho_mask_tv_divergence")
 
 
 def one_gpu(r: Resolution) -> None:
-    """Its engine runs ahead on the learner's own GPU; here they take turns, so that every token is of the newest policy."""
+    """Open Instruct's engine runs ahead on the learner's own GPU; here they take turns, so that every token is of the newest policy."""
     if not r.peer("single_gpu_mode"):
         return
     r.put("vllm_mode", "colocate", "single_gpu_mode")
@@ -76,7 +111,7 @@ def one_gpu(r: Resolution) -> None:
 
 
 def asynchrony(r: Resolution) -> None:
-    """async_mode trained on the completions of the policy before."""
+    """async_mode: training on the completions of the previous policy."""
     if (runs_ahead := r.peer("async_mode")) is not None:
         r.put("async_steps", int(runs_ahead), "async_mode", weak=True)
 
@@ -108,7 +143,7 @@ def batch(r: Resolution) -> None:
 
 
 def evaluations(r: Resolution) -> None:
-    """How many of them, evenly over the run."""
+    """The number of evaluations, evenly over the run."""
     count, size = r.peer("num_evals"), r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
     if count is not None and count < 1:
         r.problems.append(
@@ -119,7 +154,7 @@ def evaluations(r: Resolution) -> None:
 
 
 def exports(r: Resolution) -> None:
-    """Exports were made for Beaker's evaluations; where their own frequency is given, nothing asks for others."""
+    """Exports were made for Beaker's evaluations; where the frequency of exports is given, there are no others."""
     steps = r.peer("beaker_eval_freq")
     if steps is None:
         return
@@ -156,7 +191,7 @@ def max_steps(r: Resolution) -> None:
 
 
 def packs_per_micro_batch(r: Resolution, count: int | None) -> None:
-    """Packs that its learners take through the model at once: a matter of memory alone, where the batch is known."""
+    """Packs of one forward pass of a learner: a matter of memory alone, where the batch is known."""
     if count in (None, 1):
         return
     if r.rank("num_unique_prompts_rollout") > PRESET:
@@ -199,6 +234,6 @@ def reward_model(r: Resolution) -> None:
 
 
 def is_unrewarded(r: Resolution) -> bool:
-    """Whether the reward model of an old script is there without a weight."""
+    """True if `reward_model_multiplier` is given as 0."""
     given: Any = r.peers.get("reward_model_multiplier")
     return given is not None and given.value == 0

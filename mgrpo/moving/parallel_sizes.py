@@ -18,7 +18,7 @@ FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3}
 
 
 def apply(r: Resolution) -> None:
-    """All of them, each after those whose results it needs."""
+    """Apply all translations below, each after those whose results it needs."""
     recomputation(r)
     deepspeed(r)
     fsdp(r)
@@ -43,7 +43,7 @@ def ulysses(r: Resolution) -> None:
 
 
 def recomputation(r: Resolution) -> None:
-    """Whole layers, or what a memory budget allows; names that ask for no recomputation give way to the others."""
+    """Recomputation of whole layers, or within a memory budget; names that turn it off yield to the others."""
     name = "gradient_checkpointing" if r.peer("activation_checkpointing") is None else "activation_checkpointing"
     whole, budget = r.peer(name), r.peer("activation_memory_budget")
     mode = r.peer("activation_checkpointing_mode", "budget")
@@ -66,7 +66,7 @@ def recomputation(r: Resolution) -> None:
 
 
 def fsdp(r: Resolution) -> None:
-    """TRL's names for what data-parallel ranks shard; in transformers 5 fsdp is true, and a JSON object has the rest."""
+    """TRL's names for the sharding among data-parallel ranks; in transformers 5 fsdp is true, and a JSON object has the rest."""
     words = " ".join(r.peer("fsdp", ())).lower().split()
     details = {key.removeprefix("fsdp_"): value for key, value in r.peer_object("fsdp_config").items()}
     if details and not set(words) - {"false"}:
@@ -93,7 +93,7 @@ def fsdp(r: Resolution) -> None:
 
 
 def deepspeed(r: Resolution) -> None:
-    """What a configuration of DeepSpeed shards and moves to the CPU; in TRL it is an object or the path of one."""
+    """Sharding and CPU offload of a configuration of DeepSpeed; in TRL it is an object or the path of one."""
     text = str(r.peer("deepspeed", "")).strip()
     if not text:
         return
@@ -122,7 +122,7 @@ def deepspeed(r: Resolution) -> None:
 
 
 def shards(r: Resolution) -> None:
-    """A number of ranks that share each parameter, as OLMo-core's trainer has it, asks for stage 3."""
+    """A number of ranks that share each parameter, as OLMo-core's trainer has it, implies stage 3."""
     names = ("fsdp_shard_degree", "fsdp_num_replicas")
     is_asked = any(r.value(name) if name in r.given else r.peer(name) for name in names if r.rank(name))
     if is_asked and not r.rank("zero_stage", "deepspeed_stage", "deepspeed", "fsdp"):

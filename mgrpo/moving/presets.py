@@ -11,8 +11,7 @@ _TRL_COMMON: dict[str, object] = {
     "num_samples_per_prompt_rollout": 8,
     "learning_rate": 1e-6,
     "beta": 0.0,
-    "advantage_ddof": 1,
-    "advantage_eps": 1e-4,
+    "advantage_std": "trl",
     "max_prompt_token_length": 512,
     "filter_zero_std_samples": False,
     "local_eval_every": -1,
@@ -56,8 +55,7 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     "trl_async": _TRL_MAIN
     | {
-        "advantage_ddof": 0,
-        "advantage_eps": 1e-8,
+        "advantage_std": "population",
         "lr_scheduler_type": "constant",
         "max_staleness": 4,
         "response_length": 2048,
@@ -77,7 +75,7 @@ PRESET_NOTES: dict[str, tuple[str, ...]] = {
     ),
     "trl_seed": ("preset trl_seed: prompts beyond max_prompt_token_length are left out, where TRL cuts them",),
 }
-"""Where a preset differs from its trainer."""
+"""Differences of a preset from its trainer."""
 
 KEPT: dict[str, dict[str, str]] = {
     "trl_main": {
@@ -109,4 +107,4 @@ KEPT: dict[str, dict[str, str]] = {
         "vllm_enable_prefix_caching": "completions are the same, and prompts are computed once",
     },
 }
-"""Defaults of a trainer that its preset does not take, by that trainer's name, and why."""
+"""Defaults of a trainer that its preset does not take, by that trainer's name, with the reason."""

@@ -1,7 +1,7 @@
 """The meaning of each alias: renames, and the arithmetic where the other trainer counts in other units.
 
-A translation reads from the resolution what was given, and sets settings there. It also checks what can only be checked in
-terms of the other trainer's names.
+A translation reads the given values from the resolution, and sets settings there. It also makes the checks that need the
+other trainer's names.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ TRL_PROJECT = "huggingface"
 
 
 def apply(r: Resolution) -> None:
-    """All translations, and the settings that follow from others, each after those whose results it needs."""
+    """Apply all translations, and the settings that follow from others, each after those whose results it needs."""
     renames(r)
     open_instruct.data(r)
+    open_instruct.services(r)
     precision(r)
     loss(r)
     clip(r)
@@ -83,6 +84,7 @@ def apply(r: Resolution) -> None:
     exports(r)
     open_instruct.exports(r)
     states(r)
+    best_export(r)
     evaluations(r)
     open_instruct.evaluations(r)
     open_instruct.remapped(r)
@@ -169,12 +171,11 @@ def advantages(r: Resolution) -> None:
     else:
         return
     r.put("advantage_normalization_type", kind, alias)
-    r.put("advantage_ddof", 1, alias)
-    r.put("advantage_eps", 1e-4, alias)
+    r.put("advantage_std", "trl", alias)
 
 
 def warm_up(r: Resolution) -> None:
-    """In transformers 5 a number of steps below 1 is a share of all steps."""
+    """Warm-up steps; in transformers 5 a number below 1 is a share of all steps."""
     steps = _finite(r, "warmup_steps")
     if steps is not None and 0 < steps < 1:
         r.put("warmup_ratio", steps, "warmup_steps")
@@ -201,7 +202,7 @@ def lengths(r: Resolution) -> None:
 
 
 def engines(r: Resolution) -> None:
-    """Servers, and copies of the model, which are engines of their own unless they share out experts; see also `model_rules`."""
+    """Servers, and copies of the model, which are separate engines unless they share out experts; see also `model_rules`."""
     if r.preset == "trl_async" and r.value("vllm_server_base_url") and not r.rank("vllm_mode"):
         r.derive("vllm_mode", "server", "vllm_mode is server, the only one of TRL's asynchronous trainer")
     place = [name for name in ("vllm_server_host", "vllm_server_port") if name in r.peers]
@@ -302,7 +303,7 @@ def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None
 
 
 def exports(r: Resolution) -> None:
-    """When the model is exported."""
+    """Frequency of exports of the model."""
     strategy, steps = r.peer("save_strategy"), _finite(r, "save_steps")
     if strategy == "best":
         r.problems.append("save_strategy=best does not exist; use steps with save_freq, and load_best_model_at_end")
@@ -317,33 +318,55 @@ def exports(r: Resolution) -> None:
 
 
 def states(r: Resolution) -> None:
-    """Where training states are kept, how many of them, and which one a run resumes from."""
+    """Folder and number of the training states, and the one from which a run resumes."""
     word = r.peer("resume_from_checkpoint", "")
     path = BOOLEANS.get(word.lower(), word)
     if path:
         r.put("resume", "auto" if path is True else path, "resume_from_checkpoint")
     if "save_total_limit" in r.peers:
         r.put("keep_last_n_checkpoints", max(r.peer("save_total_limit", 0), 0) or -1, "save_total_limit")
+    _put_bucket(r)
     folder = r.value("checkpoint_state_dir")
-    if r.peer("gs_bucket_path") is not None:
-        _put_bucket(r, r.peer("gs_bucket_path").rstrip("/"), folder)
     if r.preset == "open_instruct_main" and folder and not r.rank("checkpoint_state_freq"):
         r.derive("checkpoint_state_freq", 200, "checkpoint_state_freq is 200, Open Instruct's default")
 
 
-def _put_bucket(r: Resolution, bucket: str, folder: str | None) -> None:
-    if not bucket.startswith("gs://"):
-        r.problems.append(f"gs_bucket_path={bucket} must begin with gs://; checkpoint_state_dir takes any other URL")
-    elif folder:
-        r.put("gs_checkpoint_state_dir", f"{bucket}/{folder.strip('/')}", "gs_bucket_path", weak=True)
-    elif r.value("gs_checkpoint_state_dir") is None:
+def _put_bucket(r: Resolution) -> None:
+    """The folder of states on Google Cloud Storage, by its URL or in a bucket."""
+    url, bucket, folder = r.peer("gs_checkpoint_state_dir"), r.peer("gs_bucket_path"), r.value("checkpoint_state_dir")
+    name = "gs_bucket_path" if url is None else "gs_checkpoint_state_dir"
+    place = bucket if url is None else url
+    if place is None:
+        return
+    if not place.startswith("gs://"):
+        r.problems.append(f"{name}={place} must begin with gs://; checkpoint_state_dir takes any other URL")
+        return
+    if url is None and not folder:
+        r.problems.append(f"gs_bucket_path={bucket} needs checkpoint_state_dir, the folder in it")
+        return
+    if url is not None and folder and bucket is None:
+        r.notes.append(f"checkpoint_state_dir={folder} has no effect: gs_checkpoint_state_dir={url} goes before it")
+    r.given.pop("checkpoint_state_dir", None)
+    r.put("checkpoint_state_dir", url or f"{bucket.rstrip('/')}/{folder.strip('/')}", name)
+
+
+def best_export(r: Resolution) -> None:
+    """The sign of the metric."""
+    name = r.value("metric_for_best_model")
+    is_greater, has_sign = r.peer("greater_is_better"), name.startswith("-")
+    if is_greater and has_sign:
         r.problems.append(
-            f"gs_bucket_path={bucket} needs checkpoint_state_dir, the folder in it; or give gs_checkpoint_state_dir"
+            f"greater_is_better=true, but metric_for_best_model={name} takes the least value for the best; leave out "
+            "greater_is_better or the minus sign"
         )
+    if is_greater is not False or has_sign:
+        return
+    r.given.pop("metric_for_best_model", None)
+    r.put("metric_for_best_model", f"-{name}", "greater_is_better")
 
 
 def evaluations(r: Resolution) -> None:
-    """When the held-out prompts are sampled."""
+    """Frequency of evaluations on held-out prompts."""
     strategy, steps = r.peer("eval_strategy"), _finite(r, "eval_steps")
     if strategy == "epoch":
         r.put_when_counted("local_eval_every", "eval_strategy")
@@ -377,7 +400,7 @@ def evaluations(r: Resolution) -> None:
 
 
 def reference(r: Resolution) -> None:
-    """When the reference model is updated."""
+    """Frequency of updates of the reference model."""
     sync, steps = r.peer("sync_ref_model"), r.peer("ref_model_sync_steps")
     if sync:
         r.put("ref_policy_update_freq", training_steps(r, steps or TRL_SYNC_STEPS), "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
@@ -409,7 +432,7 @@ def trackers(r: Resolution) -> None:
 
 
 def is_excused(r: Resolution, name: str) -> bool:
-    """Whether a refused name is not reported as such: another name overrides it, or `apply` reports it better."""
+    """True if a refused name is not reported as such: another name overrides it, or `apply` reports it better."""
     if name in ("reward_model_path", "reward_model_revision"):
         return open_instruct.is_unrewarded(r)
     return name == "eval_top_p" and not _is_share(r.peer(name))

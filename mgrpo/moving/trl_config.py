@@ -49,7 +49,7 @@ def recorded_fields(preset: str) -> dict[str, Any]:
 
 
 def recorded_defaults(preset: str) -> dict[str, object]:
-    """Their defaults."""
+    """Defaults of `recorded_fields`."""
     return {name: entry["default"] for name, entry in recorded_fields(preset).items()}
 
 
@@ -60,7 +60,7 @@ def with_recorded_fields(made: Any) -> Any:
         made.__annotations__[name] = functools.reduce(operator.or_, kinds)
         metadata = {"nargs": "?", "const": entry["bare"]} if "bare" in entry else {}
         setattr(made, name, dataclasses.field(metadata=metadata, **_default(entry["default"])))
-    # What `dataclasses.replace` reads of the object and hands to the new one beside the fields.
+    # Read by `dataclasses.replace` from the object and passed to the new one with the fields.
     made.__annotations__["_beside"] = InitVar[object]
     made._beside = dataclasses.field(default=cast(Any, property(made._history)), kw_only=True)
     return dataclasses.dataclass(init=False)(made)
@@ -118,7 +118,7 @@ class TrlConfig:
         from_values(self.given(), preset=self.trl_preset)
 
     def given(self) -> dict[str, object]:
-        """What the script has given: settings of this project, and fields, even with TRL's default; not those of a parser that have it."""
+        """Values given by the script: settings of this project, and fields, also with TRL's default unless a parser set them."""
         trl = self._trl_defaults() | self._derived
         # A class derived from TRL's may have fields of its own, of which those are settings that have a name here.
         own = defaults_of(self).keys() - trl.keys()
@@ -143,11 +143,13 @@ class TrlConfig:
             found |= {"generation_batch_size": step * steps, "steps_per_generation": steps}
         found["activation_checkpointing"] = self.gradient_checkpointing
         if self.metric_for_best_model is not None:
-            found["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
+            found["greater_is_better"] = not (
+                self.metric_for_best_model.startswith("-") or self.metric_for_best_model.endswith("loss")
+            )
         return {name: value for name, value in found.items() if getattr(self, name) is None}
 
     def _history(self) -> tuple[dict[str, object], dict[str, object]]:
-        """What the values of the fields do not tell: what was given all the same, and what was filled in."""
+        """Provenance of the fields: given explicitly, or filled in."""
         names = defaults_of(self).keys()
         given = {name: value for name, value in self.given().items() if name not in names or name in self._explicit}
         return given, self._derived

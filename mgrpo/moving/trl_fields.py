@@ -21,18 +21,18 @@ WITHOUT_EFFECT = (
     "low_cpu_mem_usage",
     "trust_remote_code",
 )
-"""Arguments that describe how transformers loads and computes."""
+"""Arguments for transformers' loading and computing."""
 OF_TRL_ALONE = ("environment_factory", "rollout_func", "max_tool_calling_iterations", "num_train_epochs")
 """Settings that a configuration of Open Instruct does not have."""
 
 
 def has_trl_defaults(r: Resolution) -> bool:
-    """Whether settings that are not given have TRL's defaults."""
+    """True if settings that are not given have TRL's defaults."""
     return r.preset.startswith("trl")
 
 
 def has_trl_names(r: Resolution) -> bool:
-    """Whether a name that Open Instruct and TRL use differently has TRL's meaning."""
+    """True if a name that Open Instruct and TRL use differently has TRL's meaning."""
     has_name = any(table()[name].trainer == TRL.value for name in r.peers)
     return has_trl_defaults(r) or has_name or r.rank(*OF_TRL_ALONE) > PRESET
 
@@ -101,7 +101,7 @@ def model_arguments(r: Resolution) -> None:
 
 
 def _put_dtype(r: Resolution, dtype: str) -> None:
-    """Beside bf16 or fp16 the type of 16 bits is the one that is computed in; the optimizer keeps float32 anyway."""
+    """Set model_dtype; with bf16 or fp16 the 16-bit type is the one of computation, as the optimizer keeps float32 anyway."""
     before = r.given.get("model_dtype")
     if before is not None and before.via in ("bf16", "fp16") and "float32" in (dtype, before.value):
         if dtype == "float32":
@@ -123,7 +123,7 @@ def schedule_arguments(r: Resolution) -> None:
 
 
 def cuts(r: Resolution) -> None:
-    """TRL samples with top_p or min_p alone, which is unbounded; here the trainer computes with what was left to sample from."""
+    """TRL samples with top_p or min_p alone, which is unbounded; here the trainer computes with the tokens left to sample from."""
     given = [
         f"{name}={shown(r.value(name))}"
         for name, neutral in (("top_p", 1.0), ("min_p", 0.0))

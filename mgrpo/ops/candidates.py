@@ -1,4 +1,4 @@
-"""Owns candidates: further tokens of a row whose log-probabilities are wanted beside its target's, at no pass more over it.
+"""Owns candidates: further tokens of a row whose log-probabilities are computed with its target's, in the same passes.
 
 With the row's statistics (csrc/core/logprob.h) the logprob of any token is b (x - m) - log s, and its gradient is that of the target
 with another column: the ops write the common part, -p for the sum of all cotangents, and the columns of the tokens are then
@@ -25,7 +25,7 @@ def split_targets(targets: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def joined(logprobs: Tensor, candidate_logprobs: Tensor | None) -> Tensor:
-    """In the shape of the targets."""
+    """Targets' and candidates' values in the shape of the targets."""
     return logprobs if candidate_logprobs is None else torch.cat((logprobs[:, None], candidate_logprobs), 1)
 
 
@@ -68,7 +68,7 @@ class Columns(NamedTuple):
         g_logprobs: Tensor,
         g_others: Tensor,
     ) -> Columns:
-        """From targets `[n]` and candidates `[n, k]`, their logprobs and the cotangents of these; what is no token has none."""
+        """From targets `[n]` and candidates `[n, k]`, their logprobs and the cotangents of these; 0 where a candidate is -1."""
         logprobs = joined(logprobs, others)
         g = joined(g_logprobs, g_others).where(logprobs > -torch.inf, 0.0)
         return cls(joined(targets, candidates), logprobs, g)
@@ -102,8 +102,8 @@ class Columns(NamedTuple):
             is_live |= g_entropy[:, None] != 0
         values = (inv_temp.expand(len(tokens))[:, None] * slope).where(is_live, 0.0).to(gradient.dtype)
         columns, is_own = _columns(tokens.where(~is_twice, -1), vocab_start, valid_cols)
-        # What is not this slice's repeats what is, or, where nothing is, what stands in the first column: so no rank waits to
-        # learn how many there are, and no column is written two different values.
+        # Tokens of other slices repeat one of this slice, or, without any, the first column: so no rank waits for their
+        # number, and no column is written two different values.
         first = is_own.to(torch.int32).argmax(1, keepdim=True)
         has_own, each = is_own.any(1, keepdim=True), _each(rows, tokens)
         columns = columns.where(is_own, columns.gather(1, first).where(has_own, 0))
@@ -117,7 +117,7 @@ def _each(rows: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def _columns(tokens: Tensor, vocab_start: int, valid_cols: int) -> tuple[Tensor, Tensor]:
-    """The column of each token in this slice, and whether it is in it; if not the column is any."""
+    """Column of each token in this slice, and True where it is in it; elsewhere the column is arbitrary."""
     columns = tokens - vocab_start
     is_own = (tokens >= 0) & (columns >= 0) & (columns < valid_cols)
     return columns.clamp(0, max(valid_cols - 1, 0)), is_own

@@ -1,4 +1,4 @@
-"""Owns the compiled library: loads it, reports how it was built, registers fake kernels, and picks the implementation
+"""Owns the compiled library: loads it, reports its build, registers fake kernels, and picks the implementation
 of each call.
 
 Without the library, or for a device it has no kernels for, `ops/reference.py` computes, with one warning.
@@ -19,10 +19,10 @@ from mgrpo.ops.settings import COLUMNS, SETTINGS
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """The library, whose import registers torch.ops.mgrpo, or why there is none."""
+    """The library, whose import registers torch.ops.mgrpo, or the reason why it is missing."""
     try:
         from mgrpo import _C
-    except ImportError as error:  # not built, or built for another Python or an older torch: the message says which
+    except ImportError as error:  # not built, or built for another Python or an older torch: see the message
         return None, str(error)
     # The settings of the loss travel as numbers without names. kept_stats is the newest op.
     if tuple(getattr(_C, "loss_settings", list)()) != SETTINGS or not hasattr(torch.ops.mgrpo, "kept_stats"):
@@ -37,8 +37,8 @@ def build_info() -> dict[str, Any]:
     """Facts about the build of the ops.
 
     Returns:
-        compiled: whether the library is loaded. cuda_archs: TORCH_CUDA_ARCH_LIST of its CUDA kernels, "" without.
-        built_with_torch: the version of its headers. error: why it is not loaded.
+        compiled: the library is loaded. cuda_archs: TORCH_CUDA_ARCH_LIST of its CUDA kernels, "" without.
+        built_with_torch: the version of its headers. error: reason why it is not loaded.
     """
     info = {"cuda_archs": "", "built_with_torch": None} if _C is None else _C.build_info()
     return {"compiled": _C is not None, **info, "error": _load_error}

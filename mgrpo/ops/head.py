@@ -1,4 +1,4 @@
-"""Owns what `token_logprobs` and `linear_logprobs` share: checks of the arguments that both take, and the collective
+"""Owns the common parts of `token_logprobs` and `linear_logprobs`: checks of their shared arguments, and the collective
 between the raw ops.
 """
 

@@ -24,7 +24,7 @@ WIDE_ENTRIES = 4096
 
 
 class KeptSets(NamedTuple):
-    """For each of n targets the set of tokens that it was sampled from, itself among them, no token twice (CSR)."""
+    """Sampling mask: for each of n targets the set of tokens that it was sampled from, itself among them, no token twice (CSR)."""
 
     ids: Tensor
     """`[m]` int32, global token ids, those of a target together, in any order."""
@@ -35,11 +35,6 @@ class KeptSets(NamedTuple):
         """The target that each entry belongs to, `[m]` int64."""
         each = torch.arange(self.offsets.shape[0] - 1, device=self.offsets.device)
         return each.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
-
-    def twice(self) -> KeptSets:
-        """All sets, and after them all once more."""
-        ids, offsets = self
-        return KeptSets(torch.cat((ids, ids)), torch.cat((offsets, offsets[1:] + ids.shape[0])))
 
     def entries(self, tokens: Tensor) -> Tensor:
         """The entry of each of the tokens `[n, j]` in its target's set, `[n, j]` int64; -1 where it is not in it."""
@@ -115,7 +110,7 @@ class _KeptLogprobs(torch.autograd.Function):
 def picked_logits(
     logits: Tensor, rows: Tensor | None, kept: KeptSets, *, vocab_start: int, valid_cols: int, inplace: bool
 ) -> Tensor:
-    """Logits of the entries `[m]`, float32 or wider, from this shard's; -inf for those of other shards.
+    """Logits of the entries `[m]`, float32 or wider, from this shard's columns; -inf for entries of other shards.
 
     Backward fills the logits, or a new buffer, with zeros and writes the entries; see `token_logprobs` for `inplace`.
     """
@@ -204,7 +199,7 @@ class _PickedDots(torch.autograd.Function):
         g_dots = g_dots.to(hidden.dtype)
         d_hidden = d_weight = None
         if ctx.needs_input_grad[0]:
-            # Without valid columns, what the entries point to is padding, and zero times that need not be zero.
+            # Without valid columns the entries point to padding, and zero times that need not be zero.
             d_hidden = _weighted_sums(g_dots, weight, columns, offsets) if ctx.valid_cols else torch.zeros_like(hidden)
             if ctx.group is not None:
                 total = d_hidden.to(torch.promote_types(d_hidden.dtype, torch.float32))
@@ -226,7 +221,7 @@ def _weighted_sums(factors: Tensor, x: Tensor, rows: Tensor, offsets: Tensor) ->
 
 
 def _columns(kept: KeptSets, vocab_start: int, valid_cols: int) -> tuple[Tensor, Tensor]:
-    """Local column `[m]` int64 of each entry, and whether it is this shard's; if not the column is any of this shard.
+    """Local column `[m]` int64 of each entry, and True where it is this shard's; elsewhere the column is an arbitrary one of this shard.
 
     Such columns are spread: work on one column is done entry by entry.
     """
@@ -262,7 +257,7 @@ def check_kept(kept: KeptSets, targets: Tensor) -> None:
 
 
 def check_kept_values(kept: KeptSets, targets: Tensor, vocab_range: tuple[int, int]) -> None:
-    """Members of each set, where one CPU rank holds the whole vocabulary: elsewhere no rank sees all of them in time."""
+    """Check the members of each set, where one CPU rank holds the whole vocabulary: elsewhere no rank has all of them in time."""
     low, high = vocab_range
     entry_targets = kept.entry_targets()
     outside = ((kept.ids < low) | (kept.ids >= high)).nonzero()

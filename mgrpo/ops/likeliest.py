@@ -1,4 +1,4 @@
-"""Owns the likeliest tokens of each row of logits, without gradients: what a teacher says of a policy's tokens."""
+"""Owns the likeliest tokens of each row of logits, without gradients: teacher scores of a policy's tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _of_chunks(
     vocab_start: int,
     group: ProcessGroup | None,
 ) -> Likeliest:
-    """From the logits of this rank's columns, some at a time: the columns of a chunk, and its logits `[n, columns]`."""
+    """Likeliest tokens from the logits of this rank's columns, some at a time: the columns of a chunk, and its logits `[n, columns]`."""
     parts, best, ids = [], inv_temp.new_empty(len(targets), 0), targets.new_empty(len(targets), 0)
     for columns, logits in chunks:
         ops, start = ops_for(logits), vocab_start + columns.start
@@ -100,13 +100,13 @@ def _of_chunks(
 def _of_sets(
     values: Tensor, kept: KeptSets, targets: Tensor, k: int, inv_temp: Tensor, group: ProcessGroup | None
 ) -> Likeliest:
-    """From the values of the sets' entries `[m]`, -inf those of other ranks."""
+    """Likeliest tokens from the values of the sets' entries `[m]`, -inf for those of other ranks."""
     sets, n = kept.entry_targets(), len(targets)
     order = values.argsort(descending=True, stable=True)
     order = order[sets[order].argsort(stable=True)]
     sets = sets[order]
     place = torch.arange(len(order), device=order.device) - kept.offsets[sets]
-    # What is not among the likeliest goes to a column that is left out: no rank waits to learn how much that is.
+    # Tokens below the likeliest go to a column that is left out, so that no rank waits for their number.
     at = sets, place.clamp(max=k)
     best = values.new_full((n, k + 1), -torch.inf).index_put_(at, values[order])[:, :k]
     ids = targets.new_full((n, k + 1), -1).index_put_(at, kept.ids[order].long())[:, :k]
@@ -115,7 +115,7 @@ def _of_sets(
 
 
 def _merged(own: Tensor, best: Tensor, ids: Tensor, k: int, inv_temp: Tensor, group: ProcessGroup | None) -> Likeliest:
-    """Of all ranks, from the stats `[4, n]` of this one's part, and its likeliest."""
+    """Likeliest tokens over all ranks, from the stats `[4, n]` of this one's part, and its likeliest."""
     logprobs, _, (m, s, _, _) = ops_for(own).logprob_merge(gather(own, group), inv_temp)
     # A rank may hold fewer columns than k, or none.
     missing = k - best.shape[1]

@@ -1,6 +1,6 @@
-"""Owns the LM head: `linear_logprobs`, which never materialises full logits, and `linear_logits`, wide ones of narrow factors.
+"""Owns the LM head: `linear_logprobs`, which never materialises full logits, and `linear_logits`, full logits in a wider dtype than the operands'.
 
-`linear_logprobs` takes the head's columns in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
+`linear_logprobs` takes the head's columns in chunks. To the ops a chunk is like a tensor-parallel shard, a slice of the vocabulary
 that merges with the others (csrc/core/logprob.h has the formulas); the GEMMs around them are torch's.
 """
 
@@ -39,7 +39,7 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
 
-    Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
+    Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory besides operands,
     gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient
     `[n, hidden]` (in half precision also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
     (Wijmans et al. 2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so
@@ -49,7 +49,7 @@ def linear_logprobs(
         hidden: `[n, hidden]`, fp32, bf16 or fp16 (float64 runs the reference), equal on all ranks of `group`.
         weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`; see `token_logprobs`.
-        temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
+        temperature: divisor of the logits, one number or `[n]`. No gradient flows to it.
         vocab_start: global id of this shard's first row.
         valid_cols: rows of weight from here on are vocabulary padding: never read, gradient zero. None: all are valid;
             0 is legal on a rank that holds only padding.

@@ -39,7 +39,7 @@ def token_logprobs(
             ValueError on one CPU rank, and logprob -inf elsewhere. `[n, 1 + k]`: each row's target and k candidates, no
             candidate twice and -1 for none, whose logprob is -inf; outside its set with `kept` it is as well.
         rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
-        temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
+        temperature: divisor of the logits, one number or `[n]`. No gradient flows to it.
         vocab_start: global id of this shard's first column.
         valid_cols: columns from here on are vocabulary padding: never read, gradient zero. None: all are valid;
             0 is legal on a rank that holds only padding.

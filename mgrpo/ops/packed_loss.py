@@ -32,7 +32,7 @@ def policy_loss(
     seq_log_rho: Tensor | None = None,
     seq_log_rho_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of every token's weight x loss, and what a step reports about each sequence.
+    """Sum of every token's weight x loss, and each sequence's sums for metrics.
 
     Every tensor is float32, or all are float64 (the reference computes then), on one device; gradients flow to
     `logprobs` and `seq_log_ratio` only. A token of weight 0 adds exactly 0 to everything, whatever its values. No

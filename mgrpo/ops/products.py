@@ -35,7 +35,7 @@ def head_gradients(
 
     Args:
         chunks: columns, and the gradient of these logits `[n, columns]`; columns that never come have none.
-        needs: whether hidden's is wanted, and weight's.
+        needs: True to compute hidden's, and weight's.
         sum_dtype: in which hidden's gradient is summed over the chunks and the ranks.
         group: ranks that hold the other columns, all of which must call: one all-reduce of hidden's gradient.
     """

@@ -1,4 +1,4 @@
-"""The ops of csrc/ in plain PyTorch: the oracle of their tests, and what runs when they are not compiled.
+"""The ops of csrc/ in plain PyTorch: the oracle of their tests, and the fallback when they are not compiled.
 
 The raw ops have the signatures and contracts of csrc/bindings/ops.cpp and the formulas of csrc/core/logprob.h; those of
 the loss are in `reference_loss`. They compute in float32, or in float64 when the logits are float64. `token_logprobs`
@@ -151,7 +151,7 @@ def kept_stats(
     n = targets.shape[0]
     row = torch.arange(n, device=values.device).repeat_interleave(offsets.diff(), output_size=values.shape[0])
     lowest = values.new_full((n,), -torch.inf)
-    # A NaN is no maximum; s shows it.
+    # A NaN is not a maximum; s shows it.
     m = lowest.scatter_reduce(0, row, values.masked_fill(values.isnan(), -torch.inf), "amax")
     e, d = _kept_terms(values, row, m, inv_temp)
     s = torch.zeros_like(m).index_add(0, row, e)

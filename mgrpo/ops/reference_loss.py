@@ -1,4 +1,4 @@
-"""The loss ops of csrc/ in plain PyTorch: the oracle of their tests, and what runs when they are not compiled.
+"""The loss ops of csrc/ in plain PyTorch: the oracle of their tests, and the fallback when they are not compiled.
 
 Signatures as in csrc/bindings/ops.cpp, formulas as in csrc/core/policy_loss.h, gradients by autograd. Computed in the
 dtype of the operands, float64 included.
@@ -16,7 +16,7 @@ from mgrpo.ops.settings import LossSettings
 
 
 class _Rho(NamedTuple):
-    """`[tokens]` each: the weight of the policy term, and whether it was clamped or dropped."""
+    """`[tokens]` each: the weight of the policy term, and True where it was clamped or dropped."""
 
     weight: Tensor
     is_clamped: Tensor
@@ -25,7 +25,7 @@ class _Rho(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """`[tokens]` each: the policy term before its factors, and whether it was clipped or bounded."""
+    """`[tokens]` each: the policy term before its factors, and True where it was clipped or bounded."""
 
     policy: Tensor
     is_low: Tensor
@@ -102,7 +102,7 @@ def _largest(values: Tensor, chosen: Tensor, segment: Tensor, num_seqs: int) -> 
 
 
 def _mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor | None, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """`[tokens]` each: where the engine's logprob is known, and by how much the old one exceeds it there, else 0."""
+    """`[tokens]` each: True where the engine's logprob is finite, and the old one minus it there, else 0."""
     if rollout_logprobs is None:
         return torch.zeros_like(trained), torch.zeros_like(old_logprobs)
     is_known = trained & rollout_logprobs.isfinite()
@@ -122,7 +122,7 @@ def _rho(
     seq_log_rho_mask: Tensor | None,
     segment: Tensor,
 ) -> _Rho:
-    """From the logs of the rho that multiplies and of the one that the mask bounds apply to; all 0 without rho."""
+    """Rho from the logs of the rho that multiplies and of the one that the mask bounds apply to; all 0 without rho."""
     no = torch.zeros_like(token_rho, dtype=torch.bool)
     if not settings.use_rho:
         return _Rho(no.to(token_rho.dtype), no, no, no)
@@ -198,5 +198,5 @@ def segment_sums(x: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def per_token(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Each sequence's value `[num_seqs]` at each of its tokens, `[tokens]`."""
-    # Without output_size a GPU would have to tell the host the sum of the lengths.
+    # Without output_size the host would read the sum of the lengths from a GPU.
     return torch.repeat_interleave(values, cu_seqlens.diff(), output_size=num_tokens)

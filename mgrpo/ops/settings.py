@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 SURROGATES = ("ppo_clip", "cispo", "reinforce")
-"""Those that the extension computes; order as `Surrogate` in csrc/core/policy_loss.h."""
+"""Surrogates that the extension computes; order as `Surrogate` in csrc/core/policy_loss.h."""
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 """Order as `RatioLevel` in csrc/core/policy_loss.h."""
 COLUMNS = (
@@ -65,9 +65,9 @@ class LossSettings:
     kl_estimator: int
     """0 to 3, see `mgrpo.algo.kl`."""
     kl_bias_correction: bool
-    """Whether the KL estimate is multiplied by the ratio."""
+    """True if the KL estimate is multiplied by the ratio."""
     use_rho: bool
-    """Whether the policy term is multiplied by rho; the bounds below, of which 0 is off, then apply."""
+    """True if the policy term is multiplied by rho; the bounds below, of which 0 is off, then apply."""
     rho_clamp_low: float
     rho_clamp_high: float
     rho_mask_low: float

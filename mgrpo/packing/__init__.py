@@ -1,4 +1,4 @@
-"""From samples to packs: which samples form a document, which documents a pack, which packs a rank and a mini-batch.
+"""Samples to packs: the samples of a document, the documents of a pack, the packs of a rank and a mini-batch.
 
 Nothing is dropped and nothing is cut: a document that does not fit is an error, and ranks that run out of documents get
 dummy packs, so that all run the same number of micro-batches. numpy only; tensors begin in the policy room.

@@ -1,6 +1,6 @@
 """Packs lengths into few packs of bounded size.
 
-Knows lengths and indices only. Every index comes out exactly once, and equal input gives equal output.
+Works on lengths and indices only. Every index comes out exactly once, and equal input gives equal output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def pack(lengths: Sequence[int], pack_length: int, *, multiple_of: int = 1) -> P
     Args:
         lengths: tokens of each document.
         pack_length: maximum number of tokens in a pack, a multiple of `multiple_of`.
-        multiple_of: what the length of a pack is padded to a multiple of.
+        multiple_of: packs are padded to a multiple of this length.
     Returns:
         One list of indices for each pack.
     Raises:

@@ -27,7 +27,7 @@ def documents(
     """The samples that form each document, as indices; every sample in exactly one.
 
     Samples of a group with equal prompts become one document if it is not longer than `pack_length`, also as their teacher
-    reads it: with True always, with "auto" where that is cheaper, with False never. Every other sample is a document of its own.
+    reads it: with True always, with "auto" where that is cheaper, with False never. Every other sample is one document.
 
     Args:
         cost: of a document, for "auto"; default `Cost()`.
@@ -49,7 +49,7 @@ def documents(
 
 
 def _sharing_pays(samples: Sequence[TrainSample], members: list[int], cost: Cost) -> bool:
-    """Whether one document with branches costs less than a document for each sample.
+    """True if one document with branches costs less than a document for each sample.
 
     It repeats no prompt, but its mask is dense, so that attention pays for the columns of all branches: (p + g r)^2
     instead of g (p + r)^2 with g completions of r tokens.
@@ -67,7 +67,7 @@ def document_length(
 
 
 def as_taught(sample: TrainSample) -> TrainSample:
-    """The sample as its teacher reads it, with experts of its own."""
+    """Sample with its teacher's prompt, without routes."""
     prompt = sample.prompt_tokens if sample.teacher_prompt is None else sample.teacher_prompt
     return replace(sample, prompt_tokens=prompt, routes=None)
 
@@ -113,9 +113,9 @@ def assemble(
     """One pack of these documents, in their order; no documents make a dummy pack.
 
     Padding up to a multiple of `document_multiple_of` continues a document's last branch with token 0: no earlier row
-    sees it, and it predicts nothing. Padding of the pack up to a multiple of `multiple_of` is one document of token 0
+    attends to it, and it predicts nothing. Padding of the pack up to a multiple of `multiple_of` is one document of token 0
     that predicts nothing; a dummy pack is such a document alone, so that every rank has something to run. A pack without a
-    sample that has a teacher has no `teachers`, and one without a taught sample no `taught`.
+    sample that has a teacher has no `teachers`, and one without teacher scores no `taught`.
     """
     # A segment is a prompt or a completion without its last token: a run of consecutive rows.
     segments: list[np.ndarray] = []
@@ -181,7 +181,7 @@ def _routes(
     num_tokens: int,
     document_multiple_of: int,
 ) -> Routes | None:
-    """Of all tokens in their order; see `assemble` for the padding."""
+    """Routes of all tokens in their order; see `assemble` for the padding."""
     parts: list[Routes] = []
     for members in documents:
         for number, index in enumerate(members):
@@ -205,7 +205,7 @@ def _taught(samples: Sequence[TrainSample], is_predicted: np.ndarray) -> Teacher
 
 
 def _kept(samples: Sequence[TrainSample], is_predicted: np.ndarray, targets: np.ndarray) -> KeptTokens | None:
-    """The sets of the predicted tokens. A token without one is not trained; its own token gives it a logprob all the same."""
+    """Sets of the predicted tokens. A token without one is not trained; its own id stands in, so that its logprob is defined."""
     sets = [sample.kept for sample in samples if sample.kept is not None]
     assert len(sets) in (0, len(samples)), "all samples of a step have sets, or none has"
     return KeptTokens.joined(sets).where(is_predicted).filled(targets) if sets else None

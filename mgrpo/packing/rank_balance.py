@@ -20,7 +20,7 @@ from mgrpo.packing.cost import Cost
 GOOD_ENOUGH = 1.001
 """The exchange of documents ends when the costliest rank is within this ratio of the least cost it could have."""
 COMPARED = 128
-"""About how many documents of a rank are considered for a swap; of more, only every n-th by length."""
+"""Approximate number of a rank's documents considered for a swap; of more, only every n-th by length."""
 
 
 def balance(
@@ -32,8 +32,6 @@ def balance(
     multiple_of: int = 1,
     micro_batches_multiple_of: int = 1,
     cost: Cost | None = None,
-    epoch: int = 0,
-    seed: int = 0,
 ) -> list[list[Packs]]:
     """Indices of `lengths`: a list of mini-batches, of data-parallel ranks, of micro-batches.
 
@@ -46,11 +44,9 @@ def balance(
         pack_length: maximum number of tokens in a pack, a multiple of `multiple_of`.
         dp: data-parallel ranks.
         num_mini_batches: optimizer steps that the documents are divided over.
-        multiple_of: what the length of a pack is padded to a multiple of.
-        micro_batches_multiple_of: what the number of micro-batches of a rank is rounded up to a multiple of.
+        multiple_of: packs are padded to a multiple of this length.
+        micro_batches_multiple_of: the number of micro-batches of a rank is rounded up to a multiple of this.
         cost: of a document, by which ranks are evened out; default `Cost()`.
-        epoch: which partition into mini-batches; each is another one.
-        seed: of the partitions after epoch 0.
     Returns:
         `result[mini_batch][rank][micro_batch]` is a list of indices of `lengths`.
     Raises:
@@ -62,24 +58,16 @@ def balance(
     lengths = checked(lengths, pack_length)
     cost = cost or Cost()
     costs = [cost.of(length) for length in lengths]
-    parts = mini_batches(lengths, num_mini_batches, epoch=epoch, seed=seed)
+    parts = mini_batches(lengths, num_mini_batches)
     return [_to_ranks(members, lengths, costs, pack_length, dp, micro_batches_multiple_of) for members in parts]
 
 
-def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 0, seed: int = 0) -> list[list[int]]:
+def mini_batches(lengths: Sequence[int], num_mini_batches: int) -> list[list[int]]:
     """The documents of each optimizer step: equally many tokens in each, to within the longest document.
 
-    Epoch 0 deals the longest documents first; every later epoch deals them in an order shuffled by its number and
-    `seed`, for another partition. A mini-batch is empty only when there are fewer documents than mini-batches.
+    The longest documents are dealt first. A mini-batch is empty only when there are fewer documents than mini-batches.
     """
-    order = longest_first(range(len(lengths)), lengths)
-    if not epoch:
-        return _spread(order, lengths, num_mini_batches)
-    # The documents dealt last even out the parts: shuffling only those of similar length keeps the short ones last.
-    rng = np.random.default_rng((seed, epoch))
-    shuffled = np.argsort(-np.asarray(lengths) * 2 ** rng.uniform(0, 1, len(lengths)), kind="stable")
-    parts = _spread(shuffled.tolist(), lengths, num_mini_batches)
-    return [parts[number] for number in rng.permutation(num_mini_batches)]
+    return _spread(longest_first(range(len(lengths)), lengths), lengths, num_mini_batches)
 
 
 def _spread(order: Iterable[int], sizes: Sequence[float], num_bins: int) -> Packs:

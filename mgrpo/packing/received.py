@@ -22,9 +22,9 @@ def from_slice(index: Mapping[str, np.ndarray], data: np.ndarray) -> list[list[P
 
 
 def teacher_packs(index: Mapping[str, np.ndarray], data: np.ndarray, teacher: int) -> list[list[PackedBatch]]:
-    """The same packs as this teacher reads them: its sequences alone, in the same order, after its own prompts.
+    """Packs of the same layout as this teacher reads them: its sequences alone, in the same order, after the teacher's prompts.
 
-    Where it has none in a pack, that is a dummy pack.
+    A pack without any of them becomes a dummy pack.
     """
     part = sections(data)
     read = {number: as_taught(sample) for number, sample in _samples(part, index).items() if sample.teacher == teacher}
@@ -54,7 +54,7 @@ def _packs(
 
 
 def _as_others(pack: PackedBatch, index: Mapping[str, np.ndarray]) -> PackedBatch:
-    """With the fields of the step's packs, also where no sample of this one has a teacher."""
+    """Pack with all fields of the step's packs, also where no sample of this one has a teacher."""
     if "teachers" in index and pack.teachers is None:
         pack = replace(pack, teachers=np.full(len(pack.samples), -1, np.int8))
     if "num_likeliest" in index and pack.taught is None:
@@ -69,7 +69,7 @@ def _samples(part: Mapping[str, np.ndarray], index: Mapping[str, np.ndarray]) ->
     is_predicted = np.unpackbits(part["is_predicted"], count=len(part["tokens"])).view(np.bool_)
 
     def at_tokens(responses: np.ndarray) -> np.ndarray:
-        """0 where a token is not predicted."""
+        """Values at all tokens; 0 where a token is not predicted."""
         if not has_turns:
             return responses
         values = np.zeros(len(part["tokens"]), responses.dtype)
@@ -137,7 +137,7 @@ def _with_teachers(
 
 
 def _scores(part: Mapping[str, np.ndarray], start: int, end: int, num_likeliest: int) -> TeacherScores:
-    """Those of the responses from `start` to `end`, end excluded, of samples with a teacher."""
+    """Teacher scores of the responses from `start` to `end`, end excluded, of samples with a teacher."""
     own = slice(start * num_likeliest, end * num_likeliest)
     ids, likeliest = (part[name][own].reshape(-1, num_likeliest or 1) for name in ("taught_ids", "taught_likeliest"))
     return TeacherScores(
@@ -148,6 +148,6 @@ def _scores(part: Mapping[str, np.ndarray], start: int, end: int, num_likeliest:
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray | list[int]) -> list[np.ndarray]:
-    """Views of the parts that lie end to end."""
+    """Views of the concatenated parts."""
     starts = cumulative(lengths).tolist()
     return [values[start:end] for start, end in pairwise(starts)]

@@ -1,16 +1,16 @@
 """A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
 A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
-turns; where the sampling was cut, 4 more for a response token and for each token of its set; where a teacher on an engine or
-a server has spoken, 4 for a response token of which it has, and 8 for each of its likeliest tokens; the prompts of teachers
-on the learners that read others than the policy; where engines have said which experts they chose, these, layers x top_k bytes for
-each token that a sample reads, or twice as many; and which of the samples form a document, which documents a pack. All else is a
+turns; where the sampling was cut, 4 more for a response token and for each token of its set; with scores of teachers on
+engines or servers, 4 for a response token with a score, and 8 for each likeliest token; the prompts of teachers on the
+learners that read others than the policy; with routes of the engines, layers x top_k bytes for each token that a sample
+reads, or twice as many; and which of the samples form a document, which documents a pack. All else is a
 function of lengths: the receiver lays its packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
-`[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
+`[mini-batches]`, the last two over all ranks, so that each has the loss's denominator without the others' packs; and
 `samples`, `completions` and `trained_tokens` `[sequences]`, of the sequences of all ranks, mini-batch after mini-batch. In a
-step with a sample that has a teacher also `teachers` `[sequences]` int8, and if these have spoken `num_likeliest` `[1]`. In one with
+step with a sample that has a teacher also `teachers` `[sequences]` int8, and with their scores `num_likeliest` `[1]`. In one with
 routes `routes [3]`: MoE layers, top_k and bytes of a number.
 """
 
@@ -68,7 +68,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "teacher_prompt_of": (np.int32, "teacher_prompt_of"),
     "teacher_prompt_lengths": (np.int32, "teacher_prompts"),
     "teacher_prompt_tokens": (np.int32, "teacher_prompt_tokens"),
-    # Of the responses of samples with a teacher; none where learners ask it.
+    # Scores of the responses of samples with a teacher; none where learners query it.
     "taught_logprobs": (np.float32, "taught"),
     # Of the same, each with its k likeliest tokens.
     "taught_ids": (np.int32, "likeliest"),
@@ -161,7 +161,7 @@ class Slice:
         self._fill_taught(part)
         self._fill_routes(part["routes"])
         if self.sets:
-            # What is not predicted has an empty set.
+            # Tokens that are not predicted have an empty set.
             np.concatenate([kept.ids for kept in self.sets], out=part["kept_ids"])
             by_set = zip(self.sets, each, strict=True)
             np.concatenate([kept.sizes[own] for kept, (_, own) in by_set], out=part["kept_sizes"])
@@ -195,7 +195,7 @@ class Slice:
                 start = end
 
     def filled(self) -> np.ndarray:
-        """The slice in memory of its own."""
+        """Slice copied to new memory."""
         data = np.empty(self.num_bytes, np.uint8)
         self.fill(data)
         return data
@@ -207,8 +207,12 @@ def to_slices(
     """The index, and the slice of each data-parallel rank.
 
     Args:
+        samples: of the whole step.
         plan: of one or several passes over `samples`.
-        multiple_of, document_multiple_of: see `assemble`.
+        multiple_of: as in `plan_step`.
+        document_multiple_of: as in `plan_step`.
+    Returns:
+        The index, equal on all ranks, and for each rank its packs, whose bytes `Slice.filled` makes.
     """
     assert plan, "a step has at least one mini-batch"
     dp = len(plan[0])

@@ -29,21 +29,23 @@ def plan_step(
     document_multiple_of: int = 1,
     micro_batches_multiple_of: int = 1,
     cost: Cost | None = None,
-    epoch: int = 0,
-    seed: int = 0,
 ) -> StepPlan:
     """Every sample in exactly one document of one pack, see `balance`; reads lengths and prompts only.
 
-    A pack has room for its documents as the policy reads them, and as teachers do.
+    A pack holds its documents both with the policy's prompts and with the teachers'.
 
     Args:
+        samples: of the whole step.
         pack_length: most tokens in a pack, a multiple of `multiple_of`; `Layout.round_up` makes it one.
-        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded up to, see
-            `Layout`.
-        micro_batches_multiple_of: what the number of micro-batches is a multiple of, see `Layout`.
+        dp: data-parallel ranks.
+        num_mini_batches: optimizer steps.
+        multiple_of: packs are padded to a multiple of this many tokens, see `Layout`; 1 for one rank.
+        document_multiple_of: the same of each document.
+        micro_batches_multiple_of: the number of micro-batches is rounded up to a multiple of this, see `Layout`.
         share_prompts: see `documents`.
         cost: of a document, default `Cost()`.
-        epoch, seed: which partition into mini-batches, see `mini_batches`.
+    Returns:
+        The documents of each pack, for `to_slices`.
     Raises:
         ValueError: a sample is longer than a pack, or `pack_length` is not such a multiple.
     """
@@ -58,7 +60,7 @@ def plan_step(
     check_pack_length(pack_length, multiple_of)
     prompts, rows = sample_lengths(samples)
     plan = []
-    for members in _mini_batches(samples, prompts + rows, num_mini_batches, epoch=epoch, seed=seed):
+    for members in _mini_batches(samples, prompts + rows, num_mini_batches):
         own = [samples[index] for index in members]
         grouped = [
             [members[number] for number in chosen]
@@ -84,15 +86,13 @@ def plan_step(
     return plan
 
 
-def _mini_batches(
-    samples: Sequence[TrainSample], lengths: np.ndarray, num_mini_batches: int, *, epoch: int, seed: int
-) -> list[list[int]]:
+def _mini_batches(samples: Sequence[TrainSample], lengths: np.ndarray, num_mini_batches: int) -> list[list[int]]:
     """The samples of each optimizer step: whole groups, or single completions where there are too few of them.
 
     It depends on the samples alone, not on the layout's padding or on shared prompts.
 
     Args:
-        lengths: `[samples]`, tokens of each in a document of its own.
+        lengths: `[samples]`, tokens of each as a separate document.
     """
     by_group: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -102,7 +102,5 @@ def _mini_batches(
         numbers = completion_numbers(samples)
         units = [part.tolist() for part in np.split(np.arange(len(samples)), np.flatnonzero(np.diff(numbers)) + 1)]
     each = lengths.tolist()
-    parts = mini_batches(
-        [sum(each[index] for index in unit) for unit in units], num_mini_batches, epoch=epoch, seed=seed
-    )
+    parts = mini_batches([sum(each[index] for index in unit) for unit in units], num_mini_batches)
     return [sorted(index for number in part for index in units[number]) for part in parts]

@@ -26,11 +26,11 @@ def make_groups(layout: Layout, *, seed: int) -> None:
 
 
 def make_buffers(layout: Layout, *, tokens: int, hidden: int, dtype: torch.dtype, in_8_bits: bool) -> None:
-    """Make what Transformer Engine sends between tensor-parallel ranks with, beside a product. After `make_groups`, likewise.
+    """Make Transformer Engine's buffers for communication between tensor-parallel ranks during a product. After `make_groups`, likewise.
 
     Args:
         tokens: of every pack, of a context-parallel rank.
-        in_8_bits: what is gathered has been rounded.
+        in_8_bits: gathered tensors are rounded.
     """
     from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 

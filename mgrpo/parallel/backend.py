@@ -1,4 +1,4 @@
-"""The one place that knows whether this machine trains on CUDA or on the CPU; `stand_in` makes Megatron run on either."""
+"""Device of training, CUDA or CPU: the only module that depends on it; `stand_in` makes Megatron run on either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mgrpo.parallel.stand_in import CPU
 from mgrpo.parallel.stand_in import install as install
 
 TRAINING_TIMEOUT_MINUTES = 15
-"""Within which all ranks reach a collective of the training; they wait for rank 0 and for files in groups of their own."""
+"""Limit for all ranks to reach a collective of the training; waits for rank 0 and for files use separate groups."""
 
 
 def has_cuda() -> bool:
@@ -30,7 +30,7 @@ def has_cuda() -> bool:
 
 
 def why_no_cuda() -> str:
-    """The likely reason, and what to do, where a machine has GPUs and torch finds none."""
+    """Likely reason, and remedy, where a machine has GPUs and torch finds none."""
     cuda = torch.version.cuda
     if cuda is None:
         return f"torch {torch.__version__} is built for CPUs alone; install the packages of requirements/gpu.txt"
@@ -82,7 +82,7 @@ def release_memory() -> None:
 
 @contextmanager
 def recorded_by_nsys() -> Iterator[None]:
-    """nsys records what runs within, with the names of operations and of a step's parts; on the CPU it cannot."""
+    """Record the block with nsys, including the names of operations and of a step's parts; CUDA only."""
     torch.cuda.profiler.start()
     try:
         with emit_nvtx():
@@ -118,12 +118,12 @@ def init_process_group(
 ) -> None:
     """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous.
 
-    Tensors in host memory need a group of their own, of backend gloo.
+    Tensors in host memory need a separate group, of backend gloo.
     """
     if has_cuda():
         torch.cuda.set_device(device())
     torch.distributed.init_process_group(
-        # Megatron's groups take after this one. With gloo beside NCCL each of them would connect all its ranks by TCP.
+        # Megatron's groups take after this one. With gloo in addition to NCCL each of them would connect all its ranks by TCP.
         "nccl" if has_cuda() else "gloo",
         rank=rank,
         world_size=world_size,
@@ -160,7 +160,7 @@ def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
 
 @functools.cache
 def flash_attention(dtype: torch.dtype, head_dim: int) -> Literal["FA2", "FA3"] | None:
-    """torch's flash attention for heads of this type and size: which of its releases, or None where there is none.
+    """torch's flash attention for heads of this type and size: its release, or None.
 
     The first call activates FlashAttention 3 for this process if its kernels are installed, on GPUs that have them (Hopper).
     """
@@ -181,7 +181,7 @@ def flash_attention(dtype: torch.dtype, head_dim: int) -> Literal["FA2", "FA3"] 
 
 @functools.cache
 def delta_rule_kernel(dtype: torch.dtype) -> Callable[..., Any] | None:
-    """flash-linear-attention's gated delta rule for operands of this type; None where there is none."""
+    """flash-linear-attention's gated delta rule for operands of this type; None if it is not available."""
     if not has_cuda() or dtype not in (torch.bfloat16, torch.float16) or find_spec("fla") is None:
         return None
     kernel: Callable[..., Any] = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -205,7 +205,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore the result of `random_states`."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(states["cpu"])
@@ -230,5 +230,5 @@ def transformer_settings() -> dict[str, Any]:
 
 
 def accumulates_gradients() -> bool:
-    """Whether apex's kernel is installed with which Megatron's own layers add to their gradients in the matrix product."""
+    """True if apex's kernel is installed, with which Megatron's own layers add to their gradients in the matrix product."""
     return has_cuda() and find_spec("fused_weight_gradient_mlp_cuda") is not None

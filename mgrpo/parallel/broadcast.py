@@ -175,7 +175,7 @@ def chunks(data: np.ndarray) -> Iterator[torch.Tensor]:
 
 
 def wait(sending: Sequence[Sending]) -> None:
-    """Until all have been sent, each for as long as the group's time-out."""
+    """Wait until all have been sent, each for as long as the group's time-out."""
     for work in sending:
         assert work is not None, "a rank of the group"
         work.wait()

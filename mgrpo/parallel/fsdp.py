@@ -45,8 +45,8 @@ def install() -> None:
 class _HookedFSDP(MegatronFSDP):
     """Megatron-FSDP that calls the chunk as a module, so that the hooks of the whole chunk run.
 
-    One of them, on the chunk's output, begins the backward pass and reduces what is left of the gradients at its end.
-    Without it the chunk's last submodule does that. Before the last stage this one lies in a layer: if the layer is
+    One of them, on the chunk's output, begins the backward pass and reduces the remaining gradients at its end.
+    Without it the chunk's last submodule does that. Before the last stage this one is in a layer: if the layer is
     recomputed, its backward pass is nested in that of the chunk and ends before the other gradients exist.
     """
 

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in Megatron's linear layers and in grouped experts, on every layout.
 
-A merged layer computes with W' = round(W + scale B A) in W's own dtype: with exactly the weights that engines are sent.
+A merged layer computes with W' = round(W + scale B A) in W's own dtype: with exactly the weights that engines receive.
 Rounded only there, an update of less than half a step of bfloat16 would exist in the trainer and not in the engines. W' is
-made anew in the forward and in the backward pass, so at most one layer's exists at a time. Beside engines that have W and
-are sent A and scale B, a layer computes with these three, rounded to W's dtype as they are. With h = x A^T and u = dy scale B,
+made anew in the forward and in the backward pass, so at most one layer's exists at a time. With engines that hold W and
+receive A and scale B, a layer computes with these three, rounded to W's dtype as for the engines. With h = x A^T and u = dy scale B,
     dB = scale dy^T h     dA = u^T x     dx = dy W'  or  dy W + u A
-where the rounding counts as the identity. What tensor ranks exchange for A and B is rank wide, never hidden wide.
+where the rounding counts as the identity. Exchanges between tensor ranks for A and B are rank wide, never hidden wide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LoraAdapter(torch.nn.Module):
 
     Args:
         parts: number of matrices of an expert that have an A.
-        part_of_row: `[outputs]` int64: to which of them a row of an expert belongs; -1: to none.
+        part_of_row: `[outputs]` int64: the matrix that a row of an expert belongs to; -1: none.
         is_merged: see `mgrpo.models.adapters.LoraShape`.
     """
 
@@ -56,7 +56,7 @@ class LoraAdapter(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], rank, **options))
         of_part = part_of_row.to(weight.device)[:, None] == torch.arange(parts, device=weight.device)
         self.register_buffer("of_part", of_part.to(torch.float32)[:, :, None], persistent=False)
-        # Megatron's gradient norm counts what is marked as split on all tensor ranks, and other weights on the first.
+        # Megatron's gradient norm counts weights marked as split on all tensor ranks, and others on the first.
         holds_whole_experts = is_grouped and layer.group.size() == 1
         if self.splits_inputs or holds_whole_experts:
             set_tensor_model_parallel_attributes(self.a, True, 1, 1)
@@ -212,7 +212,7 @@ def _matrices(adapter: LoraAdapter, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _times(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """`[rows, n]` times the `[experts, n, m]` matrix of its expert; those of expert i lie before row `ends[i]`."""
+    """`[rows, n]` times the `[experts, n, m]` matrix of its expert; rows of expert i end before row `ends[i]`."""
     return rows @ matrices[0] if ends is None or len(rows) == 0 else F.grouped_mm(rows, matrices, offs=ends)
 
 

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages whose shapes both sides know, since all stages hold the same packs."""
+"""Messages between pipeline stages without shapes: all stages hold the same packs and derive them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-core as it is, on machines without CUDA and without Transformer Engine.
+"""Unmodified megatron-core on machines without CUDA and without Transformer Engine.
 
 megatron-core refers to its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
 `torch` of its own modules. Without CUDA `install()` rebinds that name, in those modules only, to a stand-in whose current
@@ -217,7 +217,7 @@ def _rebind_without_cuda(module: types.ModuleType, stand_in: _StandIn) -> None:
 
 
 def _patch_tensor(stand_in: _StandIn) -> None:
-    """For calls made inside megatron-core, `t.cuda()` is `t` and a float tensor's type is 'torch.cuda.FloatTensor'."""
+    """Make `t.cuda()` return `t`, and a float tensor's type 'torch.cuda.FloatTensor', for calls made inside megatron-core."""
     tensor_class: Any = torch.Tensor
     real_type, real_cuda = tensor_class.type, tensor_class.cuda
 
@@ -238,7 +238,7 @@ def _patch_tensor(stand_in: _StandIn) -> None:
 
 @contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Within, the package cannot be imported. W&B makes folders in /tmp as it is imported, and a killed process leaves them."""
+    """Make the package unimportable within the block. W&B makes folders in /tmp as it is imported, and a killed process leaves them."""
     is_known, before = package in sys.modules, sys.modules.get(package)
     sys.modules[package] = None  # type: ignore[assignment]
     try:
@@ -251,11 +251,11 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 def install() -> None:
-    """Let megatron-core run without CUDA and without Transformer Engine. Call before the first import of `megatron.core`."""
+    """Make megatron-core run without CUDA and without Transformer Engine. Call before the first import of `megatron.core`."""
     if find_spec("amp_C") is None:
-        # What else may be called apex is not NVIDIA's, and Megatron would try to use it.
+        # Another package may be called apex, and Megatron would try to use it.
         sys.modules.setdefault("apex", None)  # type: ignore[arg-type]
-    # The run reports once what is installed beside Megatron; a dozen modules would warn about it on every rank.
+    # The run reports once the packages installed besides Megatron; a dozen modules would warn about it on every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)
     if any(isinstance(finder, _ImportHook) for finder in sys.meta_path):

@@ -50,12 +50,12 @@ class LayerActivations:
     norms: int
     """Outputs of the two norms."""
     attention: int
-    """Attention, or a gated delta net, and its projections, whatever is recomputed."""
+    """Attention, or a gated delta net, and its projections, kept under any recomputation."""
     scores: int
     """Logarithms of attention's denominators, and its padded operands without flash attention; of a gated delta net all between
     its projections. Module core_attn."""
     mlp: int
-    """Between the MLP's projections; module mlp, or moe for experts."""
+    """Activations between the MLP's projections; module mlp, or moe for experts."""
     layer_input: int
     """The only part that full recomputation keeps."""
 
@@ -69,7 +69,7 @@ class LayerActivations:
 class StageActivations:
     """Bytes of one rank of a pipeline stage in a training step.
 
-    What waits for its backward pass is there throughout; the loss and the backward passes of the layers follow one
+    Activations kept for the backward pass are there throughout; the loss and the backward passes of the layers follow one
     another.
     """
 
@@ -82,7 +82,7 @@ class StageActivations:
     loss: int
     """Forward and backward pass of the LM head, on the last stage."""
     layer: int
-    """Backward pass of a layer: what is recomputed, and gradients."""
+    """Backward pass of a layer: recomputed activations, and gradients."""
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of the whole stage."""
     offloaded: int = 0
@@ -115,7 +115,7 @@ def layer_activations(
 
     Args:
         has_attention: and not a gated delta net.
-        fused: norms and SwiGLU keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm keeps its input
+        fused: norms and SwiGLU keep as much as CUDA's kernels and Megatron's fusions. On a CPU a norm keeps its input
             and its normalised input in fp32, and SwiGLU each of its factors, except that of experts.
     """
     tokens = -(-pack_length // layout.context)
@@ -150,7 +150,7 @@ def layer_activations(
 
 
 def _gated_mlp(tokens: int, ffn: int, dtype_bytes: int, fused: bool) -> int:
-    """Between its projections."""
+    """Activations between its projections."""
     return tokens * ffn * dtype_bytes * (3 if fused else 5)
 
 
@@ -160,7 +160,7 @@ def _norm(rows: int, width: int, dtype_bytes: int, fused: bool) -> int:
 
 
 def _takes_flash(shape: ModelShape, dtype_bytes: int) -> bool:
-    """Whether CUDA has flash attention for these heads."""
+    """True if CUDA has flash attention for these heads."""
     return dtype_bytes < FP32_BYTES and shape.head_dim % 8 == 0 and shape.head_dim <= 256
 
 
@@ -196,7 +196,7 @@ def _attention(
         if pads:
             elements = 2 * query + value + attended + out
         elif shape.latent:
-            # The values are a view of what is made of the latent vector, which keeps keys without their rotated part alive.
+            # The values are a view of the latent vector's projection, which keeps keys without their rotated part alive.
             elements = 2 * query + heads * shape.latent.nope_dim + value + out
         else:
             # The same of the qkv projection's output.
@@ -226,18 +226,18 @@ def _attention(
 
 
 def _latent_vectors(latent: LatentAttention, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
-    """Both before and after their norms, and the rotated part of the key beside one of them."""
+    """Both latent vectors before and after their norms, and the rotated part of the key with one of them."""
     widths = (latent.kv_rank, latent.q_rank or 0)
     normed = sum(_norm(split_tokens, width, dtype_bytes, fused) for width in widths if width)
     return normed + split_tokens * (sum(widths) + latent.rope_dim) * dtype_bytes
 
 
 def _delta_net(delta: DeltaNet, layout: Layout, tokens: int, dtype_bytes: int) -> tuple[int, int]:
-    """Of a gated delta net: what it keeps in any case, and what recomputation of core_attn drops."""
+    """Bytes of a gated delta net: those always kept, and those that recomputation of core_attn drops."""
     heads = delta.value_heads // layout.tensor
     keys, values = delta.key_heads * delta.key_dim // layout.tensor, heads * delta.value_dim
     mixed = 2 * keys + values
-    # The gate keeps all of the input projection's output alive, also beside the exchanged part.
+    # The gate keeps all of the input projection's output alive, in addition to the exchanged part.
     elements = mixed + values + 2 * heads + (mixed + 2 * heads) * (layout.context > 1)
     kept = tokens * ((elements + 2 * values) * dtype_bytes + heads * FP32_BYTES)
     # The values are a view of the convolution's output. Each value head has a query, a key and its rate; in fp32 the norms of query
@@ -318,7 +318,7 @@ def stage_activations(
     fused: bool = True,
 ) -> StageActivations:
     """Peak of one rank over a training step in which every token is a response, which none can exceed."""
-    # By what a layer is made of: experts, attention.
+    # By kind of layer: experts, attention.
     held = [
         (shape.has_experts(layer), shape.has_attention(layer))
         for layer in stage_layers(layout, shape.num_layers, stage)
@@ -352,7 +352,7 @@ def stage_activations(
         # The final norm, and the LM head's input, which is not split.
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
     else:
-        total += int(stream * in_flight * layout.virtual_pipeline)  # what was sent to the next stage
+        total += int(stream * in_flight * layout.virtual_pipeline)  # messages to the next stage
     return StageActivations(
         kept=total,
         kept_layer=kept // len(held),
@@ -386,7 +386,7 @@ def stage_activations(
 
 
 def _offloaded(each: Sequence[int], stream: int, layout: Layout, num_layers: int, stage: int) -> int:
-    """Of what each layer keeps: all but the last layer of a chunk, and its input from another stage, which the schedule holds."""
+    """Bytes offloaded of each layer's: all but the last layer of a chunk, and its input from another stage, which the schedule holds."""
     total = first = 0
     for chunk in range(layout.virtual_pipeline):
         last = first + len(layout.chunk_layers(num_layers, stage, chunk)) - 1
@@ -415,7 +415,7 @@ def loss_bytes(
 
     Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32, as
     it is with fp32 logits; the gradient of these is rounded some columns at a time. A cap of the logits keeps their tanh
-    and makes a gradient of its own.
+    and makes another gradient.
     """
     columns = padded_vocab(shape) // layout.tensor
     logit_bytes = FP32_BYTES if fp32_logits else dtype_bytes

@@ -169,7 +169,7 @@ def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
 def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     counted = Counter[str]()
     for phase, kind, flops in found["flops"]:
-        # Teachers, which have shapes of their own, are planned apart.
+        # Teachers have other shapes and are planned separately.
         if phase != "teach":
             counted[kind] += flops
     products, attention = _planned_flops(plan, found)
@@ -220,7 +220,7 @@ def _planned_in_8_bits(plan: RunPlan, found: dict[str, Any]) -> float:
 
 
 def show(plan: RunPlan, found: Sequence[dict[str, Any]]) -> None:
-    """Print what was rehearsed, rank by rank."""
+    """Print the results of a rehearsal, rank by rank."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)

@@ -1,4 +1,4 @@
-"""How long a planned run takes to start, and what failures cost it: how often they come, how often it saves, and how often it should."""
+"""Start time of a planned run, and the cost of failures: their rate, and the run's and the best interval between saves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mgrpo.models.memory import holdings, training_state_bytes
 from mgrpo.planner.plan import RunPlan
 
 WRITTEN_GB_S = 1.0
-"""Of a learner that writes its part of a state while training waits: what one thread hashes and a shared file system takes."""
+"""1e9 bytes a second of a learner that writes its part of a state while training waits, by one hashing thread and a shared file system."""
 HASHED_GB_S = 5.0
-"""Of a learner that compares its files with their checksums, in four threads."""
+"""1e9 bytes a second of a learner that compares its files with their checksums, in four threads."""
 MAPPED_GB_S = 1.5
-"""Of a learner that copies its share of a model from mapped files to its device, in one thread."""
+"""1e9 bytes a second of a learner that copies its share of a model from mapped files to its device, in one thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class StartTimes:
 
     @property
     def processes_s(self) -> float:
-        """Until every rank of the learners is there and has met the others."""
+        """Seconds until every rank of the learners has started and joined the others."""
         return self.checks_s + self.ray_s + self.import_s + self.meet_s
 
 
@@ -45,10 +45,10 @@ def start_phases(plan: RunPlan, times: StartTimes = StartTimes()) -> dict[str, f
     """Seconds from the command to the first sample by phase, under the names of the metrics `time/start/...`.
 
     Learners read each weight once (`ShardedParameters.load`) and send it to the ranks that hold the same over a ring, at the network's rate.
-    Engines start beside them; only those that are given adapters read the model.
+    Engines start at the same time; only those that are given adapters read the model.
     """
     layout, hardware, config = plan.layout, plan.hardware, plan.config
-    # A reference beside the policy reads the same files again.
+    # A reference reads the policy's files again.
     read = plan.model_bytes * (2 if plan.passes.reference and not config.adapter.lora else 1) / 1e9
     share = read / layout.world_size
     held = holdings(plan.shape, tensor=layout.tensor, expert=layout.expert).total / layout.pipeline
@@ -76,14 +76,14 @@ def start_phases(plan: RunPlan, times: StartTimes = StartTimes()) -> dict[str, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartTimes(StartTimes):
-    """The same of a run that goes on after the loss of a node, and what comes before and with it."""
+    """Start times of a run that restarts after the loss of a node, and the times before that."""
 
     notice_s: float = 30.0
-    """Until the other machines know that one has gone: how long it may not answer the kernel's probes."""
+    """Seconds until the other machines detect the loss: the limit of the kernel's unanswered probes."""
     end_s: float = 10.0
-    """Until the processes of the run have ended."""
+    """Seconds until the processes of the run have ended."""
     node_s: float = 20.0
-    """Until the scheduler has given a spare node and started the launcher: with none the run waits for one."""
+    """Seconds until the scheduler has provided a spare node and started the launcher: without one the run waits for it."""
     disk_gb_s: float = 12.0
     """A node's disks, all together."""
 

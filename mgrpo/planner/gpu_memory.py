@@ -45,27 +45,27 @@ class StageMemory:
     activations: StageActivations
     gradients: WholeGradients
     built: int
-    """Beyond `states` while the model is built and loaded, before there are activations; 0 where it takes less."""
+    """Bytes beyond `states` while the model is built and loaded, before there are activations; 0 where it takes less."""
     sync: int
     """Buckets in flight during a weight sync, and a merged weight, while there are no activations."""
     reserved: int
     waste: float
-    """Share of what comes and goes with each micro-batch that the allocator wastes."""
+    """Share of each micro-batch's transient memory that the allocator wastes."""
     transformer_engine: int = 0
-    """Of its layers, from the first micro-batch on: copies of weights in 8 bits, placeholders and buffers."""
+    """Its layers' bytes, from the first micro-batch on: copies of weights in 8 bits, placeholders and buffers."""
     merged: int = 0
     """A layer's weight merged with its adapter, in a forward or backward pass."""
 
     @property
     def loss(self) -> int:
-        """Beyond what waits for its backward pass: forward and backward pass of the LM head."""
+        """Forward and backward pass of the LM head, beyond activations kept for the backward pass."""
         return self.activations.loss + self.gradients.head
 
     @property
     def layer(self) -> int:
-        """Beyond what waits for its backward pass: the backward pass of a layer.
+        """Backward pass of a layer, beyond activations kept for the backward pass.
 
-        Where whole gradients of two layers lie beside each other, one of them no longer keeps activations.
+        Where whole gradients of two layers coexist, one of them no longer keeps activations.
         """
         layer = self.gradients.layer
         whole = layer + max(layer - self.activations.kept_layer, 0)
@@ -98,7 +98,7 @@ class StageMemory:
 
     @property
     def transient(self) -> int:
-        """The larger of what never coexists: the start, forward and backward passes, a weight sync."""
+        """The largest of the phases that never coexist: the start, forward and backward passes, a weight sync."""
         return max(self.built, self.training, self.sync)
 
     @property
@@ -180,10 +180,10 @@ def stage_memory(
 def _start(
     config: Config, shape: ModelShape, layout: Layout, states: StateBytes, *, stage: int, dtype_bytes: int
 ) -> int:
-    """Whole weights, as a model is built with, and what they are moved into, before there is an optimizer.
+    """Whole weights that a model is built with, and the buffers they are moved into, before there is an optimizer.
 
     Up to ZeRO-1 that is Megatron's buffers of weights and gradients. Megatron-FSDP shards them in ZeRO-3, one layer or
-    embedding after the other, and keeps them in ZeRO-2. Of adapters only they are moved.
+    embedding after the other, and keeps them in ZeRO-2. With adapters, only these are moved.
     """
     if lora := config.adapter.lora:
         adapters = adapter_elements(shape, layout, lora, stage=stage).total * FP32_BYTES
@@ -248,11 +248,11 @@ class PhaseMemory:
     """Memory of a GPU in one phase of a step, in bytes."""
 
     phase: str
-    """generate, train, or sync: in between, when the engine has its weights again and the learner what it sends."""
+    """generate, train, or sync: in between, when the engine has its weights again and the learner those it sends."""
     learner: int
     engine: int
     teachers: int
-    """Of teachers' engines, which are there in every phase."""
+    """Bytes of teachers' engines, in every phase."""
 
     @property
     def total(self) -> int:
@@ -263,12 +263,12 @@ class PhaseMemory:
 def phase_memory(
     settings: Engine, engine: EngineMemory, *, training: int, sent: int, reserved: int, slots: int, teachers: int = 0
 ) -> list[PhaseMemory]:
-    """Each phase of a step; empty where learners and engines have GPUs of their own.
+    """Each phase of a step; empty where learners and engines have separate GPUs.
 
     Args:
         training: the learner's peak.
-        sent: what a weight sync reads.
-        reserved: what a learner without memory keeps, its CUDA context and libraries.
+        sent: weights that a sync reads.
+        reserved: CUDA context and libraries of a learner whose memory is offloaded.
         slots: for messages between the worker and the learners.
         teachers: of teachers' engines.
     """

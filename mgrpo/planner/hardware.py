@@ -24,9 +24,9 @@ class Gpu:
     hbm_gb_s: float
     """Peak memory bandwidth, 1e9 bytes per second."""
     nvlink_gb_s: float
-    """To the other GPUs of the node, one direction, 1e9 bytes per second; PCIe's rate where there is no NVLink."""
+    """1e9 bytes per second to the other GPUs of the node, one direction; PCIe's rate without NVLink."""
     pcie_gb_s: float
-    """To the host, one direction, 1e9 bytes per second."""
+    """1e9 bytes per second to the host, one direction."""
 
     @property
     def memory_bytes(self) -> int:
@@ -60,7 +60,7 @@ _DEVICE_NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX4090",
     "NVIDIA L40S": "L40S",
 }
-"""CUDA's names of them. Other forms of a chip, such as PCIe cards, have other peaks."""
+"""CUDA's names of the GPUs. Other forms of a chip, such as PCIe cards, have other peaks."""
 
 
 def gpu_of(device_name: str) -> Gpu | None:
@@ -99,17 +99,17 @@ class Assumptions:
     hbm_efficiency: float = 0.7
     """Share of the memory bandwidth that norms, gates and the optimizer reach."""
     decode_efficiency: float = 0.83
-    """Share of the memory bandwidth that an engine's kernels reach, beside a fixed time each (planner/engines/kernels.py)."""
+    """Share of the memory bandwidth that an engine's kernels reach, besides a fixed time each (planner/engines/kernels.py)."""
     host_adam_gweights_s: float = 0.1
     """1e9 weights per second that a learner's host updates (optimizer_cpu_offload), on one thread: OMP_NUM_THREADS is 1."""
     decode_step_ms: float = 4.0
-    """Milliseconds of a decoding step outside the model and beside sampling: the host's scheduling, inputs and outputs."""
+    """Milliseconds of a decoding step outside the model and sampling: the host's scheduling, inputs and outputs."""
     piece_us: float = 12.6
     """Microseconds of host time for each piece of a tensor that a weight sync cuts out or puts into place."""
     reserved_gib: float = 4.0
     """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
     fragmentation: float = 0.1
-    """Memory that the allocator wastes, as a share of what comes and goes with each micro-batch."""
+    """Memory that the allocator wastes, as a share of each micro-batch's transient memory."""
     engine_workspace_gib: float = 4.0
     """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a step of 8192 tokens and CUDA graphs."""
     prompt_share: float = 0.5
@@ -126,17 +126,17 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of matrix products, by what they reach of a GPU's peak."""
+    """Operations of matrix products, by the share of a GPU's peak that they reach."""
 
     dense: float = 0.0
     experts: float = 0.0
-    """Those of experts, which are smaller."""
+    """Products of experts, which are smaller."""
     attention: float = 0.0
     """Queries x keys and scores x values."""
     own: float = 0.0
     """Layers that are Megatron's own also where others are Transformer Engine's (`work.fused_weights`): learners never round them."""
     head: float = 0.0
-    """The LM head, which stays as it is where layers are computed in 8 bits."""
+    """The LM head, which is not computed in 8 bits where layers are."""
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
@@ -201,7 +201,7 @@ class Hardware:
         return self.gpu.hbm_gb_s * 1e9 * self.assumed.decode_efficiency
 
     def link_bytes_s(self, span: int) -> float:
-        """Assumed bytes per second and GPU for a group whose ranks lie within `span` consecutive ranks.
+        """Assumed bytes per second and GPU for a group within `span` consecutive ranks.
 
         Within a node the link is NVLink; a group across nodes is as fast as its slowest link, the network.
         """

@@ -77,13 +77,13 @@ class RunPlan:
     """None where an engine cannot hold one sequence of maximum length. With `async_steps` it is that of engines which always
     have sequences to decode."""
     ahead: Pace | None
-    """Of a run whose engines generate while learners train; None where they take turns."""
+    """Pace of a run whose engines generate while learners train; None where they take turns."""
     sync_s: float
     """A step's share of a weight sync."""
     teach_s: float
     """The teachers' forward pass."""
     teachers: tuple[ModelShape, ...] = ()
-    """Of `Distillation.loaded_teachers`."""
+    """Shapes of `Distillation.loaded_teachers`."""
 
     @cached_property
     def sharing(self) -> list[PhaseMemory]:
@@ -109,7 +109,7 @@ class RunPlan:
 
     @property
     def turns_s(self) -> float:
-        """Seconds of a step in which learners and engines on shared GPUs give up memory and take it again."""
+        """Seconds of a step in which learners and engines on shared GPUs free memory and restore it."""
         return turn_seconds(self.config.engine, self.worst.states, self.hardware)
 
     @cached_property
@@ -119,7 +119,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether learners and engines fit into their GPUs, and there are enough GPUs."""
+        """True if learners and engines fit into their GPUs, and there are enough GPUs."""
         return not list(self.shortages())
 
     def shortages(self) -> Iterator[str]:
@@ -229,7 +229,7 @@ class RunPlan:
 
     @property
     def training_flops(self) -> float:
-        """Operations of training and logprob passes in a step, without what recomputation repeats."""
+        """Operations of training and logprob passes in a step, without recomputation."""
         return self.passes.in_forward * forward_flops(self.shape, self.work).total
 
     @property
@@ -278,7 +278,7 @@ def plan_run(
     num_learners: int,
     teachers: Sequence[ModelShape] = (),
 ) -> RunPlan:
-    """The plan of a valid `config` on `num_learners` learner ranks; `fits` tells whether it fits.
+    """The plan of a valid `config` on `num_learners` learner ranks; see `RunPlan.fits`.
 
     Args:
         teachers: shapes of `Distillation.loaded_teachers`.

@@ -32,7 +32,7 @@ from mgrpo.planner.plan_report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
 
 SHIPPED = Path(__file__).with_name("models.json")
-"""Sizes of public models: of each family what all have in common, and of each model its own, as in their config.json."""
+"""Sizes of public models: those common to a family, and each model's own, as in their config.json."""
 
 
 def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
@@ -193,7 +193,7 @@ def _recorded(text: str) -> tuple[float, ...]:
 
 
 def _gpu(text: str) -> str:
-    """A type in any case."""
+    """GPU name in any case."""
     return next((name for name in GPUS if name.lower() == text.lower()), text)
 
 

@@ -103,7 +103,7 @@ def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Sugg
 
 
 def verdict(plan: RunPlan) -> str:
-    """Whether the run fits: one line, or one line per shortage."""
+    """Verdict on the run's fit: one line, or one line per shortage."""
     shortages = list(plan.shortages())
     if shortages:
         return "\n".join(f"does not fit: {sentence}" for sentence in shortages)
@@ -162,7 +162,7 @@ def _summary(plan: RunPlan) -> Iterator[str]:
 
 
 def _pace(plan: RunPlan, ahead: Pace) -> str:
-    """Why steps of a run that generates ahead are not faster, and how old its tokens may be."""
+    """Bound of a run that generates ahead, and the age of its tokens."""
     rollout = plan.config.rollout
     oldest = rollout.async_steps if rollout.max_staleness is None else rollout.max_staleness
     return (
@@ -172,7 +172,7 @@ def _pace(plan: RunPlan, ahead: Pace) -> str:
 
 
 def whole_run(plan: RunPlan) -> str:
-    """Hours of all steps, and what the run writes of its model."""
+    """Hours of all steps, and the sizes of exports and training states."""
     config, lora = plan.config, plan.config.adapter.lora
     export = export_bytes(plan.shape, dtype_bytes=plan.dtype_bytes, lora=lora)
     steps, states = config.num_training_steps, num_states(config)

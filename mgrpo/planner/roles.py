@@ -52,7 +52,7 @@ def rehearse_rank(
     layout: Layout,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """The rank's step in a process of its own; what it found, see `mgrpo.rehearsal.rehearsed_step.rehearse`, or an `error`.
+    """Rehearse the rank's step in a separate process; its result, see `mgrpo.rehearsal.rehearsed_step.rehearse`, or an `error`.
 
     Args:
         teachers: config.json of each of `Distillation.loaded_teachers`.

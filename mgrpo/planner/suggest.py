@@ -34,9 +34,9 @@ EQUALLY_FAST = 0.02
 """Step times within this share of each other count as equal: the estimate is not more precise."""
 SHOWN_SPLITS = 3
 AHEAD: dict[str, Any] = {"async_steps": 2, "max_staleness": 4, "inflight_updates": True}
-"""Those of docs/asynchronous.md for answers of very different lengths."""
+"""Settings of docs/asynchronous.md for answers of very different lengths."""
 SPARE = 0.1
-"""Share of a GPU's memory that a layout should leave free, as a margin for what the plan omits."""
+"""Share of a GPU's memory that a layout should leave free, as a margin for omissions of the plan."""
 CAUSES = {
     "compute": "compute",
     "memory": "norms and gates",
@@ -71,10 +71,10 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class StepsAhead:
-    """A run whose engines and learners take turns, if it generated beside training."""
+    """A run whose engines and learners take turns, with generation at the same time as training instead."""
 
     settings: dict[str, Any]
-    """What it would be given beside its own."""
+    """Settings to add to the given ones."""
     plan: RunPlan
 
     @property
@@ -94,11 +94,11 @@ class StepsAhead:
 def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig, teachers: Sequence[HfConfig] = ()) -> list[Suggestion]:
     """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
-    Learners, engines and everything except the layout stay as planned; see `_preference` for the order. Where the cluster
+    Learners, engines and everything except the layout stay as planned; see `_preference` for the order. If the cluster
     is too small for them, learners get at least half of it, and more of it until a layout fits.
 
     Args:
-        teachers: of the models that learners hold beside the policy, which have its layout.
+        teachers: of the models that learners hold besides the policy, with its layout.
     """
     hf_configs, num_gpus = (hf_config, *teachers), plan.hardware.num_gpus - plan.split.teachers
     if not count or plan.hardware.num_gpus < 2:
@@ -137,7 +137,7 @@ def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfC
     """The fastest other ways to divide the same GPUs between learners and engines, at most `SHOWN_SPLITS`.
 
     Each is planned with the axes of the configured layout and of the suggested ones, as far as they divide its learners; and,
-    for a mixture of experts, with engines that spread the experts over copies of their attention.
+    for an MoE model, with engines that spread the experts over copies of their attention.
     """
     choices = [plan.config.parallel, *(suggestion.plan.config.parallel for suggestion in layouts)]
     fastest: dict[Engine, RunPlan] = {}
@@ -158,9 +158,9 @@ def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfC
 
 
 def steps_ahead(plan: RunPlan) -> StepsAhead | None:
-    """The same run with generation beside training.
+    """The same run with generation at the same time as training.
 
-    None where a run that can be planned has engines beside its learners already or on their GPUs, or does not accept these settings.
+    None if the plan does not fit, the run already does so, its engines share the learners' GPUs, or it refuses these settings.
     """
     config = plan.config
     if not plan.fits or config.rollout.async_steps or config.engine.vllm_mode != "ray":

@@ -10,14 +10,14 @@ that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden):
                chunks; once per optimizer step the sum of the fp32 gradients of weights of latent attention that each rank has
                whole, where sequence parallelism gives it a part of the tokens
     context    per layer keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the
-               output. Gated delta nets always exchange: what their convolution takes, rates and decays, and the output
+               output. Gated delta nets always exchange: inputs of their convolution, rates and decays, and the output
     expert     per layer 2 x tokens x top_k x h in each direction
     pipeline   tokens x h for each chunk: to the next stage except from the last chunk of all, and back except from the
                first; a tied embedding's gradient
     data       gradients in fp32 and parameters, once per optimizer step; with ZeRO-2 gradients, and with ZeRO-3 the
                layers' parameters as well, in every micro-batch
 
-What is recomputed sends again what its forward pass sent. Left out are messages of a few bytes per token or parameter:
+Recomputation repeats the traffic of its forward pass. Left out are messages of a few bytes per token or parameter:
 sums of log-probabilities, routing probabilities, gradients of norms, shapes, metrics, and of adapters their rank for each
 token and matrix.
 """
@@ -70,7 +70,7 @@ class Passed:
 
     tokens: float
     responses: float
-    """On which the LM head runs."""
+    """Tokens on which the LM head runs."""
     dtype_bytes: int
     fp32_logits: bool = False
 
@@ -91,7 +91,7 @@ def forward_traffic(shape: ModelShape, layout: Layout, settings: Parallel, passe
 def backward_traffic(
     shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int, logits_chunk: int
 ) -> Traffic:
-    """Traffic of a backward pass and of what is recomputed in it."""
+    """Traffic of a backward pass and of recomputation in it."""
     repeated = _modules(shape, layout, settings, passed, stage=stage)
     layers = sum(_modules(shape, layout, settings, passed, stage=stage, is_backward=True).values(), Traffic())
     layers += sum((traffic for module, traffic in repeated.items() if settings.recomputes(module)), Traffic())
@@ -153,7 +153,7 @@ def _modules(
 
 
 def _gathered_share(settings: Parallel, dtype_bytes: int) -> tuple[float, float]:
-    """Bytes of what products gather in those of the model's type: of inputs, and of outputs' gradients.
+    """Bytes gathered for products, relative to the model's type: of inputs, and of outputs' gradients.
 
     In 8 bits the latter are gathered for either direction of a product, unless a tensor has one scale.
     """
@@ -181,7 +181,7 @@ def _collectives(
     one, and a sum counts twice.
 
     Args:
-        once: of inputs that no weight multiplies.
+        once: width of inputs that no weight multiplies.
         gathered: see `_gathered_share`.
     """
     if layout.sequence_parallel:

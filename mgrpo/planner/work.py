@@ -32,7 +32,7 @@ class Workload:
     response_tokens: float
     longest_response: int
     shares_prompts: bool
-    """Whether training computes a group's prompt only once."""
+    """True if training computes a group's prompt only once."""
     response_spread: float = 0.0
     """Standard deviation of the logarithm of response lengths, before they are cut; 0: all are equally long."""
     response_lengths: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class Passes:
     backward: int = 2
     """Forward passes with as many operations as a backward pass: one for the gradients of inputs, one for those of weights.
 
-    Weights that only have adapters need none of the second; what adapters add is a few numbers for each token.
+    Weights that only have adapters need none of the second; adapters add a few numbers for each token.
     """
 
     @property
@@ -104,7 +104,7 @@ def passes_of(config: Config) -> Passes:
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference model scores the batch."""
+    """True if a reference model scores the batch."""
     return config.loss.beta != 0 or config.algorithm.log_ref_kl
 
 
@@ -148,9 +148,9 @@ DELTA_CHUNK = 64
 def delta_flops(delta: DeltaNet) -> int:
     """Operations of the gated delta rule per token, in chunks of C tokens (arXiv:2412.06464, section 3.3).
 
-    In each value head six products of chunk x chunk: keys x keys, queries x keys, what makes of them pseudo-keys and
+    In each value head six products of chunk x chunk: keys x keys, queries x keys, those for pseudo-keys and
     pseudo-values, and scores x pseudo-values, of which three have key_dim columns and two value_dim; the inverse of a triangle,
-    C^2 / 3 a token; and three products with the state: what it holds of a key, of a query, and its update.
+    C^2 / 3 a token; and three products with the state: its reads by key and by query, and its update.
     """
     key, value, chunk = delta.key_dim, delta.value_dim, DELTA_CHUNK
     within = 2 * chunk * (3 * key + 2 * value) + 2 * chunk**2 // 3
@@ -164,7 +164,7 @@ class LayerFlops:
     core: Flops
     """Queries x keys and scores x values, or the delta rule."""
     mlp: Flops
-    """Of experts with the shared one."""
+    """Experts, including the shared one."""
     rest: Flops
 
     @property
@@ -256,11 +256,11 @@ def forward_flops(shape: ModelShape, work: Workload) -> Flops:
 def packed_flops(shape: ModelShape, runs: np.ndarray, *, responses: int) -> Flops:
     """One forward pass of the whole model over real packs; a step has `Passes.in_forward` times as many.
 
-    These are the operations that model FLOPs utilisation counts: nothing of what recomputation repeats. Ranks that hold
+    These are the operations that model FLOPs utilisation counts, without recomputation. Ranks that hold
     parts of one model share them; those of all data-parallel ranks' packs over all learners are the mean of a rank.
 
     Args:
-        runs: `[runs, 2]` integers, first position and number of tokens, as in `PackLengths`: a token at position p sees
+        runs: `[runs, 2]` integers, first position and number of tokens, as in `PackLengths`: a token at position p attends to
             p + 1 keys, also behind a shared prompt, or as many as a layer's window has.
         responses: tokens on which the LM head runs.
     """
@@ -272,7 +272,7 @@ def packed_flops(shape: ModelShape, runs: np.ndarray, *, responses: int) -> Flop
 
 
 def _seen_up_to(end: np.ndarray, window: int | None) -> np.ndarray:
-    """Keys that the tokens before position `end` see together."""
+    """Keys that the tokens before position `end` attend to, summed."""
     growing = np.minimum(end, window) if window else end
     return growing * (growing + 1) // 2 + (end - growing) * (window or 0)
 

@@ -1,1 +1,1 @@
-"""The model on Megatron's axes: build, load, optimizer, schedule, one training step. It does not know GRPO."""
+"""The model on Megatron's axes: build, load, optimizer, schedule, one training step. Independent of GRPO."""

@@ -1,4 +1,4 @@
-"""The adapters of a policy: where they lie on this rank, how they start, and the weights that they make of the model's."""
+"""The adapters of a policy: their places on this rank, their initial values, and the weights merged with them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class MergedSlice:
-    """A slice of what is made of an adapter when it is read, and exists only while it is used: W with it merged, or scale B."""
+    """A slice computed from an adapter on read, which exists only while it is used: W with it merged, or scale B."""
 
     weight: Callable[[], torch.Tensor]
-    """Makes the whole local tensor as it is now; slices of one tensor have the same."""
+    """Makes the current whole local tensor; slices of one tensor have the same."""
     region: tuple[slice, ...]
 
     def __getitem__(self, region: tuple[slice, ...]) -> MergedSlice:
@@ -50,7 +50,7 @@ class MergedSlice:
 
 
 def made(boxes: Iterable[tuple[Box, torch.Tensor | MergedSlice]]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Boxes with their values; merged weights are made one after another, and each one once for neighbours of one weight."""
+    """Boxes with their values; merged weights are made one after another, each once for consecutive boxes of one weight."""
     for _, neighbours in itertools.groupby(boxes, key=lambda held: getattr(held[1], "weight", None)):
         weight: torch.Tensor | None = None
         for box, view in neighbours:
@@ -62,7 +62,7 @@ def made(boxes: Iterable[tuple[Box, torch.Tensor | MergedSlice]]) -> Iterator[tu
 
 
 class Adapters:
-    """Those of all adapted layers on this rank; freezes the model, and adds theirs to its `parameters`."""
+    """Adapters of all adapted layers on this rank; freezes the model, and adds their parameters to its `parameters`."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], parameters: ShardedParameters, lora: LoraShape, *, seed: int
@@ -73,7 +73,7 @@ class Adapters:
         """
         self.parameters, self.lora = parameters, lora
         self.by_weight: dict[str, LoraAdapter] = {}
-        """Under the name of the weight that each adapts."""
+        """Adapters by the name of the weight that each adapts."""
         names = {id(parameter): name for name, parameter in parameters.live.items()}
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -85,7 +85,7 @@ class Adapters:
         parameters.load(parameters.added, initial_values(adapter_tensors(parameters.shape, lora), seed))
 
     def _adapt(self, name: str, layer: torch.nn.Module) -> bool:
-        """Give a layer an adapter; whether one of its matrices should have one."""
+        """Give a layer an adapter; False if none of its matrices should have one."""
         places = adapter_places(name, self.parameters.places[name], self.lora)
         if places is None:
             return False
@@ -178,7 +178,7 @@ def _part_of_row(a: LocalParameter, b: LocalParameter) -> torch.Tensor:
 
 
 def initial_values(tensors: Mapping[str, Shape], seed: int) -> Read:
-    """Reads what adapters start from, the same on every layout: A uniform within +-1 / sqrt(inputs) as in peft, B zero.
+    """Reader of initial adapter values, the same on every layout: A uniform within +-1 / sqrt(inputs) as in peft, B zero.
 
     Args:
         tensors: name and shape of all adapter tensors.

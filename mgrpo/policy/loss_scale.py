@@ -21,7 +21,7 @@ GROWTH_INTERVAL = 1000
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """The scale of the next step; equal on all ranks, as what moves it is.
+    """The scale of the next step; equal on all ranks.
 
     float16 has no numbers between 0 and 6e-8, nor above 65504. So the backward pass starts from a multiple of the loss,
     which halves after each overflow and doubles after many steps without one (Micikevicius et al. 2018, arXiv 1710.03740).
@@ -34,7 +34,7 @@ class LossScale:
 
     @classmethod
     def of(cls, optimizer: MegatronOptimizer, config: TransformerConfig) -> Self:
-        """In place of those of Megatron's optimizers, for backward passes of chunks with this `config`.
+        """Replace the scales of Megatron's optimizers, for backward passes of chunks with this `config`.
 
         Megatron's would be one each for dense and for expert parameters, and fails where FSDP leaves a rank no gradient.
         """
@@ -49,9 +49,9 @@ class LossScale:
         return loss * self.value
 
     def unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Divide this rank's gradients, float32, in place; whether one of any rank is not finite.
+        """Divide this rank's gradients, float32, in place; return True if one of any rank is not finite.
 
-        Collective over all learner ranks. The norm does not say it: of gradients that ranks share it counts one copy.
+        Collective over all learner ranks. The norm cannot replace it: of gradients that ranks share it counts one copy.
         """
         found = torch.zeros(1, device=backend.device())
         if gradients:
@@ -61,10 +61,10 @@ class LossScale:
         return bool(found)
 
     def follow(self, *, is_finite: bool) -> bool:
-        """Choose the scale of the next step; whether it has fallen, as above `SMALLEST` it does unless `is_finite`.
+        """Choose the scale of the next step; return True if it has fallen, as above `SMALLEST` it does unless `is_finite`.
 
         Args:
-            is_finite: whether all gradients and their norm are.
+            is_finite: all gradients and their norm are.
         """
         before = self.value
         self.num_finite = self.num_finite + 1 if is_finite else 0
@@ -75,7 +75,7 @@ class LossScale:
         return self.value < before
 
     def state(self) -> dict[str, float]:
-        """In JSON."""
+        """State in JSON."""
         return asdict(self)
 
     def restore(self, state: Mapping[str, Any]) -> None:

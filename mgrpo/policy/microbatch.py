@@ -35,18 +35,18 @@ class PackTensors:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What a teacher says of a micro-batch's response tokens; NaN and -1 where it says nothing."""
+    """Teacher scores of a micro-batch's response tokens; NaN and -1 where there are none."""
 
     logprobs: torch.Tensor
     """`[responses]` float32, of the tokens themselves."""
     ids: torch.Tensor | None = None
-    """`[responses, k]` int32, its likeliest tokens. None: they were not asked for."""
+    """`[responses, k]` int32, its likeliest tokens. None: not requested."""
     likeliest: torch.Tensor | None = None
     """`[responses, k]` float32, the log-probabilities of `ids`."""
 
     @classmethod
     def of(cls, output: torch.Tensor, num_likeliest: int) -> Taught:
-        """From the output of a model that was asked for so many."""
+        """From the output of a teacher's pass with `num_likeliest`."""
         if not num_likeliest:
             return cls(output[0])
         logprobs, likeliest, ids = output.split((1, num_likeliest, num_likeliest))
@@ -66,30 +66,30 @@ class Microbatch:
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
     """Earlier scores by the reference ("ref") or by the policy itself ("old"), on the last stage: `[responses]`."""
     entropy: torch.Tensor | None = None
-    """From the score of the policy that `scores_entropy`, `[responses]`."""
+    """`[responses]`, from the score of the policy with `scores_entropy`."""
     keep: torch.Tensor | None = None
     """`[responses]`, a factor of the loss's policy term."""
     taught: Taught | None = None
-    """From the pack, or by a teacher beside the policy, then on the last stage only. None: nothing is learned from any."""
+    """Teacher scores from the pack, or by a teacher on the learners, then on the last stage only. None: no distillation."""
     routing: Routing = field(default_factory=dict)
     """The experts chosen in the score that recorded them; replayed in training."""
     routes: Routes | None = None
-    """Those that engines chose for this context rank's tokens, on the host; replayed in the policy's own scores and in training."""
+    """Routes of the engines for this context rank's tokens, on the host; replayed in the policy's own scores and in training."""
 
-    def with_candidates(self, temperature: float) -> Microbatch:
-        """The same, whose teacher's likeliest tokens are scored as well, at this temperature."""
+    def with_candidates(self) -> Microbatch:
+        """The same, whose teacher's likeliest tokens are scored as well."""
         if self.taught is None or self.taught.ids is None:
             return self
         indices, ids = self.response.indices, self.taught.ids
         candidates = (ids if indices is None else ids[indices]).long()
-        return replace(self, response=replace(self.response, candidates=candidates, candidate_temperature=temperature))
+        return replace(self, response=replace(self.response, candidates=candidates))
 
 
 Reported = TypeVar("Reported")
 """The report of a loss function about one micro-batch, besides the loss."""
 
 MicrobatchLoss = Callable[..., tuple[torch.Tensor, Reported]]
-"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report).
+"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, report).
 
 Where the micro-batch's teacher names its likeliest tokens, also the log-probabilities of targets and of these `[responses, 1 + k]`.
 """

@@ -51,9 +51,7 @@ class ResponseRows:
     num_likeliest: int = 0
     """The model's likeliest tokens that are wanted, in place of the entropy; only without gradients."""
     candidates: torch.Tensor | None = None
-    """`[local responses, k]` int64, tokens that are scored beside each of the targets; -1: none."""
-    candidate_temperature: float = 0.0
-    """At which candidates are scored, and each target among them; only with `candidates`."""
+    """`[local responses, k]` int64, further tokens to score for each of the targets; -1: none."""
 
 
 class HeadOptions(TypedDict):
@@ -68,7 +66,7 @@ class HeadOptions(TypedDict):
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
-    With k candidates: also the log-probabilities of target and candidates at their temperature: `[2 + 1 + k, responses]`.
+    With k candidates: also the log-probabilities of target and candidates: `[2 + 1 + k, responses]`.
     Where the k likeliest tokens are wanted: log-probability, those of the likeliest, and their ids, exact as float32 below
     2^24: `[1 + 2k, responses]`.
 
@@ -82,8 +80,8 @@ class ResponseModel(GPTModel):
         logits_chunk: above 0 the head runs on this many columns at a time, so that not even its own output is
             materialised.
         fp32_logits: its logits are those of its weight and input in fp32, without being rounded to their type.
-        trains_entropy: whether the entropy has a gradient, which costs time.
-        scores_entropy: whether there is an entropy without gradients (in scoring); if not the result is `[1, responses]`.
+        trains_entropy: the entropy has a gradient, which costs time.
+        scores_entropy: scoring also returns the entropy, without gradients; otherwise the result is `[1, responses]`.
     """
 
     def __init__(
@@ -132,8 +130,8 @@ class ResponseModel(GPTModel):
         if self.embedding_scale != 1 and embeddings is not None:
             embeddings = embeddings * self.embedding_scale
         if embeddings is not None and torch.is_grad_enabled():
-            # They want none of themselves where only adapters are trained, and Megatron's recomputation makes gradients only
-            # if its input wants one.
+            # They need none themselves where only adapters are trained, and Megatron's recomputation makes gradients only
+            # if its input needs one.
             embeddings.requires_grad_()
         return embeddings, *rest
 
@@ -177,8 +175,6 @@ class ResponseModel(GPTModel):
             # A teacher may have more padding in its vocabulary.
             candidates = response.candidates.where(response.candidates < self.shape.vocab, -1)
             targets = torch.cat((targets[:, None], candidates), 1)
-            if response.candidate_temperature != response.temperature:
-                hidden, targets, options = _at_both_temperatures(hidden, targets, response, options)
         logprobs, entropy = self._head(
             hidden,
             weight,
@@ -217,23 +213,6 @@ class ResponseModel(GPTModel):
             logits = head(hidden, weight=weight)[0].squeeze(1)
             head.sequence_parallel = sequence_parallel
         return whole(self.capped(logits), *args, **options)
-
-
-def _at_both_temperatures(
-    hidden: torch.Tensor, targets: torch.Tensor, response: ResponseRows, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Each row twice: first for its target, at the temperature of sampling, then for its candidates, at theirs."""
-    n = len(targets)
-    temperature = hidden.new_full((2 * n,), response.temperature, dtype=torch.float32)
-    temperature[n:] = response.candidate_temperature
-    alone = torch.full_like(targets, -1)
-    alone[:, 0] = targets[:, 0]
-    kept = response.kept and response.kept.twice()
-    return (
-        torch.cat((hidden, hidden)),
-        torch.cat((alone, targets)),
-        options | {"temperature": temperature, "kept": kept},
-    )
 
 
 def _call(*args: Any, op: Callable[..., Any], **options: Any) -> Any:

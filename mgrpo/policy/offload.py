@@ -12,7 +12,7 @@ from mgrpo.parallel import backend
 class Offload:
     """Storages whose memory is in host memory, or nowhere, between `offload` and `restore`.
 
-    The storages themselves stay: what views them (Megatron's buffers and optimizers, the weight sync) is valid again
+    The storages themselves stay: their views (Megatron's buffers and optimizers, the weight sync) are valid again
     afterwards, at other addresses.
     """
 
@@ -25,18 +25,18 @@ class Offload:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether there is anything to restore."""
+        """True if there is anything to restore."""
         return bool(self._moved or self._dropped)
 
     def offload(
         self, tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]
     ) -> int:
-        """Give up the memory below `tensors`, except what is also below `but`, and that below `dropped`, without its values.
+        """Free the memory below `tensors`, except that also below `but`, and that below `dropped`, without its values.
 
         May be called again before `restore`, with more.
 
         Returns:
-            Bytes of the device that were given up.
+            Bytes of the device that were freed.
         """
         stay = _storages(but)
         moved = {key: storage for key, storage in _storages(tensors).items() if key not in stay}
@@ -73,7 +73,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """By identity, those on the device that hold anything."""
+    """Storages on the device that are not empty, by identity."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == backend.device()]
     # On the CPU an array of numpy's keeps the memory that it was made from.
     return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}

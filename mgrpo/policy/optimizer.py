@@ -1,4 +1,4 @@
-"""Gradient buffers and Adam around the model's chunks, sharded as the ZeRO stage says, and the update of the weights.
+"""Gradient buffers and Adam around the model's chunks, sharded by the ZeRO stage, and the update of the weights.
 
 Unless noted, every method is collective over all learner ranks.
 """
@@ -60,7 +60,7 @@ class PolicyOptimizer:
         # Without CUDA the states are in host memory already.
         self.is_offloaded = parallel.optimizer_cpu_offload and backend.has_cuda()
         names = {p: name for name, p in parameters.live.items() if isinstance(p, torch.nn.Parameter)}
-        self.chunks = _wrap(chunks, self.layout, parallel)
+        self.chunks = _wrap(chunks, self.layout)
         self._buckets = _buckets(self.chunks) if self.layout.sharding == 1 else []
         self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel, is_offloaded=self.is_offloaded)
         self.shards = local_shards(self._megatron, self.chunks, names)
@@ -119,7 +119,7 @@ class PolicyOptimizer:
             bucket.start_param_sync()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights have come that the last update gathers; see `overlap_param_gather`. Not collective.
+        """Wait until all weights have come that the last update gathers. Not collective.
 
         A forward pass waits by itself, module by module. `shards` are this rank's own part and always current.
         """
@@ -194,12 +194,12 @@ class PolicyOptimizer:
             shard.gradient.copy_(whole.view(-1)[shard.start : shard.start + len(shard.main)])
 
 
-def _wrap(chunks: Sequence[ResponseModel], layout: Layout, parallel: Parallel) -> list[WrappedChunk]:
-    """Gradient buffers around the model's chunks, sharded as the stage says."""
+def _wrap(chunks: Sequence[ResponseModel], layout: Layout) -> list[WrappedChunk]:
+    """Gradient buffers around the model's chunks, sharded by the stage."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=parallel.overlap_grad_reduce or layout.sharding >= 2,
-        overlap_param_gather=parallel.overlap_param_gather and layout.sharding == 1,
+        overlap_grad_reduce=True,
+        overlap_param_gather=layout.sharding == 1,
         use_distributed_optimizer=layout.sharding > 0,
         num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
     )
@@ -214,7 +214,7 @@ def _wrap(chunks: Sequence[ResponseModel], layout: Layout, parallel: Parallel) -
         ]
         if config.overlap_param_gather:
             _wait_before_use(wrapped)
-    # Gradients are summed once, after the last micro-batch: the schedule must say which one that is.
+    # Gradients are summed once, after the last micro-batch: the schedule must name it.
     no_sync = [chunk.no_sync for chunk in wrapped]
     wrapped[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
@@ -265,7 +265,7 @@ def _shard(
     )
     # In one bucket ZeRO-2 would have all gradients whole at once.
     config.bucket_size = largest_layer
-    # What is gathered at a time: the layer in use and the next one. Megatron's default is at least a billion elements.
+    # Gathered at a time: the layer in use and the next one. Megatron's default is at least a billion elements.
     config.suggested_communication_unit_size = 2 * largest_layer
     for chunk in chunks:
         yield fsdp.FullyShardedDataParallel(chunk.config, config, chunk)

@@ -1,4 +1,4 @@
-"""This rank's live parameters as boxes of HF tensors, and which boxes each of the other ranks holds."""
+"""This rank's live parameters as boxes of HF tensors, and the boxes that each other rank holds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KindAndBox = tuple[int, Box]
 
 
 class ShardedParameters:
-    """This rank's live parameters, seen as boxes of HF tensors through the rule table."""
+    """This rank's live parameters, as boxes of HF tensors through the rule table."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
         self.shape, self.layout = shape, layout
         coordinate, places = layout.coordinate(rank), local_parameters(shape, layout, rank)
         self.live: dict[str, torch.Tensor] = {}
-        """Each parameter under its name in the rule table, and each buffer that the table knows: what is never trained."""
+        """Each parameter under its name in the rule table, and each buffer that the table lists: those are never trained."""
         for index, chunk in enumerate(chunks):
             first_layer = layout.chunk_layers(shape.num_layers, coordinate.pipeline, index).start
             for name, parameter in chunk.named_parameters():
@@ -41,7 +41,7 @@ class ShardedParameters:
                 if (own := global_name(name, first_layer)) in places
             }
         self.places = places
-        """For each parameter what the rule table says it holds."""
+        """Place of each parameter in the rule table."""
         if self.live.keys() != self.places.keys():
             raise AssertionError(f"model and rule table differ in {sorted(self.live.keys() ^ self.places.keys())}")
         for name, place in self.places.items():
@@ -50,11 +50,11 @@ class ShardedParameters:
         self.model = tuple(self.places)
         """Names of the model's own parameters; `added` are those of adapters."""
         self.frozen = tuple(name for name in self.model if not isinstance(self.live[name], torch.nn.Parameter))
-        """Those that are never trained."""
+        """Names of tensors that are never trained."""
         self.added: list[str] = []
 
     def add(self, name: str, parameter: torch.nn.Parameter, place: LocalParameter) -> None:
-        """A parameter beside the model's own, which holds boxes of other tensors."""
+        """Add a parameter other than the model's own, which holds boxes of other tensors."""
         assert tuple(parameter.shape) == place.shape, (name, tuple(parameter.shape), place.shape)
         self.live[name], self.places[name] = parameter, place
         self.added.append(name)
@@ -93,7 +93,7 @@ class ShardedParameters:
 
 
 def _readers(targets: Mapping[str, torch.Tensor]) -> dict[str, tuple[dist.ProcessGroup, int]]:
-    """For each parameter the ranks that hold the same, and which of them reads it: the one with the fewest bytes so far."""
+    """Ranks that hold the same for each parameter, and the one that reads it: that with the fewest bytes so far."""
     loads: dict[dist.ProcessGroup, list[int]] = {}
     found = {}
     for name, target in targets.items():
@@ -122,9 +122,9 @@ def global_name(name: str, first_layer: int) -> str:
 
 
 def gather_held(boxes: Iterable[Box], tensors: Tensors, group: dist.ProcessGroup) -> HeldBoxes:
-    """Which rank holds which boxes. All ranks of `group`, on the CPU, must call.
+    """Boxes held by each rank. All ranks of `group`, on the CPU, must call.
 
-    Of ranks that hold the same the first one says what that is: the others send a hash.
+    Of ranks that hold the same the first one sends its boxes: the others send a hash.
     """
     own = tensors.rows(boxes)
     mark = np.frombuffer(hashlib.sha256(own.tobytes()).digest(), dtype=np.int64)

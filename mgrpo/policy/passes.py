@@ -44,12 +44,12 @@ def forward_backward(
     *,
     routing: RoutingReplay,
 ) -> list[Reported]:
-    """Add up the gradients of all micro-batches; return what `loss` reports for each."""
+    """Add up the gradients of all micro-batches; return the report of `loss` for each."""
 
     def use(microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Reported]:
         candidates = (output[2:].t(),) if len(output) > 2 else ()
         value, reported = loss(output[0], output[1], microbatch, *candidates)
-        # Megatron wants a count of tokens to divide by. Nothing divides by it: the loss has its global denominator.
+        # Megatron needs a count of tokens to divide by. Nothing divides by it: the loss has its global denominator.
         return value, torch.zeros((), dtype=torch.int, device=value.device), reported
 
     return _run(chunks, microbatches, use, routing=routing, replays=True, forward_only=False)

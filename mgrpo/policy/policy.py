@@ -1,7 +1,7 @@
 """The policy: a model on Megatron's axes with its optimizer. It scores packs, trains and exposes its weights.
 
-It does not know GRPO: `train_step` is given a loss over log-probabilities whose sum is already divided by the global
-denominator, and Megatron is told not to divide again. Every method is collective over all learner ranks.
+It is independent of GRPO: `train_step` takes a loss over log-probabilities whose sum is already divided by the global
+denominator, and Megatron does not divide again. Every method is collective over all learner ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepResult(Generic[Reported]):
     loss_scale: float | None = None
     """Factor of the loss; None except in float16."""
     has_overflowed: bool = False
-    """Whether the step was skipped and the next one has a smaller loss scale."""
+    """True if the step was skipped and the next one has a smaller loss scale."""
 
 
 class Policy:
@@ -124,11 +124,11 @@ class Policy:
         self.parameters.load(self.parameters.added, read)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within this the policy is the model without its adapters, if it has any. Not collective."""
+        """Disable the adapters within the block, if the policy has any. Not collective."""
         return self.adapters.off() if self.adapters else nullcontext()
 
     def prepare_training(self, settings: OptimizerSettings, *, num_optimizer_steps: int) -> None:
-        """Make gradient buffers and the optimizer, sharded as `layout.zero_stage` says."""
+        """Make gradient buffers and the optimizer, sharded by `layout.zero_stage`."""
         self.optimizer_steps = self.num_updates = 0
         self.optimizer = PolicyOptimizer(
             self.chunks,
@@ -173,7 +173,7 @@ class Policy:
             yield from self.parameters.boxes(self.parameters.model)
 
     def sync_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
-        """Every box that engines have of this rank's: of the model, and of A and scale B where they are not merged; see `live_boxes`."""
+        """Every box of this rank that engines hold: of the model, and of A and scale B where they are not merged; see `live_boxes`."""
         if self.adapters and are_apart(self.lora):
             self.wait_for_weights()
             yield from self.parameters.boxes(self.parameters.model)
@@ -187,17 +187,17 @@ class Policy:
         yield from self.parameters.boxes(self.parameters.added)
 
     def wait_for_weights(self) -> None:
-        """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
+        """Call before reading weights through views taken before the last update. Not collective."""
         if self.optimizer:
             self.optimizer.wait_for_weights()
 
     def offload(self, *, keep_boxes: bool = False) -> int:
-        """Give up this rank's device memory for parameters, gradients, masters and moments until `restore`. Not collective.
+        """Free this rank's device memory of parameters, gradients, masters and moments until `restore`. Not collective.
 
         Args:
-            keep_boxes: what the views of `boxes` read stays; a second call may give that up as well.
+            keep_boxes: memory behind the views of `boxes` stays; a second call may free it as well.
         Returns:
-            Bytes of the device that were given up.
+            Bytes of the device that were freed.
         """
         self.wait_for_weights()
         stay: list[torch.Tensor] = []
@@ -213,7 +213,7 @@ class Policy:
         return self._offload.offload(self.state_memory() + parameters, but=stay, dropped=dropped)
 
     def state_memory(self) -> list[torch.Tensor]:
-        """Tensors over all memory of what is kept besides parameters and gradients. Not collective."""
+        """Tensors over all memory of the optimizer's states, without parameters and gradients. Not collective."""
         return self.optimizer.state_memory() if self.optimizer else []
 
     def restore(self) -> None:
@@ -247,8 +247,8 @@ class Policy:
     def score(self, microbatches: Sequence[Microbatch], name: str, *, replays_routing: bool = False) -> None:
         """Log-probabilities under the current weights, stored in `microbatch.logprobs[name]` on the last stage.
 
-        With `replays_routing` under the same experts as a later `train_step` on these micro-batches, as far as `routing_replay` says:
-        those of the engines, or those that are chosen here.
+        With `replays_routing` under the same experts as a later `train_step` on these micro-batches, as `routing_replay` selects:
+        those of the engines, or those chosen here.
         """
         if replays_routing and self.parallel.routing_replay == "learner":
             self.routing.record()
@@ -263,11 +263,11 @@ class Policy:
     def teach(
         self, microbatches: Sequence[Microbatch], *, num_likeliest: int = 0, temperature: float | None = None
     ) -> list[Taught]:
-        """What this model says of the micro-batches' tokens, of each; empty before the last stage.
+        """Scores of the micro-batches' tokens under this model as teacher, for each; empty before the last stage.
 
         Args:
-            num_likeliest: its likeliest tokens that are wanted beside their own; of the kept set where there are sets.
-            temperature: what its logits are divided by, whatever the micro-batches say; None: its own.
+            num_likeliest: likeliest tokens to return besides the own ones; from the sampling mask where there is one.
+            temperature: divisor of its logits, whatever the micro-batches give; None: its own.
         """
         divisor = temperature or self.temperature
         asked = [
@@ -281,17 +281,11 @@ class Policy:
         self,
         microbatches: Sequence[Microbatch],
         loss: MicrobatchLoss[Reported],
-        *,
-        candidate_temperature: float | None = None,
     ) -> StepResult[Reported]:
-        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step.
-
-        Args:
-            candidate_temperature: at which the likeliest tokens of teachers are scored; None: that of sampling.
-        """
+        """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
         assert self.optimizer is not None, "call prepare_training first"
         self.optimizer.zero_gradients()
-        microbatches = [batch.with_candidates(candidate_temperature or self.temperature) for batch in microbatches]
+        microbatches = [batch.with_candidates() for batch in microbatches]
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
         loss_scale = self.loss_scale.value if self.loss_scale else None

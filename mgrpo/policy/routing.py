@@ -20,7 +20,7 @@ from mgrpo.parallel.moe.choices import Choices
 from mgrpo.types import Routes
 
 Routing = dict[int, list[torch.Tensor]]
-"""For each chunk of this rank the choices of its routers, each `[tokens, top_k]` int64."""
+"""Choices of the routers of each chunk of this rank, each `[tokens, top_k]` int64."""
 
 
 class RoutingReplay:
@@ -40,7 +40,7 @@ class RoutingReplay:
         mixtures = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
         held = [layout.chunk_layers(shape.num_layers, coordinate.pipeline, chunk) for chunk in range(len(chunks))]
         self.columns = [[mixtures.index(layer) for layer in layers if layer in mixtures] for layers in held]
-        """For each chunk the places of its routers among all of the model's."""
+        """Places of each chunk's routers among all of the model's."""
         self.share = layout.tensor if layout.sequence_parallel else 1
         self.part = coordinate.tensor if layout.sequence_parallel else 0
         self.num_layers = len(mixtures)
@@ -62,7 +62,7 @@ class RoutingReplay:
         return [choice for choice in found if choice is not None]
 
     def of(self, chunk: int, routes: Routes) -> list[torch.Tensor]:
-        """The choices of one chunk's routers, -1 where `routes` say nothing.
+        """Choices of one chunk's routers, -1 where `routes` are unknown.
 
         Args:
             routes: `[tokens, MoE layers, top_k]`, of this context rank's tokens and all layers of the model.

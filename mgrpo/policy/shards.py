@@ -1,6 +1,6 @@
 """The shards of this rank's optimizer: for each parameter the run of elements it updates, whatever the ZeRO stage.
 
-Megatron keeps these runs in a different place for each of its optimizers; the rest of the package sees only `Shard`.
+Megatron keeps these runs in a different place for each of its optimizers; the rest of the package uses only `Shard`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shard:
     """The parameter's name in the rule table."""
     start: int
     main: torch.Tensor
-    """`[n]` float32, what the optimizer updates."""
+    """`[n]` float32, the values that the optimizer updates."""
     parameter: torch.Tensor
     """The optimizer's own parameter, which gradient and state belong to."""
     optimizer: torch.optim.Optimizer
@@ -86,7 +86,7 @@ class Shard:
 
 
 def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that this one consists of: for dense parameters, and for experts with data ranks of their own."""
+    """The optimizers that this one consists of: for dense parameters, and for experts with separate data-parallel ranks."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

@@ -1,4 +1,4 @@
-"""The models beside the policy, which no loss trains: the reference and teachers, some of which follow the policy."""
+"""The models other than the policy, which no loss trains: the reference and teachers, some of which follow the policy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class UntrainedPolicy(Policy):
 
     @property
     def has_moved(self) -> bool:
-        """Whether there are float32 copies: it has moved in this run or before the state that was loaded."""
+        """True if there are float32 copies: it has moved in this run or before the state that was loaded."""
         return bool(self._masters)
 
     def load_masters(self, read: Read) -> None:
-        """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
+        """Load as `load`, and keep the values in float32 for `move_towards`."""
         places, live = self.parameters.places, self.parameters.live
         self._masters = {name: torch.empty(place.shape, device=backend.device()) for name, place in places.items()}
         self.parameters.load(places, read, into=self._masters)

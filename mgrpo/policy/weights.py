@@ -17,7 +17,7 @@ Read = Callable[[Box], torch.Tensor]
 
 
 def parameter_rows(parameter: LocalParameter, rows: Box, dtype: torch.dtype, read: Read) -> torch.Tensor:
-    """Whole rows of a parameter, put together from HF tensors of the same type; what no piece covers is 0."""
+    """Whole rows of a parameter, assembled from HF tensors of the same type; elements that no piece covers are 0."""
     values = torch.zeros(rows.shape, dtype=dtype)
     for piece in parameter.pieces:
         common = rows.intersect(piece.place)

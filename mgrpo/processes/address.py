@@ -18,10 +18,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address(towards: str) -> str:
-    """This machine's IPv4 address on the way to `towards`, a name or an address. Nothing is sent.
+    """This machine's IPv4 address on the route to `towards`, a name or an address. Nothing is sent.
 
     Raises:
-        OSError: the name is unknown, or there is no way.
+        OSError: the name does not resolve, or there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
         try:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """One thread that runs the tasks it is given, in order.
+    """One thread that runs its tasks in order.
 
     A `ThreadPoolExecutor` would be joined at the end of the process, which then waits for a call that hangs.
     """
@@ -26,13 +26,13 @@ class Background:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """The result of `task`, or what it raises."""
+        """Queue `task`; the future has its result or its exception."""
         done: Future[T] = Future()
         self._work.put((done, task))
         return done
 
     def close(self) -> None:
-        """End the thread after the tasks that it was given."""
+        """End the thread after the queued tasks."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -49,11 +49,11 @@ class Background:
 
 @contextmanager
 def announced(what: str, limit: str, *, first_s: float | None = None) -> Iterator[None]:
-    """Print what the block waits for when it has run for a minute, then after two, four, eight minutes ...
+    """Print the reason for a wait when the block has run for a minute, then after two, four, eight minutes ...
 
     Args:
         what: as in "waiting for `what` since 60 s".
-        limit: how long that may take.
+        limit: text about the wait's limit.
     """
     done = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Processes of other machines that join a run to be asked in JSON lines, as child processes are.
+"""Processes of other machines that join a run to answer questions in JSON lines, like child processes.
 
-Rank 0 has a `Door`; the other side calls `join`, and answers on the connection that it gets. Either proves nothing else than that
-it knows the run's secret; what travels is not encrypted.
+Rank 0 has a `Door`; the other side calls `join`, and answers on the resulting connection. Each side proves only that it
+holds the run's secret; messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Distant(AskingEnd):
 
     @property
     def how_it_ended(self) -> str:
-        """The end of a sentence about the process: how it ended, or what it did wrong."""
+        """Predicate of a sentence about the process: its end or its fault."""
         return self.fault or "closed its connection"
 
     def end(self) -> None:
-        """Close the connection, by which it knows that nothing more is asked. Any thread may call."""
+        """Close the connection, which ends the other process's work. Any thread may call."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -46,15 +46,15 @@ class Distant(AskingEnd):
 
 
 class Door:
-    """Where processes of other machines come in. All calls in the thread of one event loop; always `close` it."""
+    """Listener for processes of other machines. All calls in the thread of one event loop; always `close` it."""
 
     def __init__(
         self, listener: socket.socket, *, secret: str, on_joined: Callable[[Distant], None], max_line_bytes: int
     ) -> None:
         """
         Args:
-            listener: at which others are taken from now on.
-            secret: which they must know.
+            listener: socket that accepts them from now on.
+            secret: that they must prove.
             max_line_bytes: see `AskingEnd`.
         """
         listener.setblocking(False)
@@ -65,7 +65,7 @@ class Door:
             max_line_bytes,
         )
         self._strangers: dict[asyncio.Task[None], None] = {}
-        """Those that have proved nothing yet, the oldest first."""
+        """Connections without a proof yet, the oldest first."""
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
@@ -123,11 +123,11 @@ async def _answer(connection: socket.socket, welcome: dict[str, object]) -> byte
 
 
 def join(address: tuple[str, int], *, secret: str, timeout_s: float) -> socket.socket:
-    """A connection to the door that is opened there in time. One that closes before a first question was refused.
+    """Connection to the listener at `address`, once it is open. One that closes before a first question was refused.
 
     Raises:
-        TimeoutError: nobody has opened it.
-        ValueError: what answers is no door.
+        TimeoutError: it was not open in time.
+        ValueError: another kind of server answers.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,6 +1,6 @@
-"""A program with a guard: whatever ends it, everything that it has started ends as well. Standard library only.
+"""A program with a guard: however it ends, all its descendants end as well. Standard library only.
 
-`die_with_parent` ends one process. What that one has started would go on, and a process that hangs or is killed cannot end it.
+`die_with_parent` ends one process. Its descendants would go on, and a process that hangs or is killed cannot end them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _end_descendants() -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Take note of processes that have ended; returns how the child did, None while it runs."""
+    """Reap processes that have ended; return the child's wait status, None while it runs."""
     while (ended := os.waitpid(-1, os.WNOHANG))[0]:
         if ended[0] == child:
             return ended[1]

@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 _CHUNK = 1 << 16
 _EXIT_LIMIT_S = 5.0
-"""How long a process may take to exit after the end of its output."""
+"""Seconds that a process may take to exit after the end of its output."""
 
 
 class ChildError(RuntimeError):
@@ -34,7 +34,7 @@ class ChildError(RuntimeError):
 
 
 class AskingEnd:
-    """The end of two pipes that asks. They never block it, whatever the other end does."""
+    """The asking end of two pipes. They never block it, whatever the other end does."""
 
     def __init__(self, questions: IO[bytes], answers: IO[bytes], *, max_line_bytes: int) -> None:
         """
@@ -46,18 +46,18 @@ class AskingEnd:
         for pipe in (questions, answers):
             os.set_blocking(pipe.fileno(), False)
         self.is_over = False
-        """Whether no further answer will come."""
+        """True if no further answer will come."""
         self.heard_at = time.monotonic()
-        """When it last answered, or was asked while idle."""
+        """Time of its last answer, or of a request while idle."""
         self.fault = ""
-        """What the other end did wrong; the end of a sentence about it."""
+        """Protocol error of the other end; the predicate of a sentence about it."""
         self._max_line_bytes = max_line_bytes
         self._num_unanswered = 0
         self._outgoing, self._incoming = bytearray(), bytearray()
         self._answers: deque[Message] = deque()
 
     def send(self, questions: Iterable[Message]) -> None:
-        """Queue the questions, and write what the pipe takes now."""
+        """Queue the questions, and write as much as the pipe takes now."""
         if not self._num_unanswered:
             self.heard_at = time.monotonic()
         for question in questions:
@@ -72,7 +72,7 @@ class AskingEnd:
         return arrived
 
     def close_pipes(self) -> None:
-        """Let go of the other end, as of a process that belongs to the parent of this one, which was forked."""
+        """Close the pipes without ending the process, which belongs to the parent of this forked one."""
         self.is_over = True
         self._questions.close()
         self._replies.close()
@@ -85,7 +85,7 @@ class AskingEnd:
         return reading | {self._questions.fileno(): select.POLLOUT} if self._outgoing else reading
 
     def pump(self) -> None:
-        """Write and read what the pipes take and give now."""
+        """Write and read as much as the pipes take and hold now."""
         self._write()
         self._read()
 
@@ -96,11 +96,11 @@ class AskingEnd:
         except BlockingIOError:
             pass
         except OSError:
-            # It died; the end of its output says so.
+            # It died, as the end of its output shows.
             self._outgoing.clear()
 
     def _read(self) -> bool:
-        """Take one chunk of what it has written; False if there is nothing now."""
+        """Read one chunk of its output; False if there is none now."""
         try:
             chunk = os.read(self._replies.fileno(), _CHUNK)
         except BlockingIOError:
@@ -168,7 +168,7 @@ class Child(AskingEnd):
 
     @property
     def how_it_ended(self) -> str:
-        """The end of a sentence about the process: how it ended, or what it did wrong."""
+        """Predicate of a sentence about the process: its exit status or its fault."""
         if self.fault:
             return self.fault
         try:
@@ -213,7 +213,7 @@ class Child(AskingEnd):
 
 
 def exchange(children: Sequence[Child], timeout_s: float | None) -> None:
-    """Wait until a pipe of any of the children is ready, then write and read what the pipes take and give."""
+    """Wait until a pipe of any of the children is ready, then write and read as much as the pipes take and hold."""
     poll = select.poll()
     by_pipe: dict[int, Child] = {}
     for child in children:
@@ -239,13 +239,13 @@ def serve(answer: Callable[[Message], Message]) -> None:
 
 
 def limit_memory(mebibytes: int) -> None:
-    """Have allocations of this process fail beyond so much address space."""
+    """Make allocations of this process fail beyond so much address space."""
     limit = mebibytes * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def take_standard_streams() -> tuple[BinaryIO, int]:
-    """The pipes for questions and answers; whatever else is printed goes to stderr from now on, and stdin is empty."""
+    """The pipes for questions and answers; other prints go to stderr from now on, and stdin is empty."""
     questions, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -16,7 +16,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signal_number` to this process when its parent dies.
+    """Make the kernel send `signal_number` to this process when its parent dies.
 
     The kernel watches the thread that forked this process: call it only where that thread lives as long as its process.
     """
@@ -25,11 +25,11 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal_number)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal_number)
 
 
-# Not by a folder on PYTHONPATH: what lies beside this package may be for another interpreter, and would hide the user's
+# Not by a folder on PYTHONPATH: packages beside this one may be for another interpreter, and would hide the user's
 # modules of the same names.
 _ALONE = """
 import importlib.util, runpy, sys
@@ -54,7 +54,7 @@ def start_program(
     Args:
         environment: the variables that the program may see; `settings` override them, and OpenMP gets one thread.
         folders: further folders in which it finds modules.
-        python: the interpreter, with packages of its own, which PYTHONPATH is not for; None: this one.
+        python: an interpreter with other packages, for which PYTHONPATH is not set from this process's; None: this one.
     """
     package = Path(__file__).resolve().parents[1]
     # Processes that multiprocessing spawns get sys.path, and may need this package where it is not installed.
@@ -72,7 +72,7 @@ def start_program(
         stdout=subprocess.PIPE,
         bufsize=0,
         env={**environment, **own, **settings},
-        # Ctrl-C reaches only the run, which ends its programs; and killing the session reaches what they have started.
+        # Ctrl-C reaches only the run, which ends its programs; and killing the session reaches their children.
         start_new_session=True,
     )
 
@@ -83,7 +83,7 @@ def ending(exit_code: int) -> str:
 
 
 def adopt_orphans() -> None:
-    """Have the kernel give this process every descendant whose own parent ends, including those that left its session."""
+    """Make the kernel reparent to this process every descendant whose own parent ends, including those that left its session."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -99,10 +99,7 @@ def children(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int, *, rounds: int = 100) -> int:
-    """Kill all descendants of `pid`, which adopts orphans or is stopped; returns how many.
-
-    Every process is stopped when it is found, so that one that forks without end cannot outrun the search.
-    """
+    """Kill all descendants of `pid`, which adopts orphans or is stopped; returns their number."""
     killed: set[int] = set()
     for _ in range(rounds):
         met = [pid]

@@ -13,7 +13,7 @@ _CREDENTIALS = struct.Struct("3i")
 def listen(backlog: int) -> tuple[socket.socket, str]:
     """A listening socket and its name, which is random: it cannot mean another listener on another machine.
 
-    The user's number is part of it: another user's process can tell that it need not ask.
+    The user's number is part of it, so that another user's process need not connect.
     """
     name = f"mgrpo-{os.geteuid()}-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -39,6 +39,6 @@ def connect(name: str, *, timeout_s: float) -> socket.socket:
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Whether the other end runs as this user: every user of the machine can see the names of sockets."""
+    """True if the other end runs as this user: every user of the machine can see the names of sockets."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()

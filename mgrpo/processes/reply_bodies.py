@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator, Mapping
 PLAIN = {"Accept-Encoding": "identity"}
 """Headers of requests whose replies `plain_body` reads: of a compressed reply a few kilobytes become gigabytes."""
 
+KEEP_ALIVE_S = 2.0
+"""Seconds for which a client reuses an idle connection: a server closes it after 5 s (uvicorn) or more, and a call on a connection
+that has just been closed fails."""
+
 
 async def plain_body(headers: Mapping[str, str], pieces: AsyncIterator[bytes], most_bytes: int) -> bytes:
     """The body of a reply.
 
     Args:
-        headers: the reply's, in which case does not matter.
+        headers: the reply's, with case-insensitive names.
         pieces: of the body as it was sent.
     Raises:
-        ValueError: it is compressed or longer than `most_bytes`; whoever asked closes the connection.
+        ValueError: it is compressed or longer than `most_bytes`; the caller closes the connection.
     """
     encoding = headers.get("Content-Encoding", "identity")
     if encoding != "identity":

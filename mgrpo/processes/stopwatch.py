@@ -1,4 +1,4 @@
-"""A stopwatch: the time for which something has gone on, in several stretches."""
+"""A stopwatch for the total time of several stretches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Stopwatch:
-    """Adds up the time for which it runs. It stands still at first."""
+    """Adds up the time for which it runs; stopped at first."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -1,8 +1,8 @@
 """JSON messages over TCP, one object a line, between the processes of a run; one thread reads all connections of a process.
 
-The process that listens has the number 0, the others have numbers of their own. It sends each connection a welcome, and the other
-end answers with its number and a proof that it knows the secret. Until a first message has followed, the connection is a
-stranger's: there are at most `MAX_STRANGERS`, the oldest is closed for a new one, each has `GREETING_S` in all, and nothing but the
+The listening process has the number 0, the others further numbers. It sends each connection a welcome, and the other
+end answers with its number and a proof that it holds the secret. Until a first message has followed, the connection is a
+stranger's: there are at most `MAX_STRANGERS`, the oldest is closed for a new one, each has `GREETING_S` in all, and only the
 proof is read of its first `MAX_PROOF_BYTES`. Standard library only.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 Message = dict[str, Any]
 Refusal = Callable[[int, bool], Message]
-"""Given a number and whether its proof is right: the answer to a connection that is refused; empty: it is admitted."""
+"""Number and validity of its proof -> the answer to a refused connection; empty: it is admitted."""
 
 MAX_LINE_BYTES = 1 << 20
 """A longer message ends its connection."""
@@ -31,18 +31,18 @@ MAX_STRANGERS = 128
 GREETING_S = 10.0
 ROUND_S = 0.5
 SILENCE_S = 30
-"""How long a machine may not answer the kernel's probes before its connection is closed."""
+"""Seconds without an answer to the kernel's probes after which a connection is closed."""
 _PROOF = re.compile(rb"([0-9]{1,9}) ([0-9a-f]{64})")
 _CHUNK = 1 << 16
 
 
 class TcpLink:
-    """One connection. Any thread may `send`; what comes is given to the `TcpLinks` that made it."""
+    """One connection. Any thread may `send`; received messages go to the `TcpLinks` that made it."""
 
     def __init__(self, connection: socket.socket, number: int | None = None) -> None:
         """
         Args:
-            number: the other end's; None until it has said it.
+            number: the other end's; None until its proof.
         """
         self.connection, self.number = connection, number
         self.buffer = bytearray()
@@ -65,7 +65,7 @@ class TcpLink:
         self._write(f"{number} {_proof(secret, nonce, number)}".encode())
 
     def refuse(self, answer: Message) -> None:
-        """Send a last message. What still comes is not read as messages."""
+        """Send a last message. Later input is not read as messages."""
         self.is_refused = True
         self.send(answer)
         with contextlib.suppress(OSError):
@@ -103,9 +103,9 @@ class TcpLinks:
 
         Args:
             name: the thread's.
-            on_lost: a connection of which a message has come, or that was joined, has ended.
+            on_lost: called with an admitted or joined connection that has ended.
             on_round: called after each round of reading, at least every `round_s` seconds.
-            on_error: the thread has ended with an error; None: as any thread that does.
+            on_error: called with the error that ended the thread; None: the thread raises it.
             send_s: limit of one `send`.
         """
         self.on_message, self.on_lost, self.on_round, self.on_error = on_message, on_lost, on_round, on_error
@@ -116,7 +116,7 @@ class TcpLinks:
         self._selector = selectors.DefaultSelector()
         self._links: dict[TcpLink, None] = {}
         self._strangers: dict[TcpLink, None] = {}
-        """Those of `_links` that have not been admitted, the oldest first."""
+        """Links that have not been admitted, the oldest first."""
         self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -124,7 +124,7 @@ class TcpLinks:
         """Take connections.
 
         Args:
-            secret: known to all processes of the run; None: any process that reaches the port may take part.
+            secret: shared by all processes of the run; None: any process that reaches the port may take part.
         """
         listener.setblocking(False)
         self._listener, self._secret, self._refusal = listener, secret, refusal
@@ -141,7 +141,7 @@ class TcpLinks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more. The connections stay open, so that what was sent last arrives. Any thread may call."""
+        """Read no more. The connections stay open, so that the last messages arrive. Any thread may call."""
         self._has_stopped.set()
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class TcpLinks:
             return
         try:
             self._take(link, data, limit)
-        except Exception:  # whatever has come: it must not end the thread
+        except Exception:  # no input may end the thread
             self._drop(link)
 
     def _take(self, link: TcpLink, data: bytes, limit: int) -> None:
@@ -234,11 +234,11 @@ class TcpLinks:
 
 
 def reach(address: tuple[str, int], *, timeout_s: float) -> tuple[TcpLink, str, bool]:
-    """A connection with the process that listens there; the nonce of its welcome, and whether it has a secret.
+    """Connection with the process that listens there, the nonce of its welcome, and True if it has a secret.
 
     Raises:
         OSError: it does not answer in that time.
-        ValueError: what answers is something else.
+        ValueError: another kind of server answers.
     """
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection(address, timeout=timeout_s)
@@ -246,7 +246,7 @@ def reach(address: tuple[str, int], *, timeout_s: float) -> tuple[TcpLink, str, 
         line = b""
         while not line.endswith(b"\n"):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            # One at a time: what follows the line is not for here.
+            # One at a time: later bytes are not for this function.
             data = connection.recv(1)
             if not data:
                 raise ConnectionResetError("the connection was closed")
@@ -264,7 +264,7 @@ def reach(address: tuple[str, int], *, timeout_s: float) -> tuple[TcpLink, str, 
 
 
 def number_of(line: bytes) -> int:
-    """The number that the other end has said; ValueError if it is no proof."""
+    """Number in the other end's proof; ValueError if it is not a proof."""
     found = _PROOF.fullmatch(line)
     if found is None:
         raise ValueError("no proof")
@@ -272,13 +272,13 @@ def number_of(line: bytes) -> int:
 
 
 def is_proof(line: bytes, secret: str | None, nonce: str) -> bool:
-    """Whether an answer to the welcome shows that the other end knows the secret."""
+    """True if an answer to the welcome proves that the other end holds the secret."""
     found = _PROOF.fullmatch(line)
     return found is not None and hmac.compare_digest(found[2], _proof(secret, nonce, int(found[1])).encode())
 
 
 def notice_silence(connection: socket.socket) -> None:
-    """Have the kernel close it `SILENCE_S` seconds after the other machine has gone silent."""
+    """Make the kernel close it `SILENCE_S` seconds after the other machine has gone silent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", SILENCE_S // 3),

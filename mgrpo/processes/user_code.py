@@ -1,4 +1,4 @@
-"""Code of the user's own: modules, by a dotted name or by the path of a file, and where in it an error lies."""
+"""A user's code: modules, by a dotted name or by the path of a file, and the frames of its errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_FRAMES = 8
 
 
 def user_module(subject: str, home: str, *, missing: str, raised: str = "", takes_files: bool = True) -> ModuleType:
-    """The module, whose code runs here, once per process.
+    """Import the module, whose code runs here, once per process.
 
     Args:
         subject: how an error's text begins.
         home: `package.module`, or the path of a file that ends in `.py`.
         missing: the sentence about a module that does not exist, with {name} for its name or {err} for Python's words.
-        raised: what to add where its code raises.
+        raised: text to add if its code raises.
         takes_files: `home` may be a path.
     Raises:
         ValueError: there is no such file or module, or its code raises.
@@ -41,9 +41,9 @@ def user_module(subject: str, home: str, *, missing: str, raised: str = "", take
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user's has failed or done what it must not. The message is one sentence; `where` is added as a note.
+    """A user's code has failed or done something forbidden. The message is one sentence; `where` is added as a note.
 
-    Frames of this package and of installed ones would hide the line that its author looks for.
+    Frames of this package and of installed ones would hide the line that its author needs.
     """
 
     def __init__(self, message: str, where: str) -> None:
@@ -52,7 +52,7 @@ class UserCodeError(RuntimeError):
 
 
 def own_frames(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost frames of the user's own code as Python prints them; the innermost of all where there is none."""
+    """Innermost frames of the user's own code as Python prints them; without any, the innermost of all."""
     own = [frame for frame in stack if not _is_installed(frame.filename)]
     return "".join(traceback.format_list(own[-_MOST_FRAMES:] or stack[-1:])).rstrip()
 

@@ -1,4 +1,4 @@
-"""The environment variables that other programs may see: few where untrusted text is met, no keys elsewhere. Standard library only."""
+"""The environment variables that other programs may see: few for programs with untrusted text, no keys for others. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEY = re.compile(
 
 
 def is_key(name: str) -> bool:
-    """Whether the name of a variable says that it holds a key of another service than Ray and the Hub.
+    """True if a variable's name is that of a key of another service than Ray and the Hub.
 
-    For programs that run no untrusted text and need whatever else is set: drivers, compilers and networks read too many variables.
+    For programs that run no untrusted text and need all other variables: drivers, compilers and networks read too many.
     Engines download models, which may be private.
     """
     return _KEY.fullmatch(name) is not None

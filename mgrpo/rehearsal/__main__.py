@@ -30,7 +30,7 @@ _recorders: list[Recorder] = []
 
 
 def prepare(memory_bytes: int, *, stands_in: bool = False) -> None:
-    """Make this process one that rehearses, with nothing else.
+    """Set this process up to rehearse, and for nothing else.
 
     Args:
         stands_in: for Transformer Engine, see `needs_stand_in`.
@@ -46,13 +46,13 @@ def prepare(memory_bytes: int, *, stands_in: bool = False) -> None:
 
 
 def needs_stand_in(config: Config) -> bool:
-    """Whether the run's layers are Transformer Engine's, which is not here or needs a GPU."""
+    """True if the run's layers are Transformer Engine's, which is absent here or needs a GPU."""
     settings = config.parallel
     return uses_transformer_engine(settings, has_cuda=True) or settings.fp8 != "none" or settings.tp_comm_overlap
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The findings of the rehearsal, or under `error` why the step failed and under `at` where."""
+    """Result of the rehearsal; of a failed step, `error` and `at`, its place."""
     from mgrpo.rehearsal.rehearsed_step import RehearsalJob, rehearse
 
     config = parse(request["argv"])
@@ -92,7 +92,7 @@ def _where(err: BaseException) -> list[str]:
 
 
 def serve(requests: Iterable[str], found: TextIO) -> None:
-    """Answer all requests; the first one's memory is the device's. Where none can be answered, `refused` says why."""
+    """Answer all requests; the first one's memory is the device's. If this machine cannot rehearse, `refused` is the reason."""
     is_prepared = False
     for line in requests:
         request = json.loads(line)
@@ -107,7 +107,7 @@ def serve(requests: Iterable[str], found: TextIO) -> None:
 
 
 def main() -> None:
-    # What libraries print must not come between the answers.
+    # Prints of libraries must not mix with the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     serve(sys.stdin, answers)
 

@@ -1,6 +1,6 @@
-"""A CUDA device that is not there: tensors may say that they are on it, and torch's autograd engine believes them.
+"""A simulated CUDA device: tensors can report it as theirs, and torch's autograd engine accepts it.
 
-A CPU build of torch knows no CUDA device in two places that Python cannot reach, its table of device guards and its CUDA
+A CPU build of torch lacks CUDA in two places that Python cannot reach, its table of device guards and its CUDA
 hooks. Both are C++ objects whose layout belongs to one release, so other releases are refused. `install` rebinds names of
 torch.cuda for good: a process that has called it can do nothing but rehearse.
 """
@@ -25,7 +25,7 @@ TORCH = "2.13"
 """The release of torch whose C++ layout is known."""
 DEVICE = torch.device("cuda", 0)
 _NUM_METHODS = 64
-"""Not fewer than either C++ interface has."""
+"""Upper bound of the number of methods of either C++ interface."""
 _IS_BUILT, _HAS_CONTEXT = 2, 4
 """Places of isBuilt and hasPrimaryContext among the virtual methods of the CUDA hooks."""
 _CUDA_GUARD = 1
@@ -37,15 +37,15 @@ Tell = Callable[[str], None]
 
 
 class RehearsalError(ValueError):
-    """There can be no rehearsal here; the message says why."""
+    """Rehearsal is impossible here; the message gives the reason."""
 
 
 def install(*, memory_bytes: int, waits: Tell) -> None:
-    """Let this process believe in a CUDA device. Call before Megatron is imported, which takes names from torch.cuda.
+    """Simulate a CUDA device in this process. Call before Megatron is imported, which takes names from torch.cuda.
 
     Args:
         memory_bytes: of the device.
-        waits: is told what the host waits for, where that does not pass through torch's dispatcher.
+        waits: called with the name of each wait of the host that does not pass through torch's dispatcher.
     Raises:
         RehearsalError: this is another release of torch.
     """
@@ -78,7 +78,7 @@ def _array(addresses: list[int]) -> int:
 
 
 def _register_guard() -> None:
-    """torch puts a guard that does nothing in place of a CUDA guard that counts no devices: show it such a one."""
+    """Register a CUDA guard that counts no devices, which torch replaces by a guard that does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_CUDA_GUARD + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     if not guards[_CUDA_GUARD]:
@@ -88,7 +88,7 @@ def _register_guard() -> None:
 
 
 def _answer_hooks() -> None:
-    """The autograd engine asks the hooks whether CUDA was built and has a context: a copy of their methods says so."""
+    """Make CUDA's hooks report to the autograd engine that CUDA was built and has a context, by a copy of their methods."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p))
@@ -104,7 +104,7 @@ def _answer_hooks() -> None:
 
 
 class RehearsedStream(stand_in.IdleStream):
-    """A stream or an event that says when the host waits for it."""
+    """A stream or an event that reports when the host waits for it."""
 
     device, stream_id = DEVICE, 0
     waits: Tell
@@ -159,7 +159,7 @@ def _random_state(device: Any = None) -> torch.Tensor:
 
 
 def _rebind_tensors(waits: Tell) -> None:
-    """Methods that would ask CUDA itself, and two that torch answers below the dispatcher."""
+    """Replace methods that would call CUDA itself, and two that torch answers below the dispatcher."""
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda self, stream: None
     tensor.pin_memory, tensor.is_pinned = lambda self, *device: pin(self), lambda self, *device: is_pinned(self)
@@ -189,7 +189,7 @@ _pinned: set[int] = set()
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """As Tensor.pin_memory."""
+    """Tensor.pin_memory on the simulated device."""
     return tensor if is_pinned(tensor) else _marked(tensor.clone())
 
 
@@ -201,7 +201,7 @@ def _marked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """As Tensor.is_pinned."""
+    """Tensor.is_pinned on the simulated device."""
     return tensor.untyped_storage()._cdata in _pinned
 
 
@@ -214,12 +214,12 @@ def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _uncompiled(function: Any = None, **options: Any) -> Any:
-    """torch.compile refuses to work under a dispatch mode; what is compiled is rehearsed uncompiled."""
+    """torch.compile without compilation, which fails under a dispatch mode."""
     return function if function is not None else lambda decorated: decorated
 
 
 def _apply(self: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """As torch.nn.Module._apply, which swaps the contents of tensors that the fake mode has weak references to."""
+    """torch.nn.Module._apply without its swap of tensor contents, which fails for tensors that the fake mode weakly references."""
     moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in self.modules():
         for name, old in module._parameters.items():

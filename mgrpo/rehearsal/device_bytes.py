@@ -1,4 +1,4 @@
-"""Bytes on the device that is not there, by kind, as storages come, change size and go."""
+"""Bytes on the simulated device, by kind, as storages come, change size and go."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Memory:
             self._set_size(block, storage.size())
 
     def rename(self, tensor: torch.Tensor, kind: str, *, only: frozenset[str] | None = None) -> None:
-        """The tensor's storage is of this kind, if it is of one of the kinds `only`."""
+        """Count the tensor's storage as this kind, if it is of one of the kinds `only`."""
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         if block and (only is None or block.kind in only):
             self.by_kind[block.kind] -= block.nbytes
@@ -45,12 +45,12 @@ class Memory:
             block.kind = kind
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """The storage has got another size."""
+        """Record the storage's new size."""
         if block := self._blocks.get(storage._cdata):
             self._set_size(block, storage.size())
 
     def forget_peak(self) -> None:
-        """Look for the peak from now on."""
+        """Start a new peak."""
         self.peak = 0
 
     def _set_size(self, block: _Block, nbytes: int) -> None:

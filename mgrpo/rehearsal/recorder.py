@@ -1,8 +1,10 @@
-"""A dispatch mode that runs what the host computes, pretends what the device computes, and counts both.
+"""A dispatch mode that runs the host's operations, fakes the device's, and counts both.
 
-It lies above FakeTensorMode. Tensors in host memory are real, so that lengths and indices have their true values; only
-those on CUDA are fake. What the device would tell the host comes from small integer tensors whose values are known, else
-from `guess`, else it is 1.
+It is above FakeTensorMode. Tensors in host memory are real, so that lengths and indices have their true values; only
+those on CUDA are fake. Values that the host reads from the device come from small integer tensors with known values, else
+from `guess`, else they are 1.
+
+torch's MemTracker counts memory alone, by modules and optimizer hooks, which Megatron's buffers do not have.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "build"
         self.num_operations = 0
         self.waits: Counter[tuple[str, str, str]] = Counter()
-        """By (phase, what, site): how often the host waits for the device."""
+        """Number of the host's waits for the device, by (phase, what, site)."""
         self.uploads: Counter[tuple[str, str, str]] = Counter()
         """The same for copies to the device from memory that it cannot read itself, which hold up the host only."""
         self.sent: Counter[tuple[str, str, str]] = Counter()
@@ -81,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.offloaded: Counter[str] = Counter()
         """Bytes by phase that are copied to page-locked host memory, and wait there."""
         self.flops: Counter[tuple[str, str]] = Counter()
-        """By (phase, "attention", "products" or "products in 8 bits")."""
+        """Operations by (phase, "attention", "products" or "products in 8 bits")."""
         self.axes: dict[str, str] = {}
         """The axis of each process group, by the group's name."""
         self.guess: Callable[[torch.Tensor], np.ndarray | None] = lambda tensor: None
@@ -95,17 +97,17 @@ class Recorder(TorchDispatchMode):
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     def forget(self) -> None:
-        """Count from now on; what is allocated stays so."""
+        """Reset the counters; allocations remain."""
         for counter in (self.waits, self.uploads, self.sent, self.calls, self.offloaded, self.flops):
             counter.clear()
         self.memory.forget_peak()
 
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         self.waits[self.now, what, site()] += 1
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The backward pass will need this tensor."""
+        """Count the memory of a tensor that the backward pass needs as activations."""
         if _is_on_device(tensor):
             self.memory.rename(tensor, "activations", only=TEMPORARY)
         return tensor
@@ -159,7 +161,7 @@ class Recorder(TorchDispatchMode):
                 self.wait("copy to the host")
             if is_pinned(args[0]) and first.numel() > KNOWN_ELEMENTS:
                 self.offloaded[self.now] += first.nbytes
-                return args[0]  # nobody reads the values, and memory that is not written is not taken
+                return args[0]  # the values are not read, and memory that is not written is not taken
             with unset_fake_temporarily():
                 return args[0].copy_(self._on_host(first, first.dtype))
         if func is aten.copy_.default and args[1].device.type == "cpu":
@@ -194,7 +196,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _with_places(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A boolean index asks the device for the places that are true, of which all are taken to be."""
+        """Replace boolean indices by all places, as if all were true; a real one reads the true places from the device."""
         writes = func in _WRITES_BY_INDEX and args[2].numel() > 1
         if func is not aten.index.Tensor and not writes:
             return args

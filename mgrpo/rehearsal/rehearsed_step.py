@@ -44,12 +44,12 @@ SMALL = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalJob:
-    """The step to rehearse: of which rank, and how much it trains on."""
+    """The step to rehearse: its rank, and its amount of training."""
 
     config: Config
     shape: ModelShape
     teachers: Sequence[ModelShape]
-    """Of `Distillation.loaded_teachers`."""
+    """Shapes of `Distillation.loaded_teachers`."""
     layout: Layout
     rank: int
     packs: int
@@ -57,7 +57,7 @@ class RehearsalJob:
 
 
 def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
-    """Run the step; what it took, as plain values. `recorder` has it too, also when the step fails."""
+    """Run the step; return its costs as plain values. `recorder` also holds them, even if the step fails."""
     began = time.monotonic()
     _skip_what_asks_other_ranks()
     try:
@@ -130,7 +130,7 @@ def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
 
 
 def _skip_what_asks_other_ranks() -> None:
-    """Checks that ranks agree, which ranks that do not exist cannot, and a build without CUDA kernels."""
+    """Skip Megatron's exchanges between ranks that check agreement, and report the ops as built for CUDA."""
     fsdp: Any = mcore_fsdp_adapter.FullyShardedDataParallel
     fsdp.sync_rng_states_across_tp_group = lambda self: None
     for module in (uneven_dtensor, param_and_grad_buffer):
@@ -188,7 +188,7 @@ def _packs(job: RehearsalJob) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
 
 
 def _taught(config: Config, response: int) -> TeacherScores | None:
-    """What a teacher on an engine or a server says of a completion; None: it is on the learners, or there is none."""
+    """Scores of a completion by a teacher on an engine or a server; None: it is on the learners, or no teacher."""
     own = config.distillation
     if not own.distills or own.teacher_mode == "learner":
         return None
@@ -247,7 +247,7 @@ def _name_untrained(recorder: Recorder, learner: Learner) -> None:
 
 
 def _name_engine(recorder: Recorder, learner: Learner) -> None:
-    """Name what Transformer Engine's layers hold from step to step: rounded weights, placeholders of gradients, buffers."""
+    """Name tensors of Transformer Engine's layers that last from step to step: rounded weights, placeholders of gradients, buffers."""
     models = (learner.policy, *learner.models.untrained)
     modules = (module for model in models for chunk in model.chunks for module in chunk.modules())
     pairs = itertools.chain.from_iterable(getattr(module, "copies", None) or () for module in modules)
@@ -271,7 +271,7 @@ def _buffers(chunk: Any, sharding: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _restore(recorder: Recorder, make: Callable[[], Learner]) -> tuple[Learner, dict[str, Any]]:
-    """A learner that continues, and what it held at its peak and when it was made, without what the one before it left."""
+    """A learner that continues, with its peak and its states in bytes, excluding the memory left by the earlier one."""
     gc.collect()
     memory = recorder.memory
     memory.forget_peak()
@@ -306,7 +306,7 @@ def _within(recorder: Recorder, phase: str, method: Callable[..., Any]) -> Calla
 
 @contextmanager
 def in_phase(recorder: Recorder, phase: str) -> Iterator[None]:
-    """Within the body, the recorder counts for this phase."""
+    """Make the recorder count for this phase within the body."""
     before, recorder.phase = recorder.phase, phase
     try:
         yield
@@ -315,7 +315,7 @@ def in_phase(recorder: Recorder, phase: str) -> Iterator[None]:
 
 
 def _route_equally(recorder: Recorder, job: RehearsalJob, tokens: int) -> None:
-    """A router that gives every expert as many tokens; which count is asked for shows in the size of the question."""
+    """Simulate a router that gives every expert as many tokens; the size of the tensor read identifies the count."""
     experts = job.shape.experts
     assert experts is not None
     copies, groups = tokens * experts.top_k, job.layout.expert

@@ -23,7 +23,7 @@ _FILE, _STATE = "unwritten.safetensors", "state.json"
 
 
 class _Unwritten(MappedFiles):
-    """Files as a manifest describes them: zeros, which take no memory, and what is known of them."""
+    """Files as a manifest describes them: zeros, which take no memory, except for `known` tensors."""
 
     def __init__(self, pieces: list[PieceRecord], known: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Unwritten(MappedFiles):
 
 
 def checkpoint_of(learner: Learner, folder: str) -> StoredCheckpoint:
-    """The checkpoint that all ranks would save now, opened: kinds, names, shapes and types are what this rank would write.
+    """The checkpoint that all ranks would save now, opened: kinds, names, shapes and types are those that this rank would write.
 
     Every tensor is one piece, as if a single rank had written it. Its manifest is written into `folder`, its tensors are not;
     only this rank's random states have values.

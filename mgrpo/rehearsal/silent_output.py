@@ -29,7 +29,7 @@ from mgrpo.sync.sending.seating import Seating
 
 
 class _Store(dist.Store):
-    """A key-value server on which all others have already written what is waited for."""
+    """A key-value server on which all other ranks have already written every awaited key."""
 
     def clone(self) -> _Store:
         return self
@@ -113,7 +113,7 @@ def send_weights(
     """The learner's end of one weight sync.
 
     Args:
-        checks: also the digests that prove what the engines hold.
+        checks: also the digests by which engines verify their weights.
     """
     engines = config.engine
     with _transfers(recorder):
@@ -144,7 +144,7 @@ def send_weights(
 
 
 def _holdings(policy: Policy, shape: ModelShape, layout: Layout) -> list[list[Box]]:
-    """The boxes of every rank. Under ZeRO-2 and 3 one other rank holds all that this one's shards leave of its parameters."""
+    """The boxes of every rank. Under ZeRO-2 and 3 one other rank holds the rest of this one's parameters."""
     holdings = training_boxes(shape, layout)
     if are_apart(policy.lora):
         adapters = training_adapter_boxes(shape, layout, policy.lora)
@@ -166,7 +166,7 @@ def _holdings(policy: Policy, shape: ModelShape, layout: Layout) -> list[list[Bo
 
 
 def save_state(learner: Learner) -> None:
-    """This rank's files of a checkpoint, written at once and behind the training; then its random states are restored.
+    """Write this rank's files of a checkpoint, at once and behind the training; then restore its random states.
 
     Rank 0 would wait for the other ranks' files: it writes as another rank.
     """
@@ -175,7 +175,7 @@ def save_state(learner: Learner) -> None:
     rank = max(dist.get_rank(), 1)
     with tempfile.TemporaryDirectory() as folder:
         for step, asynchronous in enumerate((False, True), start=1):
-            # Other threads would write tensors that are not there: what rehearses them is this one's.
+            # Other threads would write fake tensors: the mode that fakes them is this thread's.
             saver = Saver(folder, rank, world_size, keep_last_n=-1, asynchronous=asynchronous, threads=1)
             saver.save(step, parts, learner.state_dict(), shapes, attempt=f"{step:032x}")
             saver.wait()

@@ -19,7 +19,7 @@ def rank_of(rank: int, world_size: int, recorder: Recorder, *, caches_shapes: bo
     """Run the body as `rank` of `world_size`, recorded.
 
     Args:
-        caches_shapes: whether the fake mode keeps results of earlier calls, which is four times as fast. Not with
+        caches_shapes: the fake mode keeps results of earlier calls, which is four times as fast. Not with
             Megatron-FSDP, which frees storages by resizing them to 0: a view from the cache would resize them back.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

@@ -1,7 +1,7 @@
 """Scores of completions: named verifiers, run in worker processes under limits, and the rules that turn scores into rewards.
 
-`verifier` has their interface, `verifiers/` holds them, `registry` finds them by name; `worker` is the program they run in,
-`worker_pool` keeps the workers, `remote_endpoint` asks servers, `scorer` combines them in one call; `compose` builds rewards
+`verifier` has their interface, `verifiers/` holds them, `registry` finds them by name; `verifier_worker` is the program they run in,
+`worker_pool` keeps the workers, `remote_endpoint` calls servers, `scorer` combines them in one call; `compose` builds rewards
 from scores, `rubrics/` also lets criteria evolve, `reward_functions` from the user's own functions; `rewarder` is the door that a run uses.
 """
 
@@ -30,7 +30,7 @@ def verify(
         name: see docs/rewards.md; case does not matter.
         completion: text of the answer, without the prompt.
         ground_truth: one JSON value, as the row's `ground_truth`; or numpy numbers and arrays.
-        prompt: what the completion answers, for judges.
+        prompt: text that the completion answers, for judges.
         completion_ids: token ids of the completion, for the length verifiers.
         num_tokens: their number, in place of the ids.
         query: Open Instruct's name for `prompt`.

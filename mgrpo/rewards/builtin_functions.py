@@ -72,11 +72,11 @@ class _ReasoningAccuracy(_Reader):
         log_extra: Callable[[str, list], None] | None = None,
         **kwargs: object,
     ) -> list[float | None]:
-        """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
+        """`accuracy_reward` of the text after the reasoning; 0.0 where the reasoning does not end.
 
         Args:
             reasoning_delimiters: the first of them that a completion holds ends its reasoning, at its last occurrence;
-                without any given it is `</think>`.
+                by default `</think>`.
         """
         delimiters = [THINK_END] if reasoning_delimiters is None else reasoning_delimiters
         answers = [_after_reasoning(_text_of(completion), delimiters) for completion in completions]
@@ -114,7 +114,7 @@ def get_cosine_scaled_reward(
 class _CosineScaled:
     __name__ = "cosine_scaled_reward"
     accuracy = accuracy_reward
-    """Says which completions are right."""
+    """Function that scores the right completions above 0."""
 
     def __init__(self, max_len: int, correct: tuple[float, float], wrong: tuple[float, float]) -> None:
         """`correct` and `wrong` are the values of the shortest and of the longest completion."""
@@ -198,7 +198,7 @@ BUILTIN: dict[str, Callable[[int, Verifies | None], Callable]] = {
     # A fifth, as in TRL's own program (256 of 1280 tokens).
     "get_soft_overlong_punishment": lambda max_len, _: get_soft_overlong_punishment(max_len, max_len // 5),
 }
-"""The function of each name on the command line, given the tokens of the longest completion and what reads answers."""
+"""Factory of each function by its name on the command line; arguments: tokens of the longest completion, scorer of answers."""
 
 
 def _text_of(completion: str | Sequence[dict]) -> str:
@@ -224,6 +224,6 @@ def _after_reasoning(text: str, delimiters: Sequence[str]) -> str | None:
 
 
 def _has_think_format(text: str) -> bool:
-    """Whether `^<think>(?!.*<think>)(.*?)</think>.*$` matches at the start, dot meaning any character; in linear time."""
+    """True if `^<think>(?!.*<think>)(.*?)</think>.*$` matches at the start, dot meaning any character; in linear time."""
     begin = len(THINK_BEGIN)
     return text.startswith(THINK_BEGIN) and THINK_BEGIN not in text[begin:] and THINK_END in text[begin:]

@@ -30,19 +30,19 @@ def score_groups(
 ) -> list[ScoredGroup]:
     """Score every completion by the verifiers of its row and the rules of `config`, in one call of the pool.
 
-    With v = verification_reward x (sum of weight x score over the row's verifiers), to which `turns` adds what an environment
-    gave, and f = r1_style_format_reward if the format is there:
+    With v = verification_reward x (sum of weight x score over the row's verifiers), to which `turns` adds the environment's
+    rewards, and f = r1_style_format_reward if the format is there:
 
-        verifiable off        v + f, and v is what an environment gave
+        verifiable off        v + f, and v is the environment's rewards
         format off            v
         additive format       v + f
         gate (format, not additive)   v if the format is there, else 0
 
     A completion that did not stop by itself gets `non_stop_penalty_value` instead under `non_stop_penalty`. If one of its
     verifiers gives no score, the completion has none (NaN), unless the stop rule decides. One whose environment was lost is
-    not verified and has no score, whatever the rules.
+    not verified and has no score under any rule.
 
-    `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
+    `Score.parts` holds each verifier's own score by name, "format" (1 or 0) with `apply_r1_style_format_reward`, and "correct"
     (1 if every verifier gave its full score); a missing score is NaN there as well.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
@@ -72,7 +72,7 @@ def add_to_rewards(group: ScoredGroup, name: str, values: Sequence[float]) -> Sc
 
 
 def has_r1_format(text: str) -> bool:
-    """Whether `text` holds `</think>`, then `<answer>` after white space only, and later `</answer>`.
+    """True if `text` holds `</think>`, then `<answer>` after white space only, and later `</answer>`.
 
     The same language as matching `.*?</think>\\s*<answer>.*?</answer>` from the start, dot meaning any character; the
     first opening is enough to look at, which keeps this linear for a text made of openings.
@@ -129,5 +129,5 @@ def _reward(verified: float, has_format: bool, config: Reward) -> float:
         return math.nan
     if not config.apply_verifiable_reward or config.additive_format_reward:
         return verified + (config.r1_style_format_reward if has_format else 0.0)
-    # The gate asks for the format, not for a reward of 1: r1_style_format_reward may have any value.
+    # The gate requires the format, not a reward of 1: r1_style_format_reward may have any value.
     return verified if has_format or not config.apply_r1_style_format_reward else 0.0

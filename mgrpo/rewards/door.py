@@ -1,4 +1,4 @@
-"""Reading what a caller of the public `verify` passes."""
+"""Arguments of the public `verify`, read and checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgrpo.config.schema import Reward
 
 
 def json_value(ground_truth: object) -> object:
-    """The label as a row would hold it; TypeError for what a row cannot hold."""
+    """The label as a row would hold it; TypeError for a value that a row cannot hold."""
     try:
         return json.loads(json.dumps(ground_truth, default=_plain))
     except TypeError as err:

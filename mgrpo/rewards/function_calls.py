@@ -1,4 +1,4 @@
-"""Running reward functions: on copies of the data, with seeded random numbers, and reading what they return."""
+"""Calls of reward functions, on copies of the data and with seeded random numbers, and the reading of their results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FunctionCall:
     function: RewardFunction
     arguments: Mapping[str, Any]
     seed: np.random.SeedSequence
-    """Seeds what the function draws from the global states of `random` and `numpy.random`."""
+    """Seed of the global states of `random` and `numpy.random` during the function."""
 
 
 def call_all(
@@ -98,7 +98,7 @@ def _result(future: Future[T], calls: Sequence[FunctionCall], timeout_s: float |
 # A forked process has none of its parent's threads.
 @functools.cache
 def _thread_of(pid: int) -> Background:
-    """One thread for all calls of plain functions: what a function keeps may belong to its thread."""
+    """One thread for all calls of plain functions: a function's objects may belong to its thread."""
     return Background("reward-functions")
 
 
@@ -193,7 +193,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 # A forked process has none of its parent's threads and needs a loop of its own. The cache keeps the parent's loop
-# referenced: collecting it would close what the two processes share.
+# referenced: collecting it would close descriptors that the two processes share.
 @functools.cache
 def _event_loop_of(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()

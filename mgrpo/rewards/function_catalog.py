@@ -32,7 +32,7 @@ def load_functions(
     Args:
         names: see docs/rewards.md; functions among them stay as they are.
         max_completion_length: tokens of the longest completion, for the built-in length functions.
-        scorer: reads answers for the built-in accuracy functions; None: workers of their own.
+        scorer: reads answers for the built-in accuracy functions; None: separate workers.
         reward_model: further arguments of `RewardModel`.
     Raises:
         ValueError: the problem with each name that cannot be loaded.

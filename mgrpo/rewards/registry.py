@@ -1,4 +1,4 @@
-"""The verifiers by name. Their modules are imported when they are first asked for."""
+"""The verifiers by name. Their modules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifiers, and others that ask a server: one event loop in a thread, many calls under way at once.
+"""Verifiers and other callers of a server: one event loop in a thread, many calls under way at once.
 
 Nothing of an answer is run or evaluated here; it is only sent on. Each verifier bounds its own calls, and
 `RemoteVerifier.limit_s` bounds them all.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Asks(Protocol):
-    """What asks a server; as a `RemoteVerifier` does, it counts what that costs, and has connections to give back."""
+    """A caller of a server. Like a `RemoteVerifier`, it counts the cost of its calls and holds connections to close."""
 
     name: ClassVar[str]
 
@@ -49,7 +49,7 @@ class _Running(NamedTuple):
 
 
 class RemoteScorer:
-    """Scores items by servers; a failure of any kind means no score. Any number of threads may ask."""
+    """Scores items by servers; a failure of any kind means no score. Safe to use from any number of threads."""
 
     errors: Counter[str]
     """Items without a score since the start, by verifier."""
@@ -66,13 +66,13 @@ class RemoteScorer:
         """The score of every item, in order; NaN where none could be given, which `errors` counts.
 
         Raises:
-            ValueError: a verifier that cannot be asked at all, for lack of a model or an address.
+            ValueError: a verifier that cannot be called at all, for lack of a model or an address.
             RuntimeError: the scorer was closed meanwhile.
         """
         return self._run(partial(self._score_all, items)) if items else []
 
     def ask(self, kind: type[A], work: Callable[[A], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns, which is given the one object of its kind; errors as for `verify_many`, and those of `work`."""
+        """Call `work` with the one object of its kind and return the result; errors as for `verify_many`, and those of `work`."""
 
         async def asked() -> T:
             asker = self._askers.get(kind.name)
@@ -102,7 +102,7 @@ class RemoteScorer:
         }
 
     def close(self) -> None:
-        """Cancel what is under way, give back connections and end the thread; the scorer may be used again."""
+        """Cancel running calls, close connections and end the thread; the scorer may be used again."""
         if self._pid != os.getpid():  # the loop belongs to the parent
             self._own_process()
             return

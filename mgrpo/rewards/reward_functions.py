@@ -1,4 +1,4 @@
-"""Rewards from the user's own functions: what they are given, and what becomes of their values.
+"""Rewards from the user's own functions: their arguments, and the use of their values.
 
 Functions are called as TRL's GRPOTrainer calls them. They are the user's code and run in this process;
 `function_catalog` finds those that are named on the command line, `function_calls` runs them.
@@ -23,11 +23,11 @@ from mgrpo.rewards.verifier import LARGEST
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
-"""Arguments that every function may ask for; columns of the data with these names are not passed on."""
+"""Arguments that every function may take; columns of the data with these names are not passed on."""
 OF_TRAJECTORIES = ("environments", "trajectories")
 """Further ones where completions are trajectories; then columns with these names are not passed on either."""
 _NOT_COLUMNS = {*OWN_ARGUMENTS, "prompt", "completion", "ground_truth"}
-# What `Score.parts` holds besides the functions' values: no function's values may be read as these.
+# Keys of `Score.parts` besides the functions' values: no function's values may be read as these.
 _TAKEN_NAMES = {"correct", "format", "overlong"}
 
 
@@ -52,7 +52,7 @@ def score_with_functions(
     seed: int = 0,
     timeout_s: float | None = None,
 ) -> ScoredBatch:
-    """Score with the user's functions: the reward is the sum of what they return, each times its weight if there are any.
+    """Score with the user's functions: the reward is the sum of their values, each times its weight if there are any.
 
     Each is called once with keyword lists, one entry per completion, groups one after the other, and returns as many
     numbers. None (or NaN) means that it does not apply: the others count, and a completion that no function scores has no
@@ -63,8 +63,8 @@ def score_with_functions(
                             text that `scored_text` asks for, or all messages: assistant, tool and user
         completion_ids      lists of int
         ground_truth        the row's value, a list if it has several; absent if no row has one
-        environments        of each trajectory what its environment is at the end (`Snapshot`); absent without trajectories
-        trajectories        of each trajectory its turns, branches and end (`trajectory_rewards.told`); absent without any
+        environments        each trajectory's environment at the end (`Snapshot`); absent without trajectories
+        trajectories        each trajectory's turns, branches and end (`trajectory_rewards.told`); absent without any
         <column>            every other column of the data, None where a row lacks it
         trainer_state       `state`
         log_extra           log_extra(column, values): a column of the table of samples (`Score.extras`)
@@ -79,7 +79,7 @@ def score_with_functions(
         timeout_s: that one function may take; the async ones together.
     Raises:
         ValueError: an argument that the data do not have, or a function that cannot be called by keyword.
-        UserCodeError: a function failed, took too long, or returned or logged what is not a number; the message names it.
+        UserCodeError: a function failed, took too long, or returned or logged a value that is not a number; the message names it.
     """
     if not functions:
         raise ValueError("no reward functions; give at least one")
@@ -140,12 +140,12 @@ def renamed(functions: Sequence[RewardFunction]) -> list[str]:
 def missing_arguments(
     functions: Sequence[RewardFunction], columns: Collection[str], *, has_environments: bool = False
 ) -> list[str]:
-    """One sentence for each function that cannot be called, because it asks for what neither the run nor the data have, or
+    """One sentence for each function that cannot be called, because it needs an argument that neither the run nor the data have, or
     takes nothing by keyword.
 
     Args:
         columns: those that at least one row has, including `ground_truth`.
-        has_environments: whether completions are trajectories.
+        has_environments: True if completions are trajectories.
     """
     given = dict.fromkeys([*OWN_ARGUMENTS, *columns, *(OF_TRAJECTORIES if has_environments else ())])
     problems = []
@@ -218,7 +218,7 @@ def _scores(
 
 
 def _keywords(flat: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
-    """Those with one entry per completion."""
+    """Keywords with one entry per completion."""
     keywords: dict[str, list[Any]] = {
         "prompts": [_prompt_of(prompt) for prompt, _ in flat],
         "completions": [_completion_of(prompt, completion) for prompt, completion in flat],
@@ -298,6 +298,6 @@ def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
 
 
 def own_name(function: RewardFunction) -> str:
-    """The name of a function, or of the class of one that is none."""
+    """The name of a function, or of the class of one that is an object."""
     inner = innermost(function)
     return getattr(inner, "__name__", type(inner).__name__)

@@ -33,7 +33,6 @@ class RewardModel:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         gpu: int | None = None,
-        num_threads: int = 1,
     ) -> None:
         """Starts nothing.
 
@@ -41,7 +40,6 @@ class RewardModel:
             folder: config.json, safetensors and tokenizer files of a model with one label.
             chat_template_kwargs: further variables of the chat template.
             gpu: its number; None: the CPU.
-            num_threads: of the CPU.
         Raises:
             ValueError: the folder holds no such model.
         """
@@ -51,7 +49,6 @@ class RewardModel:
         self._options = {
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
             "on_gpu": gpu is not None,
-            "num_threads": num_threads,
         }
         # The other devices belong to the learners and the engines.
         self._environment = _SETTINGS | {"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)}

@@ -16,7 +16,7 @@ from mgrpo.processes.json_lines import Message, serve
 _BATCH_SIZE = 16
 _OF_BODY = re.compile(r"lora_|modules_to_save|base_layer|\.(layers?|h|blocks?)\.\d+\.")
 _BUFFERS = ("inv_freq", "masked_bias", "attn.bias")
-"""Tensors of layers that no score depends on. Other heads and poolers, outside of layers, are no part of a classifier either."""
+"""Tensors of layers that no score depends on. Other heads and poolers, outside of layers, are not part of a classifier either."""
 
 
 def main() -> None:
@@ -39,14 +39,12 @@ def main() -> None:
 class LoadedModel:
     """A sequence-classification model with its tokenizer, in float32 on the CPU, or in bfloat16 on the visible GPU."""
 
-    def __init__(
-        self, folder: str, chat_template_kwargs: Mapping[str, Any], *, on_gpu: bool = False, num_threads: int = 1
-    ) -> None:
+    def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any], *, on_gpu: bool = False) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(1)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._chat_template_kwargs = chat_template_kwargs

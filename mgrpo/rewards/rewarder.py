@@ -1,4 +1,4 @@
-"""From completions to rewards: the rows' verifiers or the user's functions decide, then the length penalty is added."""
+"""Rewards of completions: the rows' verifiers or the user's functions decide, then the length penalty is added."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Rewarder:
 
         Args:
             functions: reward functions, or words that name them; without any, verifiers decide.
-            verifiers: names of the verifiers that the rows ask for.
-            turns: how the rewards of a trajectory's turns become one.
+            verifiers: names of the rows' verifiers.
+            turns: the rule that combines the rewards of a trajectory's turns.
         """
         self.config, self.turns = config, turns or TurnRewards()
         self.is_verified = config.reward.apply_verifiable_reward and {name.lower() for name in verifiers} != {UNSCORED}
-        """Whether verifiers decide, and not an environment alone."""
+        """True if verifiers decide, and not an environment alone."""
         self._lock = threading.Lock()
         self.scorer = Scorer(config.reward, verifiers)
         self.functions = load_functions(
@@ -54,7 +54,6 @@ class Rewarder:
             reward_model={
                 "chat_template_kwargs": json.loads(config.data.chat_template_kwargs),
                 "gpu": config.reward.reward_model_gpu,
-                "num_threads": config.reward.reward_model_threads,
             },
         )
 
@@ -100,7 +99,7 @@ class Rewarder:
         return replace(batch, groups=[_with_penalty(group, context.max_tokens, cache_length) for group in batch.groups])
 
     def metrics(self) -> dict[str, float]:
-        """Sums of the verifiers that ask servers since the start of the run, such as a judge's tokens."""
+        """Sums of the verifiers that call servers since the start of the run, such as a judge's tokens."""
         return self.scorer.metrics()
 
     @property
@@ -134,7 +133,7 @@ class Rewarder:
 
 
 def logged_metrics(logged: Mapping[str, Sequence[float]], prefix: str = "") -> dict[str, float]:
-    """`{prefix}custom/{name}`: the mean of what reward functions logged under each name.
+    """`{prefix}custom/{name}`: the mean of the values that reward functions logged under each name.
 
     Args:
         logged: `ScoredBatch.logged` of one batch, or of several with their lists joined.

@@ -1,4 +1,4 @@
-"""Every verifier behind one call: those that compute, in worker processes (`worker_pool`), and those that ask
+"""Every verifier behind one call: those that compute, in worker processes (`worker_pool`), and those that call
 servers (`remote_endpoint`)."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Scorer:
     """Scores items by their verifiers, wherever these run. Always `close` it."""
 
     def __init__(self, settings: Reward, verifiers: Sequence[str] = ()) -> None:
-        """Starts nothing; `verifiers` are those that will be asked."""
+        """Starts nothing; `verifiers` are those that will be called."""
         add_modules(settings.verifier_modules)
         self.settings = settings
         self.pool = VerifierPool(
@@ -56,7 +56,7 @@ class Scorer:
         return self.pool.errors + self.remote.errors
 
     def metrics(self) -> dict[str, float]:
-        """Sums of the verifiers that ask servers."""
+        """Sums of the verifiers that call servers."""
         return self.remote.metrics()
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Scorer:
 
 
 def is_remote(name: str) -> bool:
-    """Whether the verifier called `name` asks a server."""
+    """True if the verifier called `name` calls a server."""
     return issubclass(find(name), RemoteVerifier)
 
 

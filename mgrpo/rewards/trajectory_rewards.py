@@ -1,7 +1,7 @@
-"""Rewards of trajectories: those of their turns, and what verifiers or reward functions give for the whole, become one;
-and what functions are told of a trajectory.
+"""Rewards of trajectories: those of the turns and the one of verifiers or reward functions for the whole become one;
+and the record of a trajectory that reward functions receive.
 
-Completions of a single turn have no rewards of turns; what they are given is their reward.
+Completions of a single turn have no rewards of turns; the one given is their reward.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TurnRewards:
     aggregator: Literal["last", "sum"] = "last"
     """`reward_aggregator`: the last turn's reward, or the sum of all."""
     only_good_outputs: bool = False
-    """`only_reward_good_outputs`: what is given counts only where tools were called and every call was answered."""
+    """`only_reward_good_outputs`: the given reward counts only if `used_tools_well`."""
 
     def total(self, completion: Completion, given: float) -> float:
         """The reward of a completion to which verifiers or functions have given this; NaN where its environment was lost.
 
-        A reward that the environment has for the whole trajectory takes the place of its last turn's; what is given is added
-        to that one.
+        A reward that the environment has for the whole trajectory takes the place of its last turn's; `given` is added
+        to the last turn's.
         """
         record = completion.trajectory
         if is_lost(completion):
@@ -57,18 +57,18 @@ def held(reward: float, origin: str) -> float:
 
 
 def is_lost(completion: Completion) -> bool:
-    """Whether it ended because its environment failed, so that nothing can be said about it."""
+    """True if it ended because its environment failed, so that it cannot be judged."""
     return completion.trajectory is not None and completion.trajectory.ended_by == "error"
 
 
 def used_tools_well(record: TrajectoryRecord) -> bool:
-    """Whether something was called, and no call failed, was late, could not be read or named a tool that does not exist."""
+    """True if a tool was called, and no call failed, was late, could not be read or named an unknown tool."""
     is_answered = all(not (any(turn.failed) or turn.num_unreadable or turn.num_unknown) for turn in record.turns)
     return is_answered and any(turn.calls for turn in record.turns)
 
 
 def told(record: TrajectoryRecord) -> dict[str, Any]:
-    """A trajectory as lists and dicts, for reward functions: its turns, what was said in each branch, and how it ended."""
+    """A trajectory as lists and dicts, for reward functions: its turns, the messages of each branch, and its end."""
     branches = record.branches or (None,)
     return {
         "turns": [_turn(turn, record) for turn in record.turns],

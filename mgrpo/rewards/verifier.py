@@ -1,7 +1,7 @@
 """The interface of verifiers: one small class each, `score(answer) -> float`, found by its name (`registry`).
 
-A verifier runs in a worker process (`worker`), which enforces every limit: it needs no timeout and need not watch its
-memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote_endpoint`). An unreadable
+A verifier runs in a worker process (`verifier_worker`), which enforces every limit: it needs no timeout and need not watch its
+memory. A `RemoteVerifier` calls a server and runs in an event loop with many others (`remote_endpoint`). An unreadable
 ground truth, or a server that does not answer, is an exception: that sample has no score, which differs from wrong.
 """
 
@@ -22,13 +22,13 @@ _THINK_TAG = r"<{slash}(?:seed:)?think\s*>|\[{slash}THINK\]|◁{slash}think▷"
 _THOUGHT = re.compile(rf"(?<![\"'`])(?:{_THINK_TAG.format(slash='')})", re.IGNORECASE)
 _THOUGHT_END = re.compile(_THINK_TAG.format(slash="/"), re.IGNORECASE)
 _NAMED_THOUGHT = re.compile(r"<(?:thinking|thoughts?|reasoning)\s*>", re.IGNORECASE)
-"""Tags that prompts ask for, also behind an answer: a thought only where the completion begins with one."""
+"""Tags that prompts request, also behind an answer: a thought only where the completion begins with one."""
 _NAMED_THOUGHT_END = re.compile(r"</(?:thinking|thoughts?|reasoning)\s*>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion, and what it is judged by."""
+    """One completion, and the data that it is judged by."""
 
     completion: str
     ground_truth: object
@@ -36,7 +36,7 @@ class Answer:
     prompt: str = ""
     """The prompt's messages as "role: content" lines, for judges."""
     num_tokens: int | None = None
-    """Tokens of the completion; None where the caller does not know."""
+    """Tokens of the completion; None: not known."""
 
 
 class Item(NamedTuple):
@@ -57,7 +57,7 @@ class _Named(ABC):
 
     @classmethod
     def problems(cls, settings: Reward) -> list[str]:
-        """Reasons why it cannot score in this run, one sentence each; asked before anything is started."""
+        """Reasons why it cannot score in this run, one sentence each; called before anything is started."""
         return []
 
     @classmethod
@@ -67,11 +67,11 @@ class _Named(ABC):
 
     @classmethod
     def check_label(cls, ground_truth: object) -> str:
-        """Look at a row's label before the start, in less than a millisecond.
+        """Check a row's label before the start, in less than a millisecond.
 
         Returns:
-            What its comparison leaves out of this label, for a note at the start: the end of a sentence that begins with
-            "labels", and equal for all labels that it concerns; "" if there is nothing to say.
+            The part of this label that the comparison leaves out, for a note at the start: the end of a sentence that begins with
+            "labels", and equal for all labels that it concerns; "" if there is none.
         Raises:
             ValueError: `score` cannot read it.
         """
@@ -79,7 +79,7 @@ class _Named(ABC):
 
     @classmethod
     def checks_labels(cls) -> bool:
-        """Whether `check_label` is its own, so that rows need to be read for it."""
+        """True if `check_label` is overridden, so that rows need to be read for it."""
         return any("check_label" in vars(kind) for kind in cls.__mro__[: cls.__mro__.index(_Named)])
 
 
@@ -91,25 +91,25 @@ class Verifier(_Named):
         """The score; ValueError for a ground truth that it cannot read."""
 
     def warm_up(self) -> None:
-        """Do imports and other work of the first call ahead of time."""
+        """Perform imports and other work of the first call ahead of time."""
 
 
 class RemoteVerifier(_Named):
-    """Scores answers by asking a server; many calls are under way at once."""
+    """Scores answers by a server; many calls are under way at once."""
 
     limit_s: ClassVar[float] = 3600.0
-    """Seconds after which a call is given up."""
+    """Seconds after which a call is cancelled."""
 
     @abstractmethod
     async def score(self, answer: Answer) -> float:
-        """The score; an exception means that there is none."""
+        """The score; an exception means no score."""
 
     def metrics(self) -> dict[str, float]:
         """Sums since the start, by name, for example the tokens that a judge has read."""
         return {}
 
     async def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
 
 
 def check_score(score: float) -> None:

@@ -29,7 +29,7 @@ def _answer(verifiers: dict[str, Verifier], question: Message) -> Message:
 
 
 def _load(question: Message, verifiers: dict[str, Verifier]) -> Message:
-    """Make the verifiers that the question names, under the limit that it sets."""
+    """Load the verifiers of the request, under its memory limit."""
     if question.get("memory_mb"):
         limit_memory(question["memory_mb"])
     settings, failed = _settings(question["settings"]), {}
@@ -37,7 +37,7 @@ def _load(question: Message, verifiers: dict[str, Verifier]) -> Message:
         try:
             add_modules(settings.verifier_modules)
             verifier = find(name)(settings)
-            assert isinstance(verifier, Verifier)  # the pool asks no others
+            assert isinstance(verifier, Verifier)  # the pool sends no others
             verifier.warm_up()
             verifiers[name] = verifier
         except (Exception, SystemExit) as err:

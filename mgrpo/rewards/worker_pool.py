@@ -1,7 +1,7 @@
 """Verifiers in worker processes, under limits of time and memory: a worker that hangs or dies is replaced.
 
 A worker (`verifier_worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
-score, and the items behind it are asked again.
+score, and the items behind it are sent again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class VerifierPool:
         verifiers: Sequence[str] = (),
         settings: Reward | None = None,
     ) -> None:
-        """Starts nothing. `verifiers` are loaded at the start; others when they are first asked."""
+        """Starts nothing. `verifiers` are loaded at the start; others on first use."""
         if num_workers < 1:
             raise ValueError(f"verifier_workers={num_workers}; at least 1 is needed")
         if not timeout_s > 0:
@@ -122,7 +122,7 @@ class VerifierPool:
         self._is_closing = False
 
     def _forget_parent_process(self) -> None:
-        """After a fork the workers belong to the parent: this process starts its own."""
+        """Drop the parent's workers after a fork: this process starts its own."""
         if self._pid != os.getpid():
             for worker in self._workers:
                 worker.child.close_pipes()
@@ -169,7 +169,7 @@ class VerifierPool:
         return batch.scores
 
     def _give_up(self, worker: _Worker, batch: _Batch) -> None:
-        """End a worker that hangs or is dead: its first unanswered item has no score, the others are asked again."""
+        """End a worker that hangs or is dead: its first unanswered item has no score, the others are sent again."""
         timed_out = not worker.child.is_over
         worker.child.end()
         self._take_answers(worker, batch)
@@ -196,7 +196,7 @@ class VerifierPool:
             batch.set(index, self._no_score(batch.items[index], answer["error"]) if score is None else score)
 
     def _refuse(self, failed: Mapping[str, str]) -> None:
-        """Raise what kept verifiers from being loaded; the next call may ask others."""
+        """RuntimeError for verifiers that cannot be loaded; the next call may use others."""
         self._verifiers = [name for name in self._verifiers if name not in failed]
         for name, why in failed.items():
             raise RuntimeError(f"verifier {name} cannot be loaded (memory limit {self._memory_mb} MiB): {why}")
@@ -232,18 +232,18 @@ class VerifierPool:
 
 
 class _Worker:
-    """One worker process and what it has not answered."""
+    """One worker process and its unanswered items."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.child = Child(
             "mgrpo.rewards.verifier_worker",
-            # Without the run's secrets: what it reads is untrusted.
+            # Without the run's secrets: its input is untrusted.
             environment=without_secrets("MGRPO_VERIFIER_"),
             folders=folders,
             max_line_bytes=_MAX_ANSWER_BYTES,
         )
         self.asked: deque[int] = deque()
-        """Indices of the items without an answer, in the order in which they were asked."""
+        """Indices of the items without an answer, in the order in which they were sent."""
         self.num_loading = 0
         """Load requests without an answer."""
 
@@ -273,7 +273,7 @@ class _Batch:
         self._waiting = deque(range(len(items)))
 
     def top_up(self, worker: _Worker) -> None:
-        """Ask the worker as many items as it may hold; refilled by halves, so that writes are few."""
+        """Send the worker as many items as it may hold; refilled by halves, so that writes are few."""
         if len(worker.asked) > _ITEMS_AHEAD // 2 or not self._waiting:
             return
         indices = [self._waiting.popleft() for _ in range(min(_ITEMS_AHEAD - len(worker.asked), len(self._waiting)))]

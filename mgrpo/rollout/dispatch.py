@@ -1,4 +1,4 @@
-"""Prompts out to the policy's engines, and groups back as they finish: those to train on and those of evaluations, whole or by turns."""
+"""Dispatch of prompts to the policy's engines and of finished groups back: for training and evaluations, whole or turn by turn."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ T = TypeVar("T")
 
 
 class TrainingListener(Protocol):
-    """Sends groups to train on, and is told what becomes of them, in the dispatcher's thread."""
+    """Sender of training groups; its callbacks run in the dispatcher's thread."""
 
     def failed(self, err: Exception) -> None:
-        """No engine is left to wait for, or work in the dispatcher's thread has failed."""
+        """Called when no engine is left, or work in the dispatcher's thread has failed."""
 
     def replayed(self, numbers: Sequence[int]) -> None:
-        """These groups begin again, because their engine has failed or left."""
+        """Called with groups that begin again, because their engine has failed or left."""
 
     def load_changed(self) -> None:
-        """An engine has more or less to do."""
+        """Called when an engine's load has changed."""
 
     @property
     def waited_for(self) -> str:
-        """The teachers that scored groups wait for, "" for none. From any thread."""
+        """Teachers that scored groups wait for; "": none. From any thread."""
 
 
 class Dispatcher(EngineQueue[Request]):
-    """Everything that the policy's engines sample. The `Turns` of an interaction."""
+    """Queue of all requests to the policy's engines. The `Turns` of an interaction."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Dispatcher(EngineQueue[Request]):
     ) -> None:
         """
         Args:
-            bounds: a request beyond them is refused before it is queued; None: engines find what they refuse.
-            interaction: turns a group into requests of one turn each; None: answers are sampled at a stretch.
+            bounds: a request beyond them is refused before it is queued; None: the engines refuse it.
+            interaction: turns a group into requests of one turn each; None: each answer is one request.
             samples_per_engine: see `EngineQueue`.
         """
         self.rollout, self.run_seed, self.decode = rollout, run_seed, decode
@@ -78,21 +78,21 @@ class Dispatcher(EngineQueue[Request]):
         self.interaction = interaction
         self.unfinished = Unfinished()
         self.listener: TrainingListener | None = None
-        """None as long as there are no groups to train on."""
+        """None: no groups to train on so far."""
         self.num_replayed = 0
-        """Groups to train on that were taken from engines which failed or left, since `take_metrics`."""
+        """Training groups of engines that failed or left, since `take_metrics`."""
         self.num_deaths = 0
-        """The roster's, at `take_metrics`."""
+        """Engine deaths at the last `take_metrics`."""
         self.drafts = np.zeros(3, np.int64)
         """The engines' counts of drafts, see `Completions`, since `take_metrics`."""
         self.holds_training = False
-        """Whether training prompts stay here, because the engines are paused."""
+        """True while training prompts stay here, because the engines are paused."""
         super().__init__(fleet, Background("rollout"), samples_per_engine=samples_per_engine)
         if interaction is not None:
             interaction.start(self)
 
     def listen(self, listener: TrainingListener) -> None:
-        """Tell `listener` from here on, instead of an earlier one. To be called before `for_training`."""
+        """Set the listener, in place of an earlier one. To be called before `for_training`."""
         self.listener = listener
 
     def for_training(
@@ -106,8 +106,8 @@ class Dispatcher(EngineQueue[Request]):
         """A request for a group to train on.
 
         Args:
-            number: the group's, under which the listener knows it.
-            failed: see `Request`; of failures of all groups the listener is told as well.
+            number: the group's number for the listener.
+            failed: see `Request`; failures of all groups are also reported to the listener.
         """
         assert self.listener is not None, (
             "`listen` first: whoever trains must learn that a group begins again or never comes"
@@ -122,7 +122,7 @@ class Dispatcher(EngineQueue[Request]):
         return whole
 
     def wait(self, future: Future[T]) -> T:
-        """The result of a future that needs answers of the engines. From any thread except the dispatcher's own.
+        """Wait for a future that needs answers of the engines, and return its result. From any thread except the dispatcher's own.
 
         Raises:
             EngineError: an engine has failed, the fleet was aborted, or `rollout_timeout` seconds have passed.
@@ -181,8 +181,8 @@ class Dispatcher(EngineQueue[Request]):
         """Sample these turns of groups that were sent before. In the dispatcher's thread.
 
         Args:
-            together: nothing else is being sampled, and the engines' work must depend on these requests alone, not on the moment at
-                which each arrives.
+            together: nothing else is being sampled, and the engines' work must depend on these requests alone, not on their times of
+                arrival.
         """
         if not (together and self.is_sampling):
             self.queue(requests)
@@ -192,30 +192,30 @@ class Dispatcher(EngineQueue[Request]):
         self.fleet.resume()
 
     def withdraw_turn(self, request: Request) -> None:
-        """Nobody waits for a turn that was sent. In the dispatcher's thread."""
+        """Cancel a turn that was sent. In the dispatcher's thread."""
         self.withdraw(request, request.engine)
 
     def end(self, request: Request, group: RolloutGroup) -> None:
-        """A group of several turns has come to its end. In the dispatcher's thread."""
+        """Complete a group of several turns. In the dispatcher's thread."""
         self.unfinished.end(request)
         request.done(group)
 
     def give_up(self, request: Request, err: Exception) -> None:
-        """A group of several turns has failed, and with it the run, unless engines refuse it alone. In the dispatcher's thread."""
+        """Fail a group of several turns, and with it the run unless it is a RefusedError. In the dispatcher's thread."""
         self.unfinished.end(request)
         request.failed(err)
         if not isinstance(err, RefusedError):
             self._fail(err)
 
     def numbers_that_wait(self) -> list[int]:
-        """The groups to train on that no engine has begun. In the dispatcher's thread."""
+        """Training groups that no engine has begun. In the dispatcher's thread."""
         groups = self.unfinished.groups if self.interaction else self.waiting
         return sorted(group.number for group in groups if group.is_training and not group.has_begun)
 
     def pause(self) -> Future[None]:
-        """Have the engines sample no more; done when none of them samples. In the dispatcher's thread.
+        """Pause the engines; done when none of them samples. In the dispatcher's thread.
 
-        Engines that are drained sample all turns of the groups that they have begun.
+        Draining engines first sample all turns of the groups that they have begun.
         """
         if self.fleet.pauses == "drain" and self.is_sampling:
             return self.unfinished.then(self._pause)
@@ -239,22 +239,22 @@ class Dispatcher(EngineQueue[Request]):
         if request.turn is not None:
             whole = request.turn.whole
             whole.has_begun = True
-            # All samples follow the first one: their contexts begin alike. Where it had no room for one, it still has the others.
+            # All samples go to the engine of the first: their contexts begin alike. One that had no room there does not move the others.
             if whole.engine not in self.fleet.roster.open:
                 whole.engine = engine
 
     def _urgency(self, request: Request) -> tuple[int, bool]:
-        """Evaluations come first, then groups that have begun."""
+        """Urgency of a request: evaluations first, then groups that have begun."""
         return request.stream, request.is_beginning
 
     def _is_held(self, request: Request) -> bool:
-        """Whether it stays here while engines are paused, or about to be."""
+        """True if the request stays here while engines are paused, or about to be."""
         may_end = self.fleet.pauses == "drain" and not request.is_beginning
         return self.holds_training and request.is_training and not may_end
 
     def _batch(self, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
         sampling, stream = numbered[0][1].batch_key
-        # An evaluation must not change with the training beside it, nor a turn with the moment at which a tool answers another one.
+        # An evaluation must not depend on concurrent training, nor a turn on the time at which a tool answers another one.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         is_free = self.interaction is not None and not self.interaction.in_rounds
         seeds = self.fleet.seeds_prompts or sampling.is_timed or is_beside_training or is_free
@@ -279,7 +279,7 @@ class Dispatcher(EngineQueue[Request]):
 
 
 def _settled(calls: Sequence[Future[None]]) -> Future[None]:
-    """Done when all these calls of engines have succeeded or failed: an engine that fails is no longer waited for."""
+    """A future that is done when all these calls of engines have succeeded or failed."""
     whole: Future[None] = Future()
     left = set(calls)
 

@@ -1,8 +1,8 @@
-"""Speculative decoding: tokens that an engine guesses from those so far, and the model judges several at a time.
+"""Speculative decoding: an engine drafts several tokens from those so far, and the model verifies them at once.
 
-What is accepted is distributed as the model samples (Leviathan et al., arXiv:2211.17192), and its log-probabilities are the model's. The
-methods have no weights, or those of the model's own heads in its checkpoint, which stay as they are: a weight sync reaches what they share
-with the model, its embedding and LM head.
+Accepted tokens have the model's distribution (Leviathan et al., arXiv:2211.17192) and its log-probabilities. The methods have no
+weights, or those of the model's own heads in its checkpoint, which are not trained: a weight sync writes only the embedding and LM
+head that they share with the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.hf_files.weight_files import head_files
 
 ARGUMENTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-"""Arguments of vLLM that turn it on."""
+"""Arguments of vLLM that turn on speculative decoding."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """vLLM's names of methods that draft from the tokens so far."""
 PACKAGES = {
@@ -29,18 +29,18 @@ PACKAGES = {
         "pip install nanobind==2.9.2 && pip install --no-deps --no-build-isolation -r requirements/suffix.txt",
     ),
 }
-"""What a method needs beside vLLM: the module, and how its version for vLLM 0.32 is installed."""
+"""Module that a method needs besides vLLM, and the command that installs its version for vLLM 0.32."""
 NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Lengths of the ends that are looked for in the tokens so far. vLLM's own, 5 and 5, rarely find one in an answer."""
+"""Lengths of the n-grams that are searched in the tokens so far. vLLM's defaults, 5 and 5, rarely match in an answer."""
 HEADS_WORKER = "mgrpo.sync.vllm_plugin.draft_heads.DraftingWorker"
 """Base class of vLLM's workers of an engine with method mtp."""
 ANSWER_TOKENS = 1 << 24
-"""Of the earlier answers in which `suffix` looks, at most: it keeps them in the host's memory, at 280 bytes a token. vLLM's own limit is
-10,000 answers of any length."""
+"""Most tokens of the earlier answers that `suffix` searches; it keeps them in the host's memory, at 280 bytes a token. vLLM's default
+limit is 10,000 answers of any length."""
 
 
 def draft_args(config: Config) -> dict[str, Any]:
-    """Arguments of vLLM with which an engine drafts."""
+    """Arguments of vLLM for speculative decoding."""
     method = config.engine.vllm_speculative_method
     if method == "none":
         return {}
@@ -57,7 +57,7 @@ def draft_args(config: Config) -> dict[str, Any]:
 
 
 def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterator[str]:
-    """Sentences about why engines that a run starts on this machine cannot draft.
+    """Problems of speculative decoding in engines that a run starts on this machine.
 
     Args:
         has_states: the model has gated delta nets.
@@ -88,7 +88,7 @@ def draft_problems(config: Config, *, on_gpu: bool, has_states: bool) -> Iterato
 
 
 def _head_problems(config: Config) -> Iterator[str]:
-    """What keeps the model's own heads from drafting."""
+    """Problems of the model's own draft heads."""
     folder, engine = Path(config.model_path), config.engine
     shape = shape_of(read_hf_config(folder))
     try:
@@ -108,12 +108,12 @@ def _head_problems(config: Config) -> Iterator[str]:
 
 
 def reads_heads(args: Mapping[str, Any]) -> bool:
-    """Whether an engine with these arguments of vLLM is to read the heads that draft from the model's files, and nothing else of them."""
+    """True if an engine with these arguments of vLLM reads only the draft heads from the model's files."""
     return args.get("load_format") == "dummy" and args.get("speculative_config", {}).get("method") == "mtp"
 
 
 def second_model(drafts: Mapping[str, Any]) -> str:
-    """What drafts with weights of its own, by vLLM's speculative_config; empty where the drafts come from the tokens so far."""
+    """Draft model or method with weights of its own, from vLLM's speculative_config; "": drafts come from the tokens so far."""
     model = drafts.get("model")
     method = drafts.get("method") or model
     return "" if method in WITHOUT_WEIGHTS and model in (None, method) else str(model or method)

@@ -1,7 +1,7 @@
-"""The contract of an inference engine, independent of what runs it. Standard library and numpy only.
+"""Interface of an inference engine, independent of its implementation. Standard library and numpy only.
 
-An engine is paused or samples what it has been given, and hands over groups as they finish. While it is paused it takes over
-new weights, in a transfer group that it has joined together with the learners.
+An engine is paused, or samples its queued prompts and returns groups as they finish. While paused it receives new weights, in a
+transfer group that it has joined together with the learners.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import numpy as np
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 UNSYNCED = -1
-"""Policy version of the weights that an engine has loaded itself."""
+"""Policy version of weights that an engine has loaded itself."""
 
 Completions = dict[str, np.ndarray]
-"""The completions of finished groups, group by group, sample by sample: `numbers [groups]` int64 are those that the prompts
-were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` float32 and `policy_versions` int32
+"""The completions of finished groups, group by group, sample by sample: `numbers [groups]` int64 are the numbers of the
+prompts, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` float32 and `policy_versions` int32
 `[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS.
 
-Under `Sampling.has_sets` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
-int32, 0 where the engine does not know the whole set.
+Under `Sampling.has_sets` also the sampling masks of `Completion.kept`: `kept_ids` int32, and the size of each token's set, `kept_sizes
+[sum(len)]` int32, 0 if the engine does not return the whole set.
 
-With `Sampling.keeps_routes`, from engines that say which experts they chose, also `Completion.routes` end to end: `routes [sum(
-route_sizes), MoE layers, top_k]`, and how many tokens of each sample have them, `route_sizes [samples]` int64: those of the prompt and its
-own except the last, or none.
+With `Sampling.keeps_routes`, from engines that return routed experts, also `Completion.routes` end to end: `routes [sum(route_sizes),
+MoE layers, top_k]`, and the number of tokens of each sample that have them, `route_sizes [samples]` int64: the prompt's and its own
+except the last, or none.
 
-From engines that draft also `drafts [3]` int64: how many times they did since the last answer, how many tokens, and how many were accepted.
+With speculative decoding also `drafts [3]` int64: numbers of drafts, of drafted tokens and of accepted tokens since the last answer.
 
-Under `Sampling.prompt_logprobs` also what was asked of the prompts' tokens: `prompt_sizes [groups]` int64 counts them, `prompt_logprobs
-[sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest at their places,
-with -1 and NaN where the engine gave fewer.
+Under `Sampling.prompt_logprobs` also the prompts' log-probabilities: `prompt_sizes [groups]` int64 counts the scored tokens,
+`prompt_logprobs [sum(sizes)]` float32 are their own, `prompt_ids` int32 and `prompt_likeliest` float32 `[sum(sizes), k]` the likeliest
+at their places, padded with -1 and NaN.
 
-Of requests that were refused also their numbers, `refused [requests]` int64, and the engine's reasons, `refusals [requests]` text. Where no
-group has finished there is nothing else beside an empty `numbers`."""
+For refused requests also their numbers, `refused [requests]` int64, and the engine's reasons, `refusals [requests]` text. If no group
+has finished, the only other entry is an empty `numbers`."""
 
 Pause = Literal["drain", "recompute", "keep"]
-"""The fate of completions that have begun. drain samples them to their end before the engine pauses. Otherwise they go on after
-the pause: recompute drops their cache, which the engine computes again with its new weights, keep goes on with keys and values of
-the old ones."""
+"""Treatment of completions that have begun. drain samples them to their end before the pause. Otherwise they continue after it:
+recompute drops their cache, which the engine computes again with its new weights, keep continues with keys and values of the old
+ones."""
 
 
 class EngineError(RuntimeError):
@@ -49,11 +49,11 @@ class EngineError(RuntimeError):
 
 
 class WrongAnswerError(EngineError):
-    """An engine's answer does not fit its question. It would not at the next one: the engine is given up."""
+    """An engine's answer does not fit the request. The engine is not restarted: later answers would not fit either."""
 
 
 class RefusedError(EngineError):
-    """A request that every engine would refuse. It fails alone, and is given to no other engine."""
+    """A request that every engine would refuse. It alone fails, and is sent to no other engine."""
 
 
 class NotFiniteError(EngineError):
@@ -72,25 +72,25 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     keeps_sets: bool = True
-    """With `top_k`: the sets that tokens are sampled from are kept, see `Completion.kept`."""
+    """With `top_k`: return the sampling masks of tokens, see `Completion.kept`."""
     keeps_routes: bool = True
-    """The experts of tokens are kept, see `Completion.routes`, if the engine says them."""
+    """Return the routed experts of tokens, see `Completion.routes`, if the engine supports it."""
     min_p: float = 0.0
     regex: str | None = None
     """An expression that completions match; only for engines that were started with a tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
     prompt_logprobs: int | None = None
-    """Of the prompts' tokens the log-probabilities are asked for, and those of so many likeliest ones at their places; None: nothing is."""
+    """Number of likeliest tokens to return at each prompt token, with their and its own log-probabilities; None: no log-probabilities."""
 
     @property
     def has_sets(self) -> bool:
-        """Whether completions hold the sets that their tokens were sampled from."""
+        """True if completions contain sampling masks."""
         return self.keeps_sets and self.top_k > 0
 
     @property
     def is_timed(self) -> bool:
-        """Whether an engine's batches depend on time: on when a text is found, or the grammar of an expression is ready."""
+        """True if an engine's batches depend on timing: of finding a text, or of compiling the grammar of an expression."""
         return bool(self.stop_strings) or self.regex is not None
 
 
@@ -99,7 +99,7 @@ class PromptBatch:
     """Prompts for one engine."""
 
     numbers: np.ndarray
-    """`[prompts]` int64, unique among all that the engine is given."""
+    """`[prompts]` int64, unique per engine."""
     tokens: np.ndarray
     """`[sum(len)]` int32, prompts end to end."""
     cu_seqlens: np.ndarray
@@ -112,58 +112,58 @@ class PromptBatch:
     salts: np.ndarray | None = None
     """`[prompts]` int64: prompts with the same salt share the engine's cache; None: their numbers, so that no two share it."""
     starts: np.ndarray | None = None
-    """`[prompts]` int64, with `Sampling.prompt_logprobs`: the first token of each prompt that it is asked about, at least 1."""
+    """`[prompts]` int64, with `Sampling.prompt_logprobs`: first scored token of each prompt, at least 1."""
 
 
 GATHER_S = 0.02
-"""Seconds for which a poll gathers groups, unless there are many engines."""
+"""Seconds in which a poll gathers groups, longer with many engines."""
 
 
 class Engine(Protocol):
-    """One inference engine, at first paused. Calls return at once and take effect in their order; a future raises EngineError
-    when the engine's part has failed."""
+    """One inference engine, initially paused. Calls return at once and take effect in order; a future raises EngineError if the
+    call has failed."""
 
     ready: Future[None]
     """Done when the engine has loaded its model."""
 
     def submit(self, batch: PromptBatch) -> Future[None]:
-        """Queue prompts, which are sampled as soon as the engine is not paused and has room."""
+        """Queue prompts, which are sampled once the engine is not paused and has room."""
 
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
-        """The groups that have finished and were not handed over, once there is one.
+        """The finished groups that were not returned yet, once there is one.
 
         Args:
             gather_s: seconds to wait for more groups after the first one, while others are being sampled.
         """
 
     def pause(self, how: Pause) -> Future[None]:
-        """Sample no more."""
+        """Stop sampling."""
 
     def resume(self) -> Future[None]:
-        """Sample the prompts that are or will be queued; an error after a weight update that did not complete."""
+        """Sample queued and later prompts; an error after an incomplete weight update."""
 
     def sleep(self) -> Future[None]:
-        """Pause, and give up the devices' memory: the weights, which must be received before it resumes, and the cache.
+        """Pause, and release the devices' memory: the weights, which must be received before it resumes, and the cache.
         Completions that have begun are kept and computed again."""
 
     def abort(self) -> Future[None]:
-        """End all groups: `poll` hands them over with the tokens so far and finish reason "abort"."""
+        """End all groups: `poll` returns them with the tokens so far and finish reason "abort"."""
 
     def withdraw(self, numbers: Sequence[int]) -> Future[None]:
-        """End the groups of these numbers that have not finished, as `abort` does: nobody reads them."""
+        """Cancel the unfinished groups of these numbers, as `abort` does."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """Join the weight-transfer group that the learners are joining at the same time."""
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
-        """While paused: take over the weights that the learners are sending, report their digests on `check`, and seed the
+        """While paused: receive the weights that the learners are sending, report their digests on `check`, and seed the
         sampler."""
 
     def seed(self, seed: int) -> Future[None]:
         """While paused: seed the sampler; the weights stay."""
 
     def ping(self) -> Future[None]:
-        """A sign of life, soon unless the engine takes over weights. Takes no turn among the other calls."""
+        """Answer soon, unless the engine receives weights. Not ordered with the other calls."""
 
     def close(self) -> None:
-        """End the engine's processes, also those that hang; calls that have not been answered fail."""
+        """End the engine's processes, even if they hang; unanswered calls fail."""

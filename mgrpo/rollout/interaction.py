@@ -1,6 +1,6 @@
 """Groups of several turns between the dispatcher and the environments: one event loop in a thread of its own.
 
-The dispatcher gives whole groups and gets requests of one turn each. `environments.loop.episodes` does the work between turns.
+The dispatcher sends whole groups and receives requests of one turn each. `environments.loop.episodes` does the work between turns.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ CLOSE_S = 10.0
 
 
 class Turns(Protocol):
-    """The calls to the dispatcher, for the groups that it has given. All except `post` are made in its own thread."""
+    """Calls to the dispatcher about its groups. All except `post` are made in its own thread."""
 
     def post(self, task: Callable[[], object]) -> None:
-        """Do this soon, in the dispatcher's thread."""
+        """Run `task` soon, in the dispatcher's thread."""
 
     def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
         """Sample these turns."""
 
     def withdraw_turn(self, request: Request) -> None:
-        """Nobody waits for this turn any more."""
+        """Cancel this turn."""
 
     def end(self, request: Request, group: RolloutGroup) -> None:
-        """A group has come to its end."""
+        """Complete a group."""
 
     def give_up(self, request: Request, err: Exception) -> None:
-        """A group has failed, and with it the run, unless it is a RefusedError."""
+        """Fail a group, and with it the run unless it is a RefusedError."""
 
 
 class Opened(Protocol):
@@ -74,10 +74,10 @@ class Interaction:
     ) -> None:
         """
         Args:
-            episodes: makes the trajectories grow.
-            opened: a prompt with the text that its environment begins with.
+            episodes: builds the object that runs the trajectories.
+            opened: adds an environment's opening to a prompt.
             asked: the value of `prompt` in rows; None: the same as for reward functions.
-            hidden_columns: columns of a row that environments are not told.
+            hidden_columns: columns of a row that are not sent to environments.
             in_rounds: see `Gathering`.
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
@@ -86,9 +86,9 @@ class Interaction:
         self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, Request] = {}
-        """By place, the requests under way."""
+        """Requests under way, by place."""
         self.turns: dict[Ask, Request] = {}
-        """Those that were sent and not answered."""
+        """Turns that were sent and not answered."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
@@ -96,7 +96,7 @@ class Interaction:
         self.thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
 
     def start(self, dispatcher: Turns) -> None:
-        """Work for this dispatcher; returns when the environments' processes have started.
+        """Attach to this dispatcher; returns when the environments' processes have started.
 
         Raises:
             ValueError: an environment cannot be built.
@@ -106,7 +106,7 @@ class Interaction:
         asyncio.run_coroutine_threadsafe(self._start(), self.loop).result()
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Have the environments begin with these groups, in this order. From any thread."""
+        """Begin these groups, in this order. From any thread."""
         self.loop.call_soon_threadsafe(self._begin, list(requests))
 
     def take_metrics(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class Interaction:
         return self.environments.take_metrics()
 
     def close(self) -> None:
-        """Give up the groups under way, and end the environments' processes."""
+        """Cancel the groups under way, and end the environments' processes."""
         if self.thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(CLOSE_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -132,7 +132,7 @@ class Interaction:
         await self.episodes.close()
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback has failed, and nothing waits for its result: the run cannot go on."""
+        """End the run after the failure of a callback whose result is not awaited."""
         err = context.get("exception") or RuntimeError(context["message"])
         if self.dispatcher is None or not isinstance(err, Exception):
             loop.default_exception_handler(context)
@@ -220,7 +220,7 @@ class Interaction:
     def _answer(self, ask: Ask, group: RolloutGroup) -> None:
         self.turns.pop(ask, None)
         if ask.answer.done():
-            return  # The group was given up.
+            return  # The group was cancelled.
         ask.answer.set_result(
             [
                 Sampled(

@@ -1,4 +1,4 @@
-"""The layers of a model that have experts, and what vLLM says of them: which experts it has chosen for each token."""
+"""MoE layers of a model, and vLLM's routed experts of each token in them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from mgrpo.types import Routes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixtures:
-    """Where experts are in a model."""
+    """The MoE layers of a model."""
 
     layers: tuple[int, ...]
     count: int
     top_k: int
     num_layers: int
-    """Of the model, also those without experts."""
+    """Number of all layers of the model."""
 
     @property
     def dtype(self) -> type[np.generic]:
-        """The type of their numbers; a row of its highest value must not be a choice, see `Routes`."""
+        """Type of expert ids; a row of its highest value must not be a possible choice, see `Routes`."""
         return np.uint8 if self.count < 256 or (self.count == 256 and self.top_k > 1) else np.uint16
 
     @property
     def most_bytes(self) -> int:
-        """Of a token in a server's answer, which is in base64."""
+        """Most bytes of a token in a server's answer, which is in base64."""
         return 2 * 2 * (self.num_layers * self.top_k)
 
     def routes(self, found: np.ndarray | None, prompt: int, sampled: int) -> Routes:
         """The rows of a completion.
 
         Args:
-            found: `[tokens, layers, top_k]`, vLLM's answer, of all layers of the model; None: there is none.
-            prompt, sampled: tokens. Of a completion without any there are no rows.
+            found: `[tokens, layers, top_k]`, vLLM's answer for all layers of the model; None: no answer.
+            prompt, sampled: numbers of tokens. Without sampled tokens there are no rows.
         Raises:
-            ValueError: the answer is not one for each of these tokens, except the last, or not of this model.
+            ValueError: the answer's shape does not fit these tokens, except the last, or this model.
         """
         if found is None or not sampled:
             return np.zeros((0, len(self.layers), self.top_k), self.dtype)
@@ -51,7 +51,7 @@ class Mixtures:
 
 
 def mixtures(folder: str) -> Mixtures:
-    """Those of the model in this folder, which has some."""
+    """MoE layers of the model in this folder, which must have some."""
     shape = shape_of(read_hf_config(folder))
     assert shape.experts is not None, "a dense model"
     layers = tuple(layer for layer in range(shape.num_layers) if shape.has_experts(layer))

@@ -1,4 +1,4 @@
-"""Limits of this user's processes: a learner, Ray and engines need threads, open files and address space, and fail without a reason where they get none."""
+"""Checks of this user's process limits: without threads, open files and address space, learners, Ray and engines fail without a reason."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from collections.abc import Iterator
 OPEN_FILES = 256
 """Descriptors that a process of the smallest run opens, with a margin."""
 ENOUGH_FILES = 65536
-"""Descriptors that large runs have use for."""
+"""Descriptors that suffice for large runs."""
 LEARNER_THREADS = 32
-"""Threads that a learner starts after its start."""
-"""Threads of a learner on two cores."""
+"""Threads that a learner on two cores starts after its own start."""
 RAY_THREADS = 224
-"""Threads of Ray's daemons and an engine that starts, on two cores; 250 in all are too few."""
+"""Threads of Ray's daemons and a starting engine, on two cores; 250 in all are too few."""
 ADDRESS_BYTES = 4 << 30
 """Address space of a learner of the smallest run, with a margin."""
 FILE_BYTES = 512 << 20
 """Size of the largest file of a small run: Ray's shared memory, with a margin."""
 _PROBE_STACK_BYTES = 256 << 10
-"""At least the smallest that any processor's C library takes."""
+"""Stack of a probe thread, large enough for the C library of any processor."""
 
 
 def raise_open_files() -> None:
-    """Allow this process and its children as many open files as it may have, up to `ENOUGH_FILES`."""
+    """Raise the limit of open files of this process and its children as far as allowed, up to `ENOUGH_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -34,13 +33,13 @@ def raise_open_files() -> None:
 
 
 def limit_problems(*, num_learners: int, starts_ray: bool) -> Iterator[str]:
-    """A sentence for each limit that is too low for a run of `num_learners` on this machine."""
+    """Problems of limits that are too low for a run of `num_learners` on this machine."""
     for kind, flag, what, needed, unit, enough in (
         (resource.RLIMIT_NOFILE, "-n", "open files of a process", OPEN_FILES, 1, str(ENOUGH_FILES)),
         (resource.RLIMIT_AS, "-v", "kB of address space", ADDRESS_BYTES, 1024, "unlimited"),
         (resource.RLIMIT_FSIZE, "-f", "kB in a file", FILE_BYTES, 1024, "unlimited"),
     ):
-        # `raise_open_files` has that limit raised as far as it goes.
+        # `raise_open_files` raises the soft limit of open files to the hard one.
         found = resource.getrlimit(kind)[kind == resource.RLIMIT_NOFILE]
         if found != resource.RLIM_INFINITY and found < needed:
             yield (
@@ -57,7 +56,7 @@ def limit_problems(*, num_learners: int, starts_ray: bool) -> Iterator[str]:
 
 
 def _startable(number: int) -> int:
-    """The number of threads, up to `number`, that this process can start now: ulimit, control groups and other processes all count."""
+    """Number of threads, up to `number`, that this process can start now under ulimit, control groups and other processes."""
     ended = threading.Event()
     started: list[threading.Thread] = []
     before = threading.stack_size(_PROBE_STACK_BYTES)

@@ -1,4 +1,4 @@
-"""Requests to the engines: the prompts of training and evaluations, whole or turn by turn, their sampling and seeds, and the answers."""
+"""Requests to the engines: prompts of training and evaluations, whole or turn by turn, with sampling and seeds, and the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Token arrays -> texts."""
 
 EVALUATION = -1
-"""The stream of random numbers of all evaluations, whenever they run: it changes only with the seed of the run."""
+"""Random stream of all evaluations, which depends only on the seed of the run."""
 
 
 def seed_of(*words: object) -> int:
@@ -33,8 +33,8 @@ def sampler_seed(run_seed: int, step: int, engine: int) -> int:
     """The seed of an engine's sampler for a training step.
 
     On a CPU an engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts,
-    steps or samples share their randomness, a run repeats, also when it was resumed, and engines need no generator per
-    request, which is slow there. On GPUs every prompt has its own seed, see `Fleet.seeds_prompts`.
+    steps or samples share their randomness, a run repeats, even after a resume, and engines need no generator per request, which
+    is slow there. On GPUs every prompt has its own seed, see `Fleet.seeds_prompts`.
     """
     return seed_of(run_seed, step, engine)
 
@@ -51,12 +51,12 @@ class NextTurn:
     """`[len]` int32: the prompt and all tokens that have followed it."""
     max_tokens: int
     salt: int
-    """The same for all turns that begin with one prompt, see `PromptBatch`."""
+    """Equal for all turns that begin with one prompt, see `PromptBatch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBounds:
-    """Bounds of a request in all engines of the policy. An engine without a tokenizer reads any token id, also one without a row
+    """Bounds of a request in all engines of the policy. An engine without a tokenizer accepts any token id, even one without a row
     in its embedding."""
 
     max_model_len: int
@@ -78,39 +78,39 @@ class Request:
     done: Callable[[RolloutGroup], None]
     """Called in the dispatcher's thread with the group."""
     number: int = -1
-    """The number of a group to train on."""
+    """Number of a training group."""
     failed: Callable[[Exception], None] = lambda err: None
-    """Called there instead of `done`: with a RefusedError where the others go on."""
+    """Called there instead of `done`; a RefusedError concerns this request alone."""
     turn: NextTurn | None = None
-    """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
+    """None: the whole answer, sampled in one request or turn by turn in requests of their own."""
     engine: int | None = None
-    """The engine that it was given to; of a group of several turns, the one that has them in its cache."""
+    """The engine of the request; for a group of several turns, the one with its cache."""
     has_begun: bool = False
-    """Whether an engine has been given its first turn, where the group has several."""
+    """True once an engine has the first turn of a group of several turns."""
 
     @property
     def is_training(self) -> bool:
-        """Whether the group is trained on, and not of an evaluation."""
+        """True for a group to train on, False in an evaluation."""
         return self.stream != EVALUATION
 
     @property
     def is_beginning(self) -> bool:
-        """Whether nothing of its group has been sampled."""
+        """True if no token of its group has been sampled."""
         return self.turn is None or not self.turn.turn or not self.turn.whole.has_begun
 
     def sampling_of(self, num_samples: int, stop: Sequence[str] = ()) -> Sampling:
-        """The sampling of a turn of `num_samples` trajectories, which ends at these strings as well."""
+        """The sampling of a turn of `num_samples` trajectories, with additional stop strings."""
         strings = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop)))
         return replace(self.sampling, num_samples=num_samples, stop_strings=strings)
 
     @property
     def home(self) -> int | None:
-        """The engine that has the turns before this one in its cache."""
+        """The engine with the earlier turns in its cache."""
         return None if self.turn is None else self.turn.whole.engine
 
     @property
     def batch_key(self) -> tuple[Sampling, int]:
-        """Requests of one batch have the same."""
+        """Key that is equal for all requests of a batch."""
         return self.sampling, self.stream
 
     @property
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """The limit of each sample."""
+        """Most tokens of each sample."""
         return self.sampling.max_tokens if self.turn is None else self.turn.max_tokens
 
     @property
@@ -131,10 +131,10 @@ class Request:
         return which if self.turn is None else f"turn {self.turn.turn} of sample {self.turn.sample} of {which}"
 
     def problem(self, bounds: RequestBounds | None) -> str:
-        """The reason why every engine would refuse it or answer another question, "" for none.
+        """Reason why every engine would refuse the request or misread it; "": none.
 
         Args:
-            bounds: None: they are not known.
+            bounds: None: unknown.
         """
         return next(itertools.chain(_sampling_problems(self, bounds), _token_problems(self, bounds)), "")
 
@@ -199,7 +199,7 @@ def _token_problems(request: Request, bounds: RequestBounds | None) -> Iterator[
 
 
 class Unfinished:
-    """Groups of several turns that have been sent and have not come to their end."""
+    """Groups of several turns that have been sent and have not finished."""
 
     def __init__(self) -> None:
         self.groups: set[Request] = set()
@@ -207,16 +207,16 @@ class Unfinished:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether an engine has begun any of them."""
+        """True if an engine has begun any of them."""
         return any(group.has_begun for group in self.groups)
 
     def end(self, group: Request) -> None:
-        """A group has come to its end."""
+        """Remove a finished group."""
         self.groups.discard(group)
         self.review()
 
     def fail(self, err: Exception) -> None:
-        """No group will come to its end."""
+        """Fail all groups."""
         groups, self.groups = self.groups, set()
         waiting, self._waiting = self._waiting, []
         for group in groups:
@@ -225,14 +225,14 @@ class Unfinished:
             done.set_result(None)
 
     def review(self) -> None:
-        """Do the work that waits, if no group is under way any longer."""
+        """Run the waiting work if no group is under way any longer."""
         if not self.are_under_way:
             waiting, self._waiting = self._waiting, []
             for do, done in waiting:
                 _follow(do(), done)
 
     def then(self, do: Callable[[], Future[None]]) -> Future[None]:
-        """Do this as soon as no group is under way. The future is done when that work is."""
+        """Run `do` once no group is under way. The future is done when that work is."""
         if not self.are_under_way:
             return do()
         done: Future[None] = Future()
@@ -262,8 +262,8 @@ def training_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampli
 def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampling:
     """The sampling of held-out prompts.
 
-    An engine that returns masks does so for every token. The mask of a token that was sampled from the whole vocabulary would be all
-    of it, so `top_k` bounds evaluations there as well.
+    An engine that returns masks does so for every token. Without `top_k` a mask would be the whole vocabulary, so `top_k` also
+    bounds evaluations there.
     """
     return Sampling(
         num_samples=rollout.eval_pass_at_k,
@@ -308,8 +308,8 @@ def prompt_batch(numbered: Sequence[tuple[int, Request]], sampling: Sampling, *,
     """The batch for one engine.
 
     Args:
-        numbered: requests of one stream, all whole or all turns, with the numbers by which the engine knows them.
-        run_seed: the prompts' own seeds follow from it; None: they have none.
+        numbered: requests of one stream, all whole or all turns, with their numbers in the engine.
+        run_seed: source of the prompts' own seeds; None: no own seeds.
     """
     requests = [request for _, request in numbered]
     turns = [request.turn for request in requests]
@@ -340,9 +340,9 @@ def prompt_seeds(
 ) -> np.ndarray:
     """`[prompts]` int64: a seed for each prompt of a run, and for each later turn; `stream` separates evaluations from training.
 
-    With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
-    long: if all rows were drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
-    of requests without one from a state that is the same in every engine at its start and that no sync reaches.
+    With stop strings the engine detects the end of a completion a moment late, and its row stays in the batch that long: if all
+    rows were drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds of requests
+    without one from a state that is equal in every engine at its start and that no sync resets.
     """
     later = [(turn.sample, turn.turn) if turn and turn.turn else () for turn in turns or [None] * len(prompts)]
     seeds = [seed_of(run_seed, stream, *prompt.id, *turn) for prompt, turn in zip(prompts, later, strict=True)]

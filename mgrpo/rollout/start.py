@@ -1,4 +1,4 @@
-"""The door to the engines: Ray or servers are chosen here, and nothing above knows which."""
+"""Entry point to the engines: chooses between Ray and servers, on which no caller depends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
 def machine_problems(
     config: Config, *, num_local_learners: int, hf_config: HfConfig, starts_engines: bool
 ) -> list[str]:
-    """See `engine_arguments.machine_problems`; also about the teachers' engines, of which an evaluation, without learners, starts none."""
+    """See `engine_arguments.machine_problems`; includes the teachers' engines, which an evaluation (no learners) does not start."""
     found = engine_arguments.machine_problems(
         config, num_local_learners=num_local_learners, hf_config=hf_config, starts_engines=starts_engines
     )
@@ -62,14 +62,14 @@ def machine_problems(
 
 
 def engines_are_local(config: Config) -> bool:
-    """Whether all engines run on rank 0's machine."""
+    """True if all engines run on rank 0's machine."""
     if config.engine.vllm_mode == "server":
         return host_elsewhere(config) is None
     return config.engine.ray_address is None
 
 
 def request_bounds(config: Config) -> RequestBounds:
-    """The bounds of requests to the policy's engines, with the stop strings of `config`."""
+    """Bounds of requests to the policy's engines, with the stop strings of `config`."""
     return RequestBounds(
         max_model_len=config.max_model_length,
         vocab=read_hf_config(config.model_path)["vocab_size"],
@@ -83,16 +83,16 @@ class Engines:
     """The engines of a run."""
 
     fleet: Fleet
-    """Those that sample from the policy."""
+    """Engines that sample from the policy."""
     teachers: Teachers | None
-    """None without teachers that have engines or servers of their own."""
+    """Teachers on engines or servers of their own; None: none."""
 
 
 @contextmanager
 def started_fleet(
     config: Config, *, num_local_learners: int, on_failure: Callable[[str], object] | None
 ) -> Iterator[Fleet]:
-    """`started_engines`, those of the policy alone."""
+    """`started_engines` for the policy alone."""
     alone = replace(config, distillation=Distillation())
     with started_engines(alone, num_local_learners=num_local_learners, on_failure=on_failure) as engines:
         yield engines.fleet
@@ -108,12 +108,12 @@ def started_engines(
 ) -> Iterator[Engines]:
     """Start the configuration's engines, without waiting for them; they end with the context.
 
-    Call on rank 0, from the main thread, to which the engines' processes are tied, and before Megatron is imported: engines take
+    Call on rank 0, from the main thread, to which the engines' processes are tied, and before the import of Megatron: engines take
     longest to start.
 
     Args:
-        on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: all
-            waiting is for calls of engines, which fail then.
+        on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: the
+            caller waits only for calls of engines, which fail then.
         sample: see `TeacherServer`.
     """
     with ExitStack() as stack:
@@ -156,7 +156,7 @@ def _policy_roster(config: Config, cluster: Cluster, num_local_learners: int) ->
         config.engine,
         keep_logs=cluster.keep_logs,
         start=started.start,
-        # One that starts beside a learner would find no room on its GPU.
+        # A restarted engine would find no room on a learner's GPU.
         max_restarts=0 if config.engine.shares_gpus else config.engine.engine_max_restarts,
     )
 
@@ -192,7 +192,7 @@ def _teachers(config: Config, teachers: Sequence[Teaching]) -> Teachers:
 
 
 def _end_with(cluster: Cluster, rosters: Sequence[Roster], on_failure: Callable[[str], object] | None) -> None:
-    """The run ends when Ray itself has failed."""
+    """End the run when Ray itself fails."""
 
     def failed(failure: Future[str]) -> None:
         for roster in rosters:
@@ -205,7 +205,7 @@ def _end_with(cluster: Cluster, rosters: Sequence[Roster], on_failure: Callable[
 
 @contextmanager
 def _watched(roster: Roster) -> Iterator[None]:
-    """The engines are asked for signs of life within the context; after it none is missed."""
+    """Ping the engines within the context; ignore their end after it."""
     heartbeat = Heartbeat(roster, patience_s=roster.settings.engine_heartbeat_timeout)
     heartbeat.start()
     try:
@@ -217,7 +217,7 @@ def _watched(roster: Roster) -> Iterator[None]:
 
 @contextmanager
 def _connected_fleet(config: Config) -> Iterator[Fleet]:
-    """The policy's servers, which run already; they go on after the context.
+    """Connect to the policy's running servers, which keep running after the context.
 
     Raises:
         ConfigError: with every problem of each.
@@ -278,7 +278,7 @@ def _connected_teachers(config: Config, sample: TextSample | None = None) -> Ite
 
 
 def _again(again: Callable[[int], HttpEngine], numbers: Sequence[int], number: int) -> HttpEngine:
-    """The engine with this number among those of one teacher, whose numbers among all are `numbers`."""
+    """Restart engine `number` of one teacher, whose engines have these `numbers` among all."""
     return again(numbers[number])
 
 
@@ -286,10 +286,10 @@ def _again(again: Callable[[int], HttpEngine], numbers: Sequence[int], number: i
 def _connected(
     config: Config, urls: Sequence[str], make: Callable[[str], ServerCalls]
 ) -> Iterator[tuple[list[HttpEngine], Callable[[int], HttpEngine]]]:
-    """Servers that run already, when all of them are ready, and what waits for one of them when it has failed.
+    """Connect to running servers; yields their engines once all are ready, and a function that reconnects a failed one.
 
     Raises:
-        ConfigError: with every problem of each.
+        ConfigError: every problem of each server.
     """
     from mgrpo.rollout.vllm.server.http_engine import HttpEngine
     from mgrpo.rollout.vllm.server.server_calls import ServerError

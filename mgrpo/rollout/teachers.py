@@ -1,6 +1,6 @@
-"""Teachers on engines or servers of their own: what they say of tokens that the policy has sampled.
+"""Teachers on engines or servers of their own, and their log-probabilities of the policy's tokens.
 
-Each teacher is a fleet of engines, which answer a question about a sequence, and nothing else: their weights stay as they are.
+Each teacher is a fleet of engines with fixed weights, which only score sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mgrpo.rollout.requests import to_arrays
 from mgrpo.types import TeacherScores
 
 SEQUENCES = 256
-"""Sequences that an engine is given at a time, several times as many as it reads in a step."""
+"""Most sequences in an engine at a time, several times as many as it reads in a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +29,21 @@ class Teaching:
 
     fleet: Fleet
     most_tokens: int
-    """Tokens of the longest sequence that it reads."""
+    """Most tokens of a sequence."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class JudgedSequence:
-    """A sequence whose tokens a teacher judges. A `QueuedWork`."""
+    """A sequence to be scored by a teacher. A `QueuedWork`."""
 
     tokens: np.ndarray
     """`[len]` int32."""
     start: int
-    """The first token that it judges, at least 1."""
+    """First scored token, at least 1."""
     sampling: Sampling
     done: Callable[[TeacherScores], None]
     nothing: TeacherScores
-    """The answer where the teacher refuses the sequence."""
+    """The answer if the teacher refuses the sequence."""
 
     max_tokens = 1
     home = None
@@ -59,20 +59,20 @@ class JudgedSequence:
         return f"a sequence of {len(self.tokens)} tokens"
 
     def failed(self, err: Exception) -> None:
-        """See `QueuedWork`. Other failures are those of all, which the listener is told."""
+        """See `QueuedWork`. Only refusals: other failures are reported once, by the queue."""
         if isinstance(err, RefusedError):
             self.done(self.nothing)
 
 
 class TeacherQueue(EngineQueue[JudgedSequence]):
-    """The questions to one teacher."""
+    """Queue of the requests to one teacher."""
 
     verb = "score"
 
     def __init__(self, fleet: Fleet, thread: Background, *, vocab: int, failed: Callable[[Exception], None]) -> None:
         """
         Args:
-            vocab: tokens of the policy's vocabulary; a teacher's may have more, which nothing is learned from.
+            vocab: tokens of the policy's vocabulary; further ones of a teacher are ignored.
             failed: called in the thread when no engine is left.
         """
         super().__init__(fleet, thread, samples_per_engine=SEQUENCES)
@@ -114,7 +114,7 @@ class Teachers:
     def __init__(self, teachers: Sequence[Teaching], *, num_likeliest: int, vocab: int) -> None:
         """
         Args:
-            num_likeliest: the likeliest tokens that they are asked for at each place, beside the token that is there.
+            num_likeliest: number of likeliest tokens to return at each place, in addition to the token itself.
             vocab: see `TeacherQueue`.
         """
         self.teachers, self.num_likeliest = teachers, num_likeliest
@@ -131,7 +131,7 @@ class Teachers:
         self.queues = [queues[teacher.fleet] for teacher in teachers]
 
     def listen(self, failed: Callable[[Exception], None]) -> None:
-        """Call `failed` in the teachers' thread as soon as questions will not be answered any more."""
+        """Call `failed` in the teachers' thread once requests will not be answered any more."""
 
         def begin() -> None:
             self._listener = failed
@@ -141,10 +141,10 @@ class Teachers:
         self.thread.submit(begin)
 
     def wait_ready(self) -> None:
-        """Wait until every engine has loaded its model, and have them answer.
+        """Wait until every engine has loaded its model, and start scoring.
 
         Raises:
-            EngineError: one could not be started.
+            EngineError: an engine could not be started.
         """
         for queue in dict.fromkeys(self.queues):
             queue.fleet.wait_ready()
@@ -156,14 +156,14 @@ class Teachers:
         sequences: Sequence[tuple[np.ndarray, int]],
         done: Callable[[list[TeacherScores]], None],
     ) -> None:
-        """Have a teacher judge these sequences.
+        """Request a teacher's scores of these sequences.
 
-        What it cannot read, because it is too long for it or the engine refuses it, comes back as log-probabilities that are missing.
+        Sequences that are too long or that the engine refuses get missing log-probabilities (`TeacherScores.none`).
 
         Args:
-            teacher: its place among the teachers.
-            sequences: each the tokens, `[len]` int32, and the number of the first one that is judged, at least 1.
-            done: called in the teachers' thread with the scores of each sequence, over its tokens from there on.
+            teacher: index among the teachers.
+            sequences: each the tokens, `[len]` int32, and the index of the first scored one, at least 1.
+            done: called in the teachers' thread with the scores of each sequence, from that token on.
         """
         found: dict[int, TeacherScores] = {}
 
@@ -195,5 +195,5 @@ class Teachers:
 
 
 def _finite(logprobs: np.ndarray) -> np.ndarray:
-    """NaN for what is no log-probability of a token that can be sampled."""
+    """The log-probabilities as float32, with NaN for values that are not finite."""
     return np.where(np.isfinite(logprobs), logprobs, np.nan).astype(np.float32)

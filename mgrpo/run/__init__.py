@@ -1,1 +1,1 @@
-"""The application: a run from its configuration to its report. The only room that knows all others."""
+"""The application: a run from its configuration to its report. The only room that imports all others."""

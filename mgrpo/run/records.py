@@ -1,4 +1,4 @@
-"""The records that producing, training and reporting hand to each other, and the steps after which something is due.
+"""Records that producing, training and reporting exchange, and the steps after which syncs, pauses and evaluations are due.
 
 Data only, so that these folders need not import each other. No torch.
 """
@@ -27,31 +27,31 @@ class Rollouts:
     groups: list[ScoredGroup]
     """The groups to train on."""
     dropped: list[ScoredGroup]
-    """Groups that were sampled, but have nothing to learn from."""
+    """Groups that were sampled but have no signal."""
     replayed: Sequence[ScoredGroup] = ()
     """Groups of earlier steps, to train on in place of dropped ones."""
     replay_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The replay buffer's, if there is one."""
+    """Metrics of the replay buffer, if there is one."""
     generate_s: float = 0.0
-    """Seconds for which the learners waited for engines."""
+    """Seconds of the learners' wait for engines."""
     score_s: float = 0.0
-    """Seconds for which they then waited for scores."""
+    """Seconds of their further wait for scores."""
     teach_s: float = 0.0
-    """Seconds for which they then waited for teachers on engines or servers."""
+    """Seconds of their further wait for teachers on engines or servers."""
     engine_s: float = 0.0
-    """Seconds for which engines had work since the last step was handed over."""
+    """Seconds in which engines had work since the last step was handed over."""
     num_admitted: int = 0
-    """Groups that have begun since then."""
+    """Number of groups admitted since then."""
     engine_metrics: Mapping[str, float] = field(default_factory=dict)
     """Failures, replays and environments since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The cost of judges so far, the values that reward functions have logged in this step, and how rubrics evolve."""
+    """Cost of judges so far, values that reward functions logged in this step, and metrics of evolving rubrics."""
     rubrics: Sequence[Mapping[str, Any]] = ()
-    """For each group whose rubric evolves its answers, criteria and verdicts, in JSON."""
+    """Answers, criteria and verdicts of each group with an evolving rubric, in JSON."""
     teacher_metrics: Mapping[str, float] = field(default_factory=dict)
-    """How much teachers judge, and how long that takes them; empty without any."""
+    """Numbers of sequences that teachers score, and their seconds; empty without teachers."""
     num_excluded: int = 0
-    """Prompts that were found solved for good in this step, and are not sampled again."""
+    """Prompts found solved for good in this step, which are not sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Batch:
     """The packs of one step. Every rank has the index and its own slice, rank 0 also the rollouts and samples behind them."""
 
     index: dict[str, np.ndarray]
-    """The figures that all ranks know of the packs of every pass, see `packing.to_slices`."""
+    """Figures of the packs of every pass, equal on all ranks, see `packing.to_slices`."""
     slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
     """This rank's packs; empty until they have been received."""
     slices: Sequence[Slice] = ()
@@ -86,18 +86,18 @@ class Learned:
     metrics: dict[str, float]
     """Metrics over all ranks and mini-batches."""
     learning_rate: float
-    """The learning rate of the last update; of the next one where there was none."""
+    """The learning rate of the last update, or of the next one if there was none."""
     not_finite: list[str]
     """Tensors of the policy that are not finite after the step, on any rank."""
 
     @property
     def has_learned(self) -> bool:
-        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
+        """True if the step had a finite gradient other than 0."""
         return any(result.is_finite and result.grad_norm > 0 for result in self.results)
 
     @property
     def has_updated(self) -> bool:
-        """Whether the weights have changed; an update whose gradient is not finite is skipped."""
+        """True if the weights have changed; an update whose gradient is not finite is skipped."""
         return any(result.is_finite for result in self.results)
 
 
@@ -115,25 +115,25 @@ class Evaluation:
     reward_metrics: Mapping[str, float]
     """The values that reward functions have logged, as `eval/custom/...`."""
     scale: RewardScale | None
-    """The scale of rewards; None where functions decide."""
+    """The scale of rewards; None: functions score."""
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether `step` is a multiple of `every`; never for 0 or less."""
+    """True if `step` is a multiple of `every`; False if `every` is 0 or less."""
     return every > 0 and step % every == 0
 
 
 def syncs_after(config: Config, step: int) -> bool:
-    """Whether the engines receive the weights of training step `step`: where they are due, and before an evaluation."""
+    """True if the engines receive the weights of training step `step`: when they are due, and before an evaluation."""
     is_last = step == config.num_training_steps
     return is_last or is_due(step, config.engine.weight_sync_steps) or evaluates_after(config, step)
 
 
 def pauses_after(config: Config, step: int) -> bool:
-    """Whether the engines stand still between this step and the next: for new weights, and always where a run repeats."""
+    """True if the engines pause between this step and the next: for new weights, and always in a run that repeats."""
     return config.repeats or syncs_after(config, step)
 
 
 def evaluates_after(config: Config, step: int) -> bool:
-    """Whether an evaluation follows training step `step`; the one after training is not counted."""
+    """True if an evaluation follows training step `step`; the one after training is not counted."""
     return is_due(step, config.experiment.local_eval_every) and step < config.num_training_steps

@@ -49,7 +49,7 @@ def create_app(
 ) -> FastAPI:
     """The app. A server that shuts it down closes the sandbox and the sessions; in-process, without a server, the caller does.
 
-    `start_readers`: where requests are read, for a service whose callers are not trusted; None: in threads.
+    `start_readers`: executor in which requests are read, for a service whose callers are not trusted; None: in threads.
     """
     holding = _Holding(max_held_bytes)
     readers: Executor | None = None
@@ -181,7 +181,7 @@ class _Holding:
 
 
 def _check_type(request: Request) -> None:
-    """A page in a browser may send other types to any address without asking first."""
+    """Accept JSON only: a page in a browser may send some other types to any address without a preflight request."""
     if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
         raise HTTPException(422, "the request needs the header Content-Type: application/json")
 

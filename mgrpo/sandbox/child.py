@@ -15,7 +15,7 @@ _CHECK_S = 0.05
 
 
 class Event(Enum):
-    """Why a wait ended."""
+    """Reason why a wait ended."""
 
     DATA = "the process has written or closed its output"
     ENDED = "the process has ended"
@@ -47,12 +47,12 @@ class ChildWatch:
 
     @property
     def left_s(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     @contextlib.contextmanager

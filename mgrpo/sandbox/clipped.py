@@ -1,4 +1,4 @@
-"""Text that is cut in the middle: its beginning and its end say most of what was printed."""
+"""Text that is cut in the middle: its beginning and its end hold most of the information."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Question:
 
     @property
     def num_bytes(self) -> int:
-        """Length of its texts, in characters: about what it holds in memory."""
+        """Length of its texts, in characters: about its size in memory."""
         texts = [test if isinstance(test, str) else test.input + test.output for test in self.tests]
         return len(self.program) + sum(map(len, texts))
 

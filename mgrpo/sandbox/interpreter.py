@@ -1,7 +1,7 @@
 """The last of our code before the code of a kernel: it executes one piece after the other among the same names.
 
-The code can change anything here. What it gains by that is its own answer: time, memory and the length of an answer are
-bounded by the supervisor, which starts another interpreter where this one no longer answers.
+The code can change anything here. By that it changes its own answer only: time, memory and the length of an answer are
+bounded by the supervisor, which starts another interpreter where this one stops responding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Interpreter:
     channel: int
     """Descriptor of the connection to the supervisor."""
     output_bytes: int
-    """Longest error that is handed out."""
+    """Length limit of errors."""
 
     def run(self) -> NoReturn:
         """Execute code until the supervisor ends the process."""

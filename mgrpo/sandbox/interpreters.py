@@ -36,7 +36,7 @@ class CellOutput:
 
     printed: str
     error: str
-    """The exception as Python prints it, or what has happened to the interpreter; empty where the call has succeeded."""
+    """The exception as Python prints it, or the reason why the interpreter was lost; empty where the call has succeeded."""
 
     @property
     def failed(self) -> bool:
@@ -44,7 +44,7 @@ class CellOutput:
 
     @property
     def text(self) -> str:
-        """As a terminal would show it."""
+        """Output and error as a terminal shows them."""
         is_apart = not self.printed or self.printed.endswith("\n")
         return self.printed + ("" if is_apart else "\n" if self.error else "") + self.error
 
@@ -119,7 +119,7 @@ class _Zygote(Walled):
         return Kernel(ours)
 
     def close(self) -> None:
-        """Without walls the process itself ends its kernels, when it sees that its owner leaves."""
+        """End the kernels; without walls the process itself does so once its owner's connection is closed."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self._wire.socket.shutdown(socket.SHUT_RDWR)
             if self._scratch:

@@ -92,9 +92,9 @@ class Isolation:
     system_calls: bool
     """A filter blocks system calls that programs do not need."""
     reasons: tuple[str, ...] = field(default=())
-    """Why stronger kinds of walls are not available."""
+    """Reasons why stronger kinds of walls are not available."""
     are_forbidden: bool = True
-    """Whether the kernel forbids those, as opposed to a failure to set up what it allows."""
+    """True if the kernel forbids those; False after a failure to set up walls that it allows."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class Isolation:
 
 
 def probe(walls: Walls, run: Callable[[str, str], str], **why: Any) -> Isolation:
-    """Measure the layers by a program that tries what must fail; `run(program, stdin)` returns what it prints.
+    """Measure the layers by a program that tries forbidden operations; `run(program, stdin)` returns its output.
 
     RuntimeError with the reason where that program fails; `why`: fields of `Isolation` about stronger walls.
     """

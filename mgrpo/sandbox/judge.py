@@ -1,6 +1,6 @@
-"""Judges assert tests, in a process that never runs a program: it is beside the program's supervisor, outside its walls.
+"""Judges assert tests, in a process that never runs a program: a neighbour of the program's supervisor, outside its walls.
 
-A test runs here, and asks for what the program computes. The answers are plain data, or stand for an object that stays
+A test runs here, and requests the program's values. The answers are plain data, or stand for an object that stays
 in the program's process. Such an object equals no plain value. A test that cannot be split runs in the program's process.
 """
 
@@ -22,7 +22,7 @@ from mgrpo.sandbox.wire import Wire
 _CPU_S = 4.0
 """Processor time for the comparisons of one test: hostile data can make them slow."""
 _MAX_ITEMS = 256
-"""Taken at once from an iterator."""
+"""Items taken at once from an iterator."""
 _LIBRARY = {f"{module}.{name}": value for module, names in MODULES.items() for name, value in names.items()}
 
 
@@ -69,21 +69,21 @@ class ProgramLostError(BaseException):
 
 
 class Trial:
-    """One test and the program it asks."""
+    """One test and the program that answers its questions."""
 
     def __init__(self, supervisor: Wire) -> None:
         self._supervisor = supervisor
         self.seconds = 0.0
         """The program's time so far."""
         self.is_over = False
-        """Whether the program has ended, or exceeded a limit, instead of answering."""
+        """True if the program has ended, or exceeded a limit, instead of answering."""
         self._is_lost = False
-        """Whether it has not answered, or not in the form of an answer."""
+        """True if it has not answered, or not in the form of an answer."""
         self.decided_inside = False
-        """Whether two of the program's objects were compared, which only the program can."""
+        """True if two of the program's objects were compared, which only the program can do."""
 
     def passes(self, parts: SplitProgram) -> bool:
-        """Whether the test raises nothing."""
+        """True if the test raises nothing."""
         names = {
             "__builtins__": dict(BUILTINS),
             ASK: self._answer,
@@ -137,7 +137,7 @@ class Trial:
 
 
 class Opaque:
-    """An object in the program's process. What needs nothing but the object, the program computes."""
+    """An object in the program's process. The program computes all that needs the object alone."""
 
     def __init__(self, trial: Trial, number: int) -> None:
         self._trial, self.number = trial, number
@@ -161,7 +161,7 @@ class Opaque:
         return items[0]
 
     def take(self, count: int) -> list:
-        """At most that many items of an iterator."""
+        """Up to `count` items of an iterator."""
         items = self._trial.apply("lambda o, count: [item for _, item in zip(range(count), o)]", self, count)
         if not isinstance(items, list) or len(items) > count:
             raise TypeError("the program's iterator gives no items")
@@ -175,7 +175,7 @@ class Opaque:
 
 
 def _forward(name: str, text: str) -> None:
-    """Let the program compute what needs the object only."""
+    """Let the program compute an operation that needs the object only."""
 
     def forwarded(self: Opaque, *values: object) -> object:
         return self._trial.apply(f"lambda o, *values: {text}", self, *values)
@@ -184,7 +184,7 @@ def _forward(name: str, text: str) -> None:
 
 
 def _combine(name: str, sign: str, otherwise: object) -> None:
-    """Let the program combine two of its objects; with plain data, which it must not know, there is `otherwise`."""
+    """Let the program combine two of its objects; with plain data, which it must not receive, there is `otherwise`."""
 
     def combined(self: Opaque, other: object) -> object:
         if not isinstance(other, Opaque):

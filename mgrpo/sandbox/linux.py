@@ -45,7 +45,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """OSError names what was to be mounted where; of an open file, its path of today."""
+    """Mount a file system; OSError names its kind or source and the target; an open file by its current path."""
     try:
         _call(
             "mount",
@@ -61,7 +61,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Detach the mount at once; the kernel frees it when it is no longer in use."""
+    """Detach the mount at once; the kernel frees it after its last use."""
     _call("umount2", os.fsencode(target), ctypes.c_int(_MNT_DETACH))
 
 
@@ -77,12 +77,12 @@ def raise_loopback() -> None:
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Set whether other processes of the same user may trace this one and read its /proc entry."""
+    """Allow or forbid other processes of the same user to trace this one and read its /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(is_dumpable))
 
 
 def forbid_new_privileges() -> None:
-    """From now on no exec gives this process or its children additional privileges."""
+    """Forbid additional privileges by exec, for this process and its children."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -94,7 +94,7 @@ def filter_system_calls(program: bytes) -> None:
 
 
 def drop_bounding_set() -> None:
-    """From now on no executed program can gain a capability."""
+    """Forbid executed programs to gain a capability."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)

@@ -1,4 +1,4 @@
-"""Runners of programs in this process: sandboxes behind the app of the service, and kernels. Callers with the same limits share one."""
+"""Runners of programs in this process: sandboxes and kernels. Callers with the same limits share one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from mgrpo.sandbox.interpreters import Kernels
 from mgrpo.sandbox.sandbox import Sandbox
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 
 class _Closable(Protocol):
@@ -64,34 +61,18 @@ class _Loans(Generic[T]):
         loan.thing.close()
 
 
-class _Service:
-    """A sandbox and its app."""
-
-    def __init__(self, memory_mb: int, accept_risk: bool) -> None:
-        from mgrpo.sandbox.app import create_app
-
-        self._sandbox = Sandbox(memory_mb=memory_mb, accept_risk=accept_risk)
-        self.app = create_app(self._sandbox)
-
-    def start(self) -> None:
-        self._sandbox.start()
-
-    def close(self) -> None:
-        self._sandbox.close()
-
-
-_services = _Loans(_Service)
+_sandboxes = _Loans(lambda memory_mb, accept_risk: Sandbox(memory_mb=memory_mb, accept_risk=accept_risk))
 _kernels = _Loans(lambda memory_mb, accept_risk: Kernels(memory_mb=memory_mb, accept_risk=accept_risk))
 
 
-def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
-    """The app of a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
-    return _services.borrow(memory_mb, accept_risk).app
+def borrow_sandbox(memory_mb: int, *, accept_risk: bool) -> Sandbox:
+    """A started sandbox, until `give_back_sandbox`. ValueError where this machine cannot isolate programs."""
+    return _sandboxes.borrow(memory_mb, accept_risk)
 
 
-def give_back_app(memory_mb: int, *, accept_risk: bool) -> None:
-    """Release the app; the last release closes the sandbox."""
-    _services.give_back(memory_mb, accept_risk)
+def give_back_sandbox(memory_mb: int, *, accept_risk: bool) -> None:
+    """Release the sandbox; the last release closes it."""
+    _sandboxes.give_back(memory_mb, accept_risk)
 
 
 def borrow_kernels(memory_mb: int, *, accept_risk: bool) -> Kernels:

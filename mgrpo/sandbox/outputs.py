@@ -6,7 +6,7 @@ from decimal import Decimal, InvalidOperation
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether all lines are equal without surrounding white space, or equal as lists of decimal numbers."""
+    """True if all lines are equal without surrounding white space, or equal as lists of decimal numbers."""
     printed_lines, expected_lines = _lines(printed), _lines(expected)
     return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
 

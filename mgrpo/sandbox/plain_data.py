@@ -1,6 +1,6 @@
 """Plain data between a program's process and the one that judges it: JSON whose arrays begin with their type.
 
-Values are taken for what they contain: a subclass of a plain type travels as that type, so that none of its methods
+Values are read by their contents: a subclass of a plain type travels as that type, so that none of its methods
 comes along. Everything else is opaque: it stays where it is, and a number stands for it.
 """
 
@@ -34,7 +34,7 @@ _EXACT: dict[type, Callable] = {
     Decimal: lambda value: Decimal(Decimal.__str__(value)),
     Fraction: lambda value: Fraction(*Fraction.as_integer_ratio(value)),
 }
-"""From an instance of a subclass to one of the type itself, by the type's own methods."""
+"""Conversion from an instance of a subclass to one of the type itself, by the type's own methods."""
 
 
 class NotPlainError(ValueError):
@@ -42,7 +42,7 @@ class NotPlainError(ValueError):
 
 
 def encode(value: object, stand_in: Callable[[object], int | None]) -> bytes:
-    """The value as text. `stand_in` numbers what is not plain; where it returns None: NotPlainError."""
+    """The value as text. `stand_in` numbers objects that are not plain; where it returns None: NotPlainError."""
     tree = _Encoder(stand_in).tree(value, _MAX_DEPTH)
     data = json.dumps(tree, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:

@@ -56,7 +56,7 @@ MODULES = {
     module.__name__: {name: getattr(module, name) for name in names if hasattr(module, name)}
     for module, names in _MODULES.items()
 }
-"""By the module's name and theirs."""
+"""Functions by their module's name and their own."""
 BARE_NAMES = {
     "Counter": "collections",
     "Decimal": "decimal",

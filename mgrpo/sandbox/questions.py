@@ -1,4 +1,4 @@
-"""The expressions of a test: what in them the program computes becomes a question, the rest stays as it is."""
+"""The expressions of a test: their parts that the program computes become questions, the rest stays as it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Names:
     inside: frozenset[str]
     """Names of the test that exist in the program's process."""
     only_inside: frozenset[str]
-    """Those of them that do not exist outside as well."""
+    """Names of `inside` that do not exist outside as well."""
     assigned: set[str] = field(default_factory=set)
     """All names that the test itself binds, except those of lambdas and comprehensions."""
     library: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Expressions(ast.NodeTransformer):
         self.needed: set[str] = set()
         """Names of the test that questions need."""
         self.only_inside: set[str] = set()
-        """Names of the test whose value only the program's process knows."""
+        """Names of the test whose value exists in the program's process only."""
         self.required: set[str] = set()
         """Names that the test uses without importing them: the program must have them."""
         self.decides_inside = False
@@ -99,10 +99,10 @@ class Expressions(ast.NodeTransformer):
         self._program_ran = False
         self._in_text = False
 
-    # What the program computes
+    # Values that the program computes
 
     def _is_inside(self, node: ast.expr) -> bool:
-        """Whether the value is the program's to compute."""
+        """True if the program must compute the value."""
         match node:
             case ast.Name(id=name):
                 return self._is_name_inside(name)
@@ -135,7 +135,7 @@ class Expressions(ast.NodeTransformer):
             ):
                 if not isinstance(element, ast.Call) or not self._is_inside(element) or _compares(node):
                     return False
-                # What the test iterates over stays outside if it can.
+                # The iterable of the test stays outside if it can.
                 own = self._names.assigned - self._names.only_inside
                 return not any(target_names([generator.iter]) & own for generator in generators)
         return False
@@ -183,7 +183,7 @@ class Expressions(ast.NodeTransformer):
     # Questions
 
     def _ask(self, node: ast.expr) -> ast.expr:
-        """The call that asks for the node's value; names that exist outside only travel with it."""
+        """The call that requests the node's value; names that exist outside only travel with it."""
         kind = "ask"
         self.decides_inside |= self._decides(node)
         if _is_text_of(node):
@@ -210,7 +210,7 @@ class Expressions(ast.NodeTransformer):
         return used
 
     def _decides(self, node: ast.expr) -> bool:
-        """Whether the question is more than what the program gives for an input: it compares, or a module checks."""
+        """True if the question is more than the program's result for an input: it compares, or a module checks."""
         root: ast.AST = node
         while isinstance(root, (ast.Attribute, ast.Call, ast.Subscript)):
             root = root.func if isinstance(root, ast.Call) else root.value
@@ -265,7 +265,7 @@ class Expressions(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """Only methods of plain values, which `_is_inside` lets through, and only where they are called."""
+        """Accept methods of plain values alone, which `_is_inside` lets through, where they are called."""
         if node.attr not in METHODS and node.attr not in ("args", "__name__"):
             raise UnsplittableError
         node.value = self._expression(node.value)
@@ -345,7 +345,7 @@ def _is_class(name: str) -> bool:
 
 
 def _compares(node: ast.AST) -> bool:
-    """Whether a comparison is part of the value itself, not of a lambda or of a comprehension's condition."""
+    """True if a comparison is part of the value itself, not of a lambda or of a comprehension's condition."""
     for part in ast.iter_child_nodes(node):
         if isinstance(part, ast.Lambda):
             continue
@@ -362,7 +362,7 @@ def target_names(targets: Iterable[ast.expr]) -> set[str]:
 
 
 def root_name(node: ast.expr) -> str | None:
-    """The variable whose value, or a part of it, an expression is, or has a method of it called."""
+    """The variable at the root of an expression: the expression is its value, a part of it, or a call of its method."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -377,7 +377,7 @@ def _is_type_of(node: ast.expr) -> bool:
 
 
 def _is_text_of(node: ast.expr) -> bool:
-    """`str(value)` or `repr(value)`: of a subclass of a plain type, only the program knows it."""
+    """`str(value)` or `repr(value)`: of a subclass of a plain type, only the program can compute it."""
     match node:
         case ast.Call(func=ast.Name(id="str" | "repr"), args=[value], keywords=[]):
             return not isinstance(value, ast.Starred)

@@ -1,6 +1,6 @@
-"""A filter of system calls, where the machine has libseccomp: it blocks what a program never needs for its tests.
+"""A filter of system calls, where the machine has libseccomp: it blocks calls that a program never needs for its tests.
 
-It reduces the part of the kernel that a program can reach, and replaces the network namespace where there is none.
+It reduces the part of the kernel that a program can reach, and replaces a missing network namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_DGRAM = 2
 _SOCKET_TYPE_MASK = 0xF
 _OTHER_SOCKET_TYPES = (2, 3, 4, 5, 6, 10)
-"""All but SOCK_STREAM. A datagram socket holds what any number of others have sent, and they need not live on."""
+"""All but SOCK_STREAM. A datagram socket holds messages of any number of others, which may be closed since."""
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _SHARED_WITHOUT_FILE = 0x01 | 0x20
 """MAP_SHARED and MAP_ANONYMOUS. A program can hold such memory without mapping it, where nothing counts it."""
@@ -39,9 +39,9 @@ _REFUSED = (
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname", "vhangup"),
     # memory outside any process, which the limits do not count
     *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open", "vmsplice", "landlock_create_ruleset"),
-    # what the machine or its user has few of
+    # scarce resources of the machine or its user
     *("io_setup", "inotify_init", "inotify_init1", "fanotify_init"),
-    # how the kernel runs the process, and where its memory lies
+    # the kernel's treatment of the process, and the place of its memory
     *("personality", "modify_ldt", "mbind", "set_mempolicy", "set_mempolicy_home_node", "migrate_pages", "move_pages"),
 )
 _NAMESPACE_FLAGS = (

@@ -20,7 +20,7 @@ from mgrpo.sandbox.supervision import Cell, Keeper, remove_folder
 from mgrpo.sandbox.wire import Wire
 
 GRACE_S = 1.0
-"""For code that is interrupted at its limit to end."""
+"""Seconds in which code that was interrupted at its limit must end."""
 _CPU_S = 600
 _PIECE = 2**16
 # More than a pipe and a socket can hold.
@@ -52,7 +52,7 @@ class Session(Keeper):
         self._bounds = bounds
 
     def supervise(self) -> Interpreter:
-        """Serve until the owner leaves (EOFError, ConnectionError); returns only in a forked child, with what it runs."""
+        """Serve until the owner leaves (EOFError, ConnectionError); returns only in a forked child, with its interpreter."""
         self._prepare()
         try:
             while True:
@@ -99,13 +99,13 @@ class Session(Keeper):
         return None
 
     def _signal_all(self, number: int) -> None:
-        """Between calls nothing of the kernel's runs, so that it takes neither time nor memory."""
+        """Send a signal to all processes of the kernel, if it has walls. Stopped between calls, they use no CPU and no further memory."""
         if self._cell.has_walls:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)
 
     def _exceeds_a_limit(self) -> bool:
-        """Whether the kernel has too many processes, or they take too much memory; EOFError where the owner has left."""
+        """True if the kernel has too many processes, or they take too much memory; EOFError where the owner has left."""
         if select.select([self._owner.socket], [], [], 0)[0]:
             raise EOFError("the owner has left during a call")
         if self._sees_processes and sum(map(str.isdecimal, os.listdir("/proc"))) - 1 > PROCESSES:
@@ -123,7 +123,7 @@ class _Run:
         self.is_lost = False
 
     def call(self, code: bytes, limit_s: float, printed: Clipped) -> str:
-        """Run the code, and collect what it prints; returns its error, or nothing."""
+        """Run the code, and collect its output; returns its error, or ""."""
         self._limit_s = limit_s
         self._watch.restart(limit_s)
         self._channel.settimeout(limit_s)
@@ -155,7 +155,7 @@ class _Run:
         return reply.text
 
     def lose(self, event: Event) -> str:
-        """The interpreter cannot be used again; why, for whoever wrote the code."""
+        """Mark the interpreter as lost; returns the reason, for the author of the code."""
         self.is_lost = True
         if event is Event.TIMEOUT:
             why = f"The call took more than {self._limit_s:g} s and could not be interrupted"
@@ -168,13 +168,13 @@ class _Run:
         return f"{why}. It was restarted: all names and files are lost.\n"
 
     def drain(self, printed: Clipped) -> None:
-        """Collect what has been printed until now."""
+        """Collect the output printed until now."""
         for _ in range(_MOST_WAITING // _PIECE):
             if not self._read_output(printed):
                 break
 
     def _read_output(self, printed: Clipped) -> bool:
-        """Whether there was any."""
+        """Read a piece of output; True if there was any."""
         try:
             data = os.read(self._output, _PIECE)
         except BlockingIOError:
@@ -201,7 +201,7 @@ class _Reply:
 
     def __init__(self, most_bytes: int) -> None:
         self._data = bytearray()
-        # A character that was cut in two takes more, and so does the note of what is left out.
+        # A character that was cut in two takes more, and so does the note of the omission.
         self._most_bytes = 2 * most_bytes + 100
 
     def add(self, data: bytes) -> None:

@@ -24,7 +24,7 @@ class _Session:
 
 
 class Sessions:
-    """Calls of code, in the kernel of a session or in one of their own. `close` ends all kernels."""
+    """Calls of code, in the kernel of a session or each in a new one. `close` ends all kernels."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Sessions:
         max_sessions: int = _MAX_SESSIONS,
         idle_limit_s: float = _IDLE_LIMIT_S,
     ) -> None:
-        """`idle_limit_s`: a session without a call for so long ends."""
+        """`idle_limit_s`: seconds without a call after which a session ends."""
         self._kernels = kernels
         self._most_calls = num_at_once + max_waiting
         self._max_sessions, self._idle_limit_s = max_sessions, idle_limit_s
@@ -44,7 +44,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}
 
     async def call(self, code: str, limit_s: float, name: str | None) -> tuple[CellOutput, bool]:
-        """The output of the code, and whether its session is new. BusyError; SandboxError, which ends the session."""
+        """The output of the code, and True if its session is new. BusyError; SandboxError, which ends the session."""
         if self._num_calls >= self._most_calls:
             raise BusyError(f"{self._num_calls} calls are already running or waiting")
         self._num_calls += 1

@@ -22,7 +22,7 @@ class Result(NamedTuple):
     output: bytes = b""
     """The text that a stdio test has printed; for one that did not pass, the reason, as the end of a sentence about the program."""
     is_inside: bool = False
-    """Whether the program's own process has decided: such a verdict can be forged."""
+    """True if the program's own process has decided: such a verdict can be forged."""
 
 
 FAILURE = Result(passed=False, seconds=-1.0)
@@ -63,5 +63,5 @@ class Slot(Walled):
                 raise SandboxError("a supervisor failed; see its message on stderr")
             elif kind == wire.OVER:
                 break
-        # Missing results: tests that were given up, or the program has killed its supervisor.
+        # Missing results: tests that were abandoned, or the program has killed its supervisor.
         return results + [FAILURE] * (order.num_tests - len(results))

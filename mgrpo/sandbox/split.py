@@ -1,4 +1,4 @@
-"""Splits a test in two: what the program computes, and what decides.
+"""Splits a test in two: the program's computations, and the decision.
 
 A test becomes code that runs outside of the program's process. In it, each largest expression that is the program's to
 compute is a question, which carries the expression's text; comparisons, arithmetic and Python's own functions stay.
@@ -30,15 +30,15 @@ from mgrpo.sandbox.questions import (
 )
 
 _APPROX = "approx"
-"""pytest's object that is equal to numbers near its own: it cannot be handed out, and decides where it is made."""
+"""pytest's object that is equal to numbers near its own: it cannot leave its process, and decides there."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProgram:
     code: CodeType
-    """For `exec` with the names of `plain_functions` and the functions that `questions` names."""
+    """Code for `exec` with the names of `plain_functions` and the functions that `questions` names."""
     decides_inside: bool
-    """Whether something that decides, such as a comparison of the program's objects, runs in the program's process."""
+    """True if a part of the decision, such as a comparison of the program's objects, runs in the program's process."""
 
 
 def split(test: str) -> SplitProgram | None:
@@ -76,7 +76,7 @@ class _Splitter(Expressions):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         claim = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
         if isinstance(claim, ast.Call) and self._is_inside(claim):
-            # One function of the program checks what another returns.
+            # One function of the program checks the result of another.
             arguments = [*claim.args, *[keyword.value for keyword in claim.keywords]]
             self.decides_inside |= any(self._calls_program(argument) for argument in arguments)
         return ast.Assert(self._expression(node.test), None)
@@ -135,7 +135,7 @@ class _Splitter(Expressions):
     def _on_both_sides(
         self, node: ast.Assign | ast.AugAssign | ast.Expr, names: set[str], runs: ast.stmt
     ) -> ast.stmt | list[ast.stmt]:
-        """Do in both processes what gives these names a value, or changes it, unless the value is the program's."""
+        """Run in both processes a statement that assigns or changes these names, unless the value is the program's."""
         if self._involves_program(node.value):
             return self._only_inside(names, runs)
         node.value = self._expression(node.value)
@@ -209,7 +209,7 @@ class _Splitter(Expressions):
         return node
 
     def visit_With(self, node: ast.With) -> ast.stmt:
-        """Only `with pytest.raises(...)`."""
+        """Accept `with pytest.raises(...)` alone."""
         match node.items:
             case [ast.withitem(context_expr=ast.Call(func=function) as raises, optional_vars=None)]:
                 if ast.unparse(function) not in ("pytest.raises", "raises"):

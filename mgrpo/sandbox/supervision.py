@@ -54,7 +54,7 @@ class Keeper:
             self._socket_bytes = socket_bytes()
 
     def _become_program(self, descriptors: list[int], *unused: socket.socket) -> None:
-        """In a forked child: keep only these descriptors, as 0, 1, ..., and no privileges."""
+        """Keep only these descriptors, as 0, 1, ..., and no privileges, in a forked child."""
         os.setsid()
         for end in (self._owner.socket, *unused):
             end.detach()  # closed below; the object must not later close another descriptor of the same number
@@ -72,7 +72,7 @@ class Keeper:
         os.chdir(self._cell.scratch)
 
     def _exceeds_memory(self) -> bool:
-        """Whether the program's processes and full sockets together would take more memory than one process may."""
+        """True if the program's processes and full sockets together would take more memory than one process may."""
         return self._sees_processes and exceed_memory(others(), self._limits.memory_bytes, self._socket_bytes)
 
     def _reap(self) -> None:
@@ -111,7 +111,7 @@ def others() -> list[str]:
 
 
 def exceed_memory(processes: Sequence[str], limit_bytes: int, socket_bytes: int) -> bool:
-    """Whether the processes take more, with the sockets of their network namespace, each of which holds `socket_bytes`."""
+    """True if the processes take more than `limit_bytes`, with the sockets of their network namespace, each of which holds `socket_bytes`."""
     num_sockets = Path("/proc/self/net/unix").read_bytes().count(b"\n") - 1 if socket_bytes else 0
     left = limit_bytes - num_sockets * socket_bytes
     # The first sum is cheap to find, and never below the second.
@@ -134,7 +134,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _resident_bytes(process: str) -> int:
-    """Resident memory of the process, with what it shares."""
+    """Bytes of resident memory of the process, including shared pages."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
@@ -142,7 +142,7 @@ def _resident_bytes(process: str) -> int:
 
 
 def _used_bytes(process: str) -> int:
-    """Resident memory of the process that is not a file's; of what several share, its part."""
+    """Bytes of resident memory of the process outside files; of pages that several share, its part."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except PermissionError:  # in a container whose root may not trace

@@ -1,7 +1,7 @@
 """The last of our code before an untrusted program: it takes over a fresh process, runs the program, and never returns.
 
-What decides is elsewhere: for a stdio test it compares the output, for an assert test the answers to its questions. An
-assert test that cannot be split runs here, among the program's names, so a program that knows this file can forge its
+The decision is made elsewhere: from the output of a stdio test, or the answers to the questions of an assert test. An
+assert test that cannot be split runs here, among the program's names, so a program written for this file can forge its
 verdict. Simple tricks fail: the test, and the secret that the verdict must contain, arrive only after the program's top
 level has ended, everything used after that is looked up before the program starts, and builtins are restored.
 """
@@ -78,7 +78,7 @@ def put_question(channel: socket.socket, question: bytes) -> None:
 
 
 def receive_answer(receive: Callable[[int], bytes]) -> bytes | None:
-    """The program's answer; None where `receive` gives less than asked for, or the answer is too long."""
+    """The program's answer; None where `receive` gives less than requested, or the answer is too long."""
     head = receive(_ANSWER_HEAD.size)
     if len(head) < _ANSWER_HEAD.size:
         return None
@@ -141,7 +141,7 @@ def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
 
 
 class _Answers:
-    """Answers questions among the program's names. It may say anything: what decides is not here."""
+    """Answers questions among the program's names. It may return anything: the decision is made elsewhere."""
 
     def __init__(self, names: dict[str, object]) -> None:
         self._names: dict[str, Any] = names
@@ -149,7 +149,7 @@ class _Answers:
         """Objects that are not plain data, by number."""
 
     def answer(self, question: bytes) -> bytes:
-        """Whether it raised, and the value; or the names of the exception's classes, and its message."""
+        """Encoded pair: False and the value; or True, with the names of the exception's classes and its message."""
         try:
             value = self._value(*decode(question, self._objects.__getitem__))
         except BaseException as err:
@@ -165,7 +165,7 @@ class _Answers:
             return encode((False, _Unreadable(self._keep(value))), self._keep)
 
     def _value(self, kind: str, text: str, *values: Any) -> object:
-        """By kind: `run` a statement, `give` a name its value, `ask` for an expression's value, or its `str` or `repr`,
+        """Value by kind: `run` a statement, `give` a name its value, `ask` for an expression's value, or its `str` or `repr`,
         `apply` a lambda of Python's own functions. With values an expression is a lambda of them.
         """
         if kind == "run":
@@ -190,7 +190,7 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a value that cannot be handed out, because it is too large or too deep, or raises when read."""
+    """Stands for a value that cannot leave the process, because it is too large or too deep, or raises when read."""
 
     number: int
 
@@ -216,7 +216,7 @@ def _run_script(source: str) -> NoReturn:
 
 
 def _run_to_exit(code: CodeType, names: dict[str, object], outputs: tuple[TextIO, TextIO]) -> int:
-    """Run the code and what an interpreter does after it: join threads, call exit handlers, flush. Exit status."""
+    """Run the code and the interpreter's steps after it: join threads, call exit handlers, flush. Exit status."""
     status = 0
     try:
         exec(code, names)

@@ -1,4 +1,4 @@
-"""The owner's side of a process inside walls: it starts the process, is told whether the walls stand, and ends it."""
+"""The owner's side of a process inside walls: it starts the process, receives the state of its walls, and ends it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _KEPT_FLAGS = {b"nodev": linux.MS_NODEV, b"noexec": linux.MS_NOEXEC}
 
 
 def is_forbidden(err: OSError) -> bool:
-    """Whether the kernel forbids namespaces to this process, as opposed to anything else that kept walls from rising."""
+    """True if the kernel forbids namespaces to this process; False for other failures to set up walls."""
     by_the_kernel = err.filename is None or str(err.filename).startswith("/proc/")
     return by_the_kernel and err.errno in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EUSERS, errno.ENOSYS)
 
@@ -106,7 +106,7 @@ def enter_private_root(readable: Sequence[str]) -> None:
 
 
 def enter_root(root: str, *, writable: Sequence[str] = ()) -> None:
-    """Make the folder this process's root, in a mount namespace of its own, and all of it read-only except `writable` mounts."""
+    """Make the folder this process's root, in a new mount namespace, and all of it read-only except `writable` mounts."""
     os.chdir(root)
     linux.pivot_root(".", ".")
     linux.unmount(".")
@@ -122,9 +122,9 @@ def forbid_namespaces() -> None:
 
 
 def enter_private_run(program_id: int) -> bool:
-    """In the first process of new PID and mount namespaces: mount a /proc of these only, and an empty scratch folder.
+    """Mount a /proc of new PID and mount namespaces only, in their first process, and an empty scratch folder.
 
-    Returns whether there is a /proc: without the privilege to mount one there is none.
+    Returns True if there is a /proc, which needs the privilege to mount one.
     """
     has_proc = show_own_processes()
     mount_scratch(program_id)
@@ -132,7 +132,7 @@ def enter_private_run(program_id: int) -> bool:
 
 
 def show_own_processes() -> bool:
-    """Mount a /proc of this PID namespace over the machine's. Returns whether there is one, as `enter_private_run` does."""
+    """Mount a /proc of this PID namespace over the machine's. Returns True if there is one, as `enter_private_run` does."""
     has_proc = _mount_proc(SCRATCH)
     linux.unmount("/proc")
     if has_proc:
@@ -197,7 +197,7 @@ def _make_read_only(writable: Sequence[str]) -> None:
 
 
 def _leads_to(path: str, mount: bytes) -> bool:
-    """Whether the path is that of this mount. If not, another mount covers it, which nobody within the walls can take off."""
+    """True if the path is that of this mount. If not, another mount covers it, which cannot be removed within the walls."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -14,7 +14,7 @@ Where kernels are served, each has a connection of its own:
 
 owner -> zygote     open: the kernel's bounds (JSON), then its end of that connection
 owner -> kernel     call: the limit in seconds, then the code
-kernel -> owner     passed, failed: what the call printed, and its error (JSON)
+kernel -> owner     passed, failed: the call's output, and its error (JSON)
 
 Between the owner and the supervisor of assert tests is the judge, which answers `want` in its own way:
 

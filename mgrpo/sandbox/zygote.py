@@ -213,7 +213,7 @@ def _enter_own_namespaces(cell: Cell) -> None:
 
 
 def _move_modules() -> None:
-    """Have the modules that are loaded find their files and submodules within the walls."""
+    """Make loaded modules find their files and submodules within the walls."""
     for module in list(sys.modules.values()):
         for holder, names in (
             (module, ("__file__", "__cached__")),

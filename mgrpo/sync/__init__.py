@@ -1,1 +1,1 @@
-"""From the training layout to the inference layout: the reshard plan, its channels, its proof, and vLLM's end of it."""
+"""Weight sync from the training layout to the inference layout: reshard plan, channels, digests, and vLLM's end."""

@@ -1,8 +1,8 @@
-"""The training ranks' end of the weight sync, and what both ends share; the engines' is `mgrpo.sync.vllm_plugin.receiver`.
+"""The training ranks' end of the weight sync, and code of both ends; the engines' end is `mgrpo.sync.vllm_plugin.receiver`.
 
 Both go through the rounds of `mgrpo.sync.sending.rounds.rounds`: the sender prepares the next round while one is under way, and the
 receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
-hold two together; where they share memory, both ends hold the same two.
+hold two together; with shared memory both ends hold the same two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
 
 DIGEST = np.dtype("<i8")
-"""Digests as they lie in the store."""
+"""Type of digests in the store."""
 
 
 class Cut(Protocol):
@@ -55,7 +55,7 @@ class Sender:
         lora: the policy's adapters. Where they are not merged, only they are sent: engines load the model itself from their own disk.
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
-        bucket_bytes: of what is sent to a worker at the same time, by all ranks.
+        bucket_bytes: bytes in flight to one worker, from all ranks together.
         share_gpus: training ranks and workers may be on the same GPUs, all of one machine.
     """
 
@@ -84,27 +84,27 @@ class Sender:
         planned = partial(plan, model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
         self.plan: ReshardPlan = planned(lora=lora)
         self.proven = [self.plan, planned()] if are_apart(lora) else [self.plan]
-        """What engines must hold: also what they have loaded by themselves."""
+        """Plans of all tensors that engines must hold, including those that they load themselves."""
         self.outgoing = self.plan.outgoing(rank)
-        """What this rank sends, by planned engine and worker."""
+        """Slices that this rank sends, by planned engine and worker."""
         self._sources: dict[Seated, list[str]] = {}
         self.channels: dict[int, Channel] = {}
-        """By engine, of those that this rank sends to."""
+        """Channels to the engines that this rank sends to, by engine."""
         self.generations: dict[int, int] = {}
-        """Generations of the engines that have joined, also of those that this rank sends nothing to."""
+        """Generations of all engines that have joined, including those that this rank sends nothing to."""
 
     @property
     def handed(self) -> LiveBoxes:
-        """What is sent to engines."""
+        """Boxes that are sent to engines."""
         return self.live
 
     @cached_property
     def _slices(self) -> list[str]:
-        """For each worker of an engine, the table of what it receives."""
+        """For each worker of an engine, the packed table of its slices."""
         return [packed(self.plan.slices[own]) for own in self.plan.workers]
 
     def _to(self, engine: int) -> Mapping[int, np.ndarray]:
-        """What this rank sends to each worker of an engine."""
+        """Slices that this rank sends to each worker of an engine."""
         return self.outgoing.get(engine % self.plan.sources.engines, {})
 
     def invitation(
@@ -119,8 +119,8 @@ class Sender:
         """The invitation with which engine number `engine` joins, as plain values.
 
         Args:
-            first: the engine of its tree that learners send to, where that is another one: both ends of each transfer in the
-                tree cut messages by that one's sources.
+            first: root of the engine's broadcast tree, if it is another engine: both ends of each transfer in the tree cut
+                messages by the root's sources.
             upstream: the engine that sends to this one in the learners' place, with its own generation.
             followers: the engines that this one sends to.
         """
@@ -140,7 +140,7 @@ class Sender:
         }
 
     def _tables(self, engine: int) -> dict[str, Any]:
-        """For each worker of an engine its slices, and of each slice the place of its source among `learners`."""
+        """Slices of each worker of an engine, and the place of each slice's source among `learners`."""
         learners, seated = self.plan.seated(engine)
         if seated not in self._sources:
             sources = self.plan.source_places(seated)
@@ -148,7 +148,7 @@ class Sender:
         return {"learners": learners, "slices": self._slices, "sources": self._sources[seated]}
 
     def join(self, seats: Mapping[int, int]) -> dict[int, str]:
-        """Meet the workers of engines, which must be joining; see `send` for what is returned.
+        """Meet the workers of engines, which must be joining; returns failures as `send` does.
 
         Args:
             seats: the generation of each engine. A later one takes the place of an earlier one.
@@ -172,7 +172,7 @@ class Sender:
         return bool(self._to(engine))
 
     def _stages(self, engine: int) -> tuple[list[int], list[dict[int, Cut]]]:
-        """The ranks that send to an engine, and what this one sends to each of its workers: in one stage here."""
+        """The ranks that send to an engine, and for each stage (one here) this rank's messages to each of its workers."""
         learners, num_sources = self.plan.learners(engine), self.plan.num_sources(engine)
         pairs = {
             len(learners) + worker: self._cut(self.plan.boxes(places), num_sources[worker])
@@ -200,16 +200,16 @@ class Sender:
         return partial(messages, boxes, num_sources, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
 
     def leave(self, engine: int) -> None:
-        """Give up the transfer to an engine, if there is one."""
+        """Close the transfer to an engine, if there is one."""
         self.generations.pop(engine, None)
         if (channel := self.channels.pop(engine, None)) is not None:
             channel.close()
 
     def send(self, version: int, engines: Iterable[int]) -> dict[int, str]:
-        """Send this rank's slices to all workers of these engines; why that has failed, by engine.
+        """Send this rank's slices to all workers of these engines; returns the reason of each failure, by engine.
 
-        An engine that fails is given up, and the others get their weights all the same: what names the workers and the bucket
-        that were waited for, after `timeout_s`.
+        An engine that fails within `timeout_s` is left; the others still get their weights. The reason names the workers and
+        the bucket.
         """
         mine = [engine for engine in engines if engine in self.channels]
 
@@ -232,10 +232,10 @@ class Sender:
         return Delivery(begin, len(numbers))
 
     def _apart(self, engines: Sequence[int], work: Callable[[Sequence[int], Failed], None]) -> dict[int, str]:
-        """Do work for engines; why it has failed, where it has.
+        """Run `work` for engines; returns the reason of each failure, by engine.
 
-        On CPUs and shared GPUs in a thread for each: an engine that hangs holds up none of the others, whose workers wait as long as this rank
-        does. On GPUs of their own in one thread, because NCCL wants the same order on all ranks.
+        On CPUs and shared GPUs one thread per engine: an engine that hangs does not delay the others, whose workers have the same time limit.
+        On GPUs of their own one thread, because NCCL needs the same order on all ranks.
         """
         failures: dict[int, str] = {}
 
@@ -264,7 +264,7 @@ class Sender:
             self.leave(engine)
 
     def digests(self) -> torch.Tensor:
-        """`[workers, tensors]` int64: this rank's part of the digest of what the workers of an engine must hold; the sum over ranks is all of it."""
+        """`[workers, tensors]` int64: this rank's part of the digests that the workers of an engine must report; sum it over ranks."""
         shapes = proven_tensors(self.model, self.lora, self.dtype.itemsize)
         table = torch.zeros(self.infer_layout.workers, len(shapes), dtype=torch.int64)
         for what in self.proven:
@@ -275,7 +275,7 @@ class Sender:
         return table
 
     def compare(self, version: int, truth: torch.Tensor, seats: Mapping[int, int]) -> None:
-        """Rank 0: compare the summed `digests()` with what the workers of engines reported for `version`.
+        """Rank 0: compare the summed `digests()` with those that the workers of engines reported for `version`.
 
         Args:
             seats: the generation of each engine, as in its invitation.
@@ -301,7 +301,7 @@ class Sender:
 
 
 class Channel:
-    """One member's end of the transfer to an engine: its transport to the others, and what goes over it in each round."""
+    """One member's end of the transfer to an engine: its transport to the other members, and the messages of each round."""
 
     def __init__(
         self,
@@ -320,9 +320,9 @@ class Channel:
     ) -> None:
         """
         Args:
-            stages: the messages with each member that this one exchanges weights with; those of a stage all come before the next one's.
-            names: of all members, in their order.
-            store: a connection that no one else uses.
+            stages: the messages with each peer; all of a stage come before those of the next.
+            names: all members, in their order.
+            store: a connection of this channel alone.
             failure: see `meet_unless_failed`; it must not use that connection.
         """
         self.names = names
@@ -353,7 +353,7 @@ class Channel:
             self.stages.append(range(first, len(self.rounds)))
 
     def close(self) -> None:
-        """Members that wait for this one learn that it has left."""
+        """Leave the transfer; members that wait for this one get an error."""
         self.is_open = False
         self.transport.close()
 
@@ -364,12 +364,12 @@ def proven_tensors(model: ModelShape, lora: LoraShape | None, itemsize: int) -> 
 
 
 def invited_lora(invitation: Mapping[str, Any]) -> LoraShape | None:
-    """The adapters that an invitation speaks of."""
+    """The adapters of an invitation."""
     return LoraShape(**invitation["lora"]) if invitation.get("lora") else None
 
 
 def _whose(wrong: Sequence[str], sent: Mapping[str, Shape]) -> str:
-    """What to do about tensors that differ though they are never sent."""
+    """Advice for tensors that differ though they are never sent; "" if one of them is sent."""
     if all(name in sent for name in wrong):
         return ""
     return "; with lora_sync=adapter an engine loads the model itself: give every node that serves the same files in model_name_or_path"
@@ -384,27 +384,27 @@ def member_names(learners: Sequence[int], workers: int, engine: int) -> list[str
 
 
 def group_name(engine: int, generation: int) -> str:
-    """The transfer group of an engine; one that was started again has another."""
+    """Name of an engine's transfer group, unique per seat."""
     return f"transfer/{engine}/{generation}"
 
 
 def relay_name(above: Link, below: Link, worker: int) -> str:
-    """The transfer from a worker of one engine to the same of another one."""
+    """Name of the transfer from a worker of one engine to the same worker of its child."""
     return "relay/" + "/".join(map(str, (*above, *below, worker)))
 
 
 def unserved_key(engine: int, generation: int, version: int) -> str:
-    """The store's key that says that an engine has not got its weights, through another one's fault."""
+    """Store key of an engine whose upstream failed; its value is the error."""
     return f"unserved/{engine}/{generation}/{version}"
 
 
 def announce_failure(store: dist.Store, seat: Link, reason: str) -> None:
-    """Have every member that waits for this engine give up with this reason, unless there is an earlier one."""
+    """Make every member that waits for this engine fail with this reason; an earlier reason stays."""
     store.compare_set(_failure_key(seat), "", reason)
 
 
 def announced_failure(store: dist.Store, seats: Sequence[Link]) -> str:
-    """The reason that was announced for one of these engines, "" for none."""
+    """The announced reason of failure of one of these engines; "": none."""
     failed = next((seat for seat in seats if store.check([_failure_key(seat)])), None)
     return "" if failed is None else store.get(_failure_key(failed)).decode()
 

@@ -1,4 +1,4 @@
-"""The rounds that a training rank sends in one weight sync: in which order they begin, and who waits for whom."""
+"""Order of the rounds that a sender begins and settles in one weight sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mgrpo.sync.group import POLL_S
 from mgrpo.sync.transport import Round
 
 Failed = Callable[[int, RuntimeError], None]
-"""Gives up an engine."""
+"""Drops an engine that failed."""
 
 
 class Delivery:
@@ -25,20 +25,20 @@ class Delivery:
         self._begin, self._num_rounds = begin, num_rounds
         self._under_way: deque[Round] = deque()
         self.begun = 0
-        """Number of rounds."""
+        """Number of rounds that have begun."""
 
     @property
     def has_more(self) -> bool:
-        """Whether rounds are left that have not begun."""
+        """True if a round has not begun."""
         return self.begun < self._num_rounds
 
     @property
     def is_over(self) -> bool:
-        """Whether all rounds have arrived."""
+        """True if all rounds have arrived."""
         return not self.has_more and not self._under_way
 
     def begin(self) -> bool:
-        """Begin the next round, if no more than one is under way while it is prepared; whether it has begun."""
+        """Begin the next round unless two are under way; returns True if it has begun."""
         if len(self._under_way) > 1:
             return False
         self._under_way.append(self._begin(self.begun))
@@ -46,7 +46,7 @@ class Delivery:
         return True
 
     def settle(self) -> bool:
-        """Settle the first of the rounds under way, if that is due; whether it was."""
+        """Settle the oldest round under way if it is due; returns True if it was."""
         if not self._under_way or not self._under_way[0].is_due():
             return False
         self._under_way[0].settle()
@@ -55,10 +55,10 @@ class Delivery:
 
 
 def deliver(deliveries: Mapping[int, Delivery], failed: Failed) -> None:
-    """Send to all of these engines; one that fails is given up.
+    """Send to all of these engines; one that fails is dropped.
 
-    They take turns to begin a round, in the same order on all ranks, which NCCL needs. Whichever of them is waited for, all are
-    looked at: a failure is found when it happens, between two rounds and during the last ones.
+    Engines take turns to begin a round, in the same order on all ranks, as NCCL requires. All of them are polled meanwhile, so that
+    a failure is found when it happens, between two rounds and during the last ones.
     """
     left = dict(deliveries)
     while left:

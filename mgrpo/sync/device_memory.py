@@ -15,7 +15,7 @@ _FIELDS = 8
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """The variable by which torch's allocator has expandable segments, which no other process can map."""
+    """Name of the variable that enables torch's expandable segments, which no other process can map; None: not enabled."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if re.search(r"expandable_segments\s*:\s*true", environment.get(name, ""), re.IGNORECASE):
             return name
@@ -23,7 +23,7 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 def offer(memory: torch.Tensor) -> bytes:
-    """JSON for `mapped`; whoever has made `memory`, a whole allocation of torch's, must keep it.
+    """JSON for `mapped`; `memory`, a whole allocation of torch's, must stay alive.
 
     Raises:
         OSError: no other process can map it.
@@ -38,10 +38,10 @@ def offer(memory: torch.Tensor) -> bytes:
 
 
 def mapped(offered: bytes, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The memory of another process, `[n]`, as this one's `device` reaches it.
+    """Map the memory of another process, `[n]`, on this one's `device`.
 
     Raises:
-        RuntimeError: it does not reach it.
+        RuntimeError: `device` cannot map it.
     """
     offer = json.loads(offered)
     # The first field is the device's number in the other process, which may count fewer of them.
@@ -59,5 +59,5 @@ def mapped(offered: bytes, *, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def gpu_name(device: torch.device) -> str:
-    """The same in all processes."""
+    """UUID of a GPU, equal in all processes."""
     return str(torch.cuda.get_device_properties(device).uuid)

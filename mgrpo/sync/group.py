@@ -1,4 +1,4 @@
-"""The store in which the members of a transfer meet, and the transport over a process group: gloo on CPU, NCCL on CUDA."""
+"""The store for the rendezvous of a transfer's members, and the transport over a process group: gloo on CPU, NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, named
 
 POLL_S = 0.0002
-"""Between two looks at what is under way on CUDA."""
+"""Seconds between two polls of the work under way on CUDA."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _environment = threading.Lock()
-"""Held while the variable is set: engines meet others in threads."""
+"""Held while the variable is set: engines join groups in threads."""
 
 Backend = Any
 """Torch's type stubs do not declare all of its methods."""
@@ -46,12 +46,12 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The other processes' end of `open_store`."""
+    """Client of the server of `open_store`, for all other processes."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def another_connection(store: Any) -> dist.Store:
-    """To the same server. A wait in a store blocks its connection for all others."""
+    """Another connection to the same server: a wait blocks the connection for all other users."""
     return store.clone()
 
 
@@ -68,7 +68,7 @@ def join_group(
     """Join `size` members that are all there (`mgrpo.sync.joining`) as number `rank`; returns when all are connected.
 
     Args:
-        dtype: in which weights travel.
+        dtype: type of the weights on the wire.
     """
     if device.type == "cuda":
         backend = _nccl(store, rank, size, timedelta(seconds=timeout_s))
@@ -84,10 +84,10 @@ def join_group(
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """NCCL's group without torch's watchdog, which would end this process for an engine that has died.
+    """NCCL group without torch's watchdog, which would end this process when an engine dies.
 
-    Torch reads the variable in the constructor, for this group alone; the learners' own groups keep their watchdogs. Nothing
-    else looks at what is under way then: `Transfer.is_due` does.
+    Torch reads the variable in the constructor, for this group alone; the learners' own groups keep their watchdogs.
+    `Transfer.is_due` checks the time limit in its place.
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
@@ -105,7 +105,7 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backen
 
 
 def _gloo_device(host: str) -> Any:
-    """Each member listens on GLOO_SOCKET_IFNAME if there are several machines, otherwise on its way to rank 0, at `host`."""
+    """Gloo device on GLOO_SOCKET_IFNAME if there are several machines, otherwise on the route to rank 0 at `host`."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface and host != LOOPBACK:
         return dist.ProcessGroupGloo.create_device(interface=interface)
@@ -124,16 +124,16 @@ class ProcessGroup:
         return self._begin(self.backend.send, messages, buckets, lost, timeout_s=self.timeout_s)
 
     def recv(self, messages: Messages, *, lost: Lost) -> Transfer:
-        """See `Transport`. On CUDA twice as long: a learner serves its engines in turn, and one that hangs takes it `timeout_s`."""
+        """See `Transport`. Time limit doubled on CUDA: a learner serves its engines in turn, and one that hangs takes `timeout_s`."""
         buckets = [self._empty(message) for message in messages.values()]
         into = [[view for part in message for view in part] for message in messages.values()]
         timeout_s = self.timeout_s * (2 if self.backend.supports_coalescing else 1)
         return self._begin(self.backend.recv, messages, buckets, lost, into=into, timeout_s=timeout_s)
 
     def exchange(self, messages: Messages, into: Mapping[int, torch.Tensor], *, lost: Lost) -> Transfer:
-        """Begin to send these slices, and to receive what fills the tensors, from and to others in the same moment.
+        """Begin to send these slices and to receive into these tensors, all at once.
 
-        On CUDA one that only sent first would wait for one that does so as well.
+        On CUDA two members that each sent first would block each other.
         """
         sent = [(self.backend.send, peer, self._filled(message)) for peer, message in messages.items()]
         received = [(self.backend.recv, peer, bucket) for peer, bucket in into.items()]
@@ -167,7 +167,7 @@ class ProcessGroup:
         """See `Transport`."""
 
     def close(self) -> None:
-        """See `Transport`. NCCL also ends the kernels of a round that no peer answers; it takes at most the group's timeout."""
+        """See `Transport`. With NCCL it also ends the kernels of an unanswered round, within the group's timeout."""
         if self.backend is not None and self.backend.supports_coalescing:
             # Torch's destructor would abort as well, but end the process if that takes longer than the group's timeout.
             with contextlib.suppress(RuntimeError):
@@ -197,7 +197,7 @@ class Transfer:
         self._buckets, self._into = buckets, into
         self._deadline = time.monotonic() + timeout_s
         self._works: list[tuple[Sequence[int], dist.Work]] = []
-        # Where messages can be coalesced, which is NCCL, they are ordered with the device's other work.
+        # Only NCCL coalesces messages; it orders them with the device's other work.
         self._is_on_device = backend.supports_coalescing
         if self._is_on_device:
             with named(peers, lost):
@@ -235,7 +235,7 @@ class Transfer:
 
 
 def _write(buckets: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write the values of each bucket to its views; those that were sent have none."""
+    """Write the values of each received bucket to its views; sent buckets have none."""
     for bucket, views in zip(buckets, into, strict=False):
         parts = bucket.split([view.numel() for view in views])
         torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])

@@ -1,7 +1,7 @@
-"""The meeting of the members of an engine's transfer, and the transport of each pair of a training rank and a worker.
+"""Rendezvous of the members of an engine's transfer, and the transport of each pair of a training rank and a worker.
 
-On CUDA that is NCCL, unless they share GPUs: NCCL refuses two members on one, so they share its memory. On the CPU it is
-memory that both have mapped, and gloo where they run on different machines or where that memory cannot be had.
+On CUDA: NCCL, or shared GPU memory where they share GPUs, since NCCL refuses two members on one. On the CPU: shared memory, or
+gloo between machines and where memory cannot be shared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
 
 COMPLETE, GIVEN_UP = "complete", "given up"
-"""What becomes of a meeting."""
+"""Outcomes of a rendezvous."""
 POLL_S = 0.1
-"""Seconds between two looks at whether an engine that is to be met has failed."""
+"""Seconds between two checks for a failure of the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +35,24 @@ class SyncMembers:
     """The members of the transfer to an engine, as one of them sees it."""
 
     names: Sequence[str]
-    """For errors: the training ranks that send to the engine, ascending, and then its workers."""
+    """Names in errors: the training ranks that send to the engine, ascending, then its workers."""
     rank: int
     """This process's number among them."""
     peers: Mapping[int, int]
-    """For each member that it exchanges weights with, the bytes of their largest message over shared memory."""
+    """For each peer, bytes of the largest message over shared memory."""
     is_worker: bool
     share_gpus: bool = False
     """A training rank and a worker may be on the same GPU, and all members are on one machine."""
 
 
 def meet_unless_failed(meeting: Callable[[], Transport], failure: Callable[[], str]) -> Transport:
-    """The result of `meeting`, which waits for others in a thread of its own.
+    """Run `meeting`, which waits for others, in a thread of its own and return its result.
 
     Args:
-        failure: the reason why another member will never come, "" while none is known.
+        failure: the reason why another member will not come; "": none so far.
     Raises:
         RuntimeError: with that reason, as soon as there is one. The thread ends at its own time limit: waits of stores, gloo and NCCL
-            cannot be broken off.
+            cannot be cancelled.
     """
     thread = Background("meeting")
     met = thread.submit(meeting)
@@ -77,9 +77,9 @@ def meet(
     Args:
         store: of this transfer alone.
         dtype: of the engine.
-        host: where the store is.
+        host: of the store.
     Raises:
-        RuntimeError: naming the members that have not come within `timeout_s`.
+        RuntimeError: naming the members that did not join within `timeout_s`.
     """
 
     def group() -> Transport:
@@ -103,14 +103,14 @@ def meet(
             print(f"mgrpo: {reason}; these weights take the slower way over gloo", file=sys.stderr, flush=True)
     if not reasons:
         return shared.SharedMemory(links)
-    # All join it: that is one rule for the members, and those that do not need it lose little.
+    # All members join the group, also those that do not need it: one rule, at little cost.
     return Mixed({**dict.fromkeys(members.peers, group()), **dict.fromkeys(links, shared.SharedMemory(links))})
 
 
 def _share_memory(
     store: dist.Store, members: SyncMembers, dtype: torch.dtype, device: torch.device, timeout_s: float
 ) -> tuple[dict[int, shared.SharedMemoryLink], list[str]]:
-    """This member's links, and for each pair of any members that have none, the reason or "" for different machines."""
+    """This member's links, and for each pair of members without one the reason; "": they are on different machines."""
     with contextlib.ExitStack() as stack:
         listener = None
         if not members.is_worker:
@@ -135,7 +135,7 @@ def _share_memory(
                 missing[peer] = ""
             else:
                 links[peer] = link
-        # Only now do the training ranks know whom to let in.
+        # Training ranks accept only the workers that could share memory.
         all_missing = [
             json.loads(found) for found in _exchange(store, "missing", json.dumps(missing), members, timeout_s)
         ]
@@ -154,9 +154,9 @@ def _refused(members: SyncMembers, peers: Sequence[int], err: Exception) -> Runt
 
 
 def _exchange(store: dist.Store, topic: str, value: str, members: SyncMembers, timeout_s: float) -> list[str]:
-    """The values of all members. Making an NCCL communicator without this would wait for them without a limit of time.
+    """The values of all members. Without this, creating an NCCL communicator would wait for them without a time limit.
 
-    The first member that has seen all values, or has waited too long, decides for everyone: none goes on when another has given up.
+    The first member that has all values, or times out, decides for all: none continues when another has failed.
     """
     keys = [f"{topic}/{member}" for member in range(len(members.names))]
     verdict = partial(store.compare_set, f"{topic}/verdict", "")
@@ -179,7 +179,7 @@ def _exchange(store: dist.Store, topic: str, value: str, members: SyncMembers, t
 
 
 class Mixed:
-    """Every pair's own transport, behind one (a `Transport`)."""
+    """A `Transport` that uses another one for each peer."""
 
     def __init__(self, by_peer: Mapping[int, Transport]) -> None:
         self.by_peer = by_peer

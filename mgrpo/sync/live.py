@@ -1,7 +1,7 @@
-"""The boxes that a process holds, as live views, and what is sent of them.
+"""Live views of the boxes that a process holds, and the messages made of them.
 
-A view is either memory that is read and written where it is, or a slice of a weight that is made when it is read: W with its
-adapter merged into it. Of those one is kept, because neighbouring slices are of the same weight.
+A view is either memory that is read and written in place, or a slice of a weight that is computed when it is read: W with its
+adapter merged. The last such weight is cached, because neighbouring slices are of the same weight.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mgrpo.sync.sending.float32_units import views_in_units
 
 
 class MadeSlice(Protocol):
-    """A slice of a weight that is made anew each time."""
+    """A slice of a weight that is computed on each read."""
 
     @property
     def weight(self) -> Callable[[], torch.Tensor]:
-        """Makes the whole weight; slices of one weight have the same."""
+        """Computes the whole weight; the same object for all slices of a weight."""
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -34,11 +34,11 @@ class MadeSlice(Protocol):
 
 
 class LateSlice(ABC):
-    """A slice whose values are elsewhere each time, and not there all the time."""
+    """A slice whose values exist only at times, and in other memory each time."""
 
     @abstractmethod
     def values(self) -> torch.Tensor:
-        """As they are now."""
+        """The current values."""
 
     @abstractmethod
     def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
@@ -62,13 +62,13 @@ class LiveBoxes:
             self.by_name.setdefault(box.name, []).append((box, view))
         self._lock = threading.Lock()
         self._made: tuple[Callable[[], torch.Tensor], torch.Tensor] | None = None
-        # Nothing is made yet: its memory may have been given up. Norms are never made.
+        # Compute no weight here: its memory may have been released. Norms are never computed.
         views = (view for held in self.by_name.values() for _, view in held)
         first = next(view for view in views if isinstance(view, torch.Tensor))
         self.dtype, self.device = dtype, first.device
 
     def beside(self, late: Iterable[tuple[Box, LateSlice]]) -> LiveBoxes:
-        """These boxes, and others that are counted as a plan counts them."""
+        """Combine these boxes with others whose units are already those of a plan."""
         found = copy.copy(self)
         found.by_name = {name: [*held] for name, held in self.by_name.items()}
         for box, view in late:
@@ -76,7 +76,7 @@ class LiveBoxes:
         return found
 
     def find(self, box: Box) -> View | None:
-        """The live view of `box`; None where no held box contains it."""
+        """The live view of `box`; None: no held box contains it."""
         for held, view in self.by_name.get(box.name, ()):
             if held.intersect(box) == box:
                 return view[box.within(held)]
@@ -89,7 +89,7 @@ class LiveBoxes:
         return view
 
     def values(self, view: View) -> torch.Tensor:
-        """The values of the view now; the weight that was made last stays until another one is, or `forget`."""
+        """The current values of a view; the last computed weight is cached until another one or `forget`."""
         if isinstance(view, torch.Tensor):
             return view
         if isinstance(view, LateSlice):
@@ -101,7 +101,7 @@ class LiveBoxes:
             return self._made[1][view.region]
 
     def forget(self) -> None:
-        """Give up the weight that was made last. Call after reading: the next update changes it."""
+        """Drop the cached weight. Call after reading: the next update changes it."""
         with self._lock:
             self._made = None
 
@@ -109,7 +109,7 @@ class LiveBoxes:
 class WeightMessage:
     """Slices that are sent together.
 
-    To iterate gives their values as they are now, in parts: no part is of more than one weight that had to be made.
+    Iteration yields their current values in parts, each of at most one computed weight.
     """
 
     def __init__(self, live: LiveBoxes, boxes: Sequence[Box]) -> None:

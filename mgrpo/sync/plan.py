@@ -1,7 +1,7 @@
 """The slices from each rank to each engine worker. Pure and deterministic: every process computes the same plan.
 
-Engines are equal, so that what a worker receives is found once for all of them; only the ranks that send it differ (`sources`).
-Everything stays in tables: a process makes boxes of its own part alone.
+Engines are equal: the slices of a worker are found once for all engines, and only the ranks that send them differ (`sources`).
+Everything stays in tables; a process makes `Box` objects of its own part alone.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mgrpo.sync.sending.senders import Kind, Portion, Sources, choose
 Places = np.ndarray
 """Numbers of slices in `ReshardPlan.slices`, ascending."""
 Seated = tuple[tuple[Portion, int], ...]
-"""The shares of an engine, each with the place of the rank that sends it among those that send to the engine."""
+"""The shares of an engine, each with its sender's place among the ranks that send to the engine."""
 Incoming = Mapping[int, Places]
 """The slices for one worker, by training rank, in the order in which they are sent."""
 
 
 class SentBoxes(NamedTuple):
-    """What one rank sends to one worker of one engine in a sync."""
+    """The boxes from one rank to one worker of one engine in a sync."""
 
     engine: int
     worker: int
@@ -50,17 +50,17 @@ class ReshardPlan:
 
     tensors: Tensors
     slices: Rows
-    """What the workers of one engine receive: worker by worker, each in the order of its boxes."""
+    """All slices of one engine: worker by worker, each in the order of its boxes."""
     workers: Sequence[slice]
-    """Which of `slices` each worker receives."""
+    """Range of `slices` of each worker."""
     kinds: Sequence[Kind]
     places: Sequence[Places]
-    """For each kind, its slices."""
+    """Slices of each kind."""
     sources: Sources
     engines: int
     itemsize: int
     lower_bound: int
-    """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
+    """Bytes that all engine workers hold together; each must arrive, so no plan moves fewer."""
 
     @property
     def bytes_moved(self) -> int:
@@ -74,20 +74,20 @@ class ReshardPlan:
 
     @property
     def transfers(self) -> Iterator[SentBoxes]:
-        """Everything that training ranks send; what other engines receive is the same, from one of these."""
+        """All boxes that training ranks send; further engines receive the same from one of these engines."""
         for engine in range(self.sources.engines):
             for worker, incoming in enumerate(self.incoming(engine)):
                 for rank, places in incoming.items():
                     yield SentBoxes(engine, worker, rank, self.boxes(places))
 
     def boxes(self, places: Places) -> list[Box]:
-        """These slices."""
+        """The slices at these places as boxes."""
         return self.tensors.boxes(self.slices[places])
 
     def shares(self, engine: int) -> list[tuple[Portion, int]]:
         """The shares of the slices that an engine receives, each with the rank that sends it.
 
-        Engines that were not planned for receive what the planned ones do.
+        Engines beyond the planned ones have the shares of a planned one.
         """
         engine %= self.sources.engines
         shares = self.sources.shares[engine // self.sources.blocks]
@@ -102,7 +102,7 @@ class ReshardPlan:
         return tuple({rank: _sorted(own) for rank, own in each.items()} for each in found)
 
     def num_sources(self, engine: int) -> list[int]:
-        """For each worker of an engine, the ranks that send to it."""
+        """Number of ranks that send to each worker of an engine."""
         pairs = {(self.kinds[share.kind].worker, rank) for share, rank in self.shares(engine)}
         return np.bincount([worker for worker, _ in pairs], minlength=len(self.workers)).tolist()
 
@@ -113,7 +113,7 @@ class ReshardPlan:
     def seated(self, engine: int) -> tuple[list[int], Seated]:
         """The ranks that send to an engine, ascending, and its shares with the place of each one's rank among them.
 
-        Engines that are served alike have the same of these, and differ in the ranks alone.
+        The shares are equal for all engines that are served alike; only the ranks differ.
         """
         shares = self.shares(engine)
         place = {rank: number for number, rank in enumerate(sorted({rank for _, rank in shares}))}
@@ -139,7 +139,7 @@ class ReshardPlan:
         }
 
     def proof(self, rank: int) -> dict[int, Places]:
-        """The slices that a rank proves, by worker: those that hold a slice share the work, whatever they send."""
+        """The slices whose digests a rank computes, by worker: all holders of a slice share the work, also those that send nothing."""
         found: dict[int, list[Places]] = {}
         for kind, places in zip(self.kinds, self.places, strict=True):
             holders = sorted(holder for table in kind.tables for holder in self.sources.ranks[table])
@@ -168,16 +168,16 @@ def plan(
 
     Args:
         model: shape of the model, `mgrpo.models.shape.ModelShape`.
-        train_layout: which learner rank holds what, `mgrpo.layout.Layout`.
-        infer_layout: number of the engines and what their workers hold, `mgrpo.layout.InferLayout`.
+        train_layout: layout of the learner ranks, `mgrpo.layout.Layout`.
+        infer_layout: number and layout of the engines, `mgrpo.layout.InferLayout`.
         itemsize: bytes of one weight on the wire, in the engines' dtype.
-        holdings: the boxes of each training rank; by default what the layout says, which ZeRO-2 and 3 divide further. Boxes
+        holdings: the boxes of each training rank; by default those of the layout, which ZeRO-2 and 3 divide further. Boxes
             of tensors that are not sent do not count.
-        lora: the model's adapters, if it has any; where they are not merged they are all that is sent.
+        lora: the model's adapters, if it has any; unless they are merged, only they are sent.
     Returns:
         Every slice that is sent, by worker and rank; its `bytes_moved` equal the `lower_bound`.
     Raises:
-        ValueError: the holdings overlap or leave part of a tensor out.
+        ValueError: the holdings overlap or do not cover a tensor.
     """
     shapes = sent_tensors(model, lora)
     tensors = Tensors(shapes)
@@ -208,7 +208,7 @@ def reshard(held: HeldBoxes, wanted: Sequence[Rows], *, engines: int, itemsize: 
     Boxes of one tensor that ranks hold either are equal (replicas) or do not overlap; anything else is a ValueError.
 
     Args:
-        wanted: of each worker, rows of the same tensors.
+        wanted: for each worker, rows of the same tensors.
     """
     boxes, holders = _distinct(held.tables)
     every = np.concatenate(wanted)

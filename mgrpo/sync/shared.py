@@ -1,9 +1,9 @@
-"""The transport between processes of one machine: memory that both have mapped, of the host or of a GPU.
+"""Transport between processes of one machine over shared memory of the host or of a GPU.
 
-The worker of a pair makes the memory, two slots of the pair's largest message, and passes its descriptor, or what CUDA calls
-a handle, to the training rank over a Unix socket. That socket then carries one byte for each message that lies in a slot,
-and one back for each that was taken out. Neither has a name in a file system, so nothing is left of a process that is
-killed, and its peers learn of its end at once.
+The worker of a pair allocates two slots of the pair's largest message and passes the descriptor, or the CUDA IPC handle, to the
+training rank over a Unix socket. The socket then carries one byte for each message written to a slot, and one back for each
+that was read. Neither has a name in a file system, so a killed process leaves nothing behind, and its peers see the closed
+socket at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, named
 
 BUCKET_BYTES = 16 << 20
-"""Most bytes of a message: small enough to be read from the cache, large enough for the wake-ups not to count."""
+"""Most bytes of a message: small enough to be read from the cache, large enough to make the wake-ups negligible."""
 SLOTS = 2
 _GONE = "it has ended, or given up"
 _HELLO = struct.Struct("<II")
-"""The worker's number among the members, and how many bytes follow that describe its GPU memory; 0: a descriptor comes too."""
+"""The worker's number among the members, and the length of the description of its GPU memory that follows; 0: a descriptor comes along."""
 
 
 class SharedMemoryLink:
@@ -42,29 +42,29 @@ class SharedMemoryLink:
         self._socket = connection
         self._slots = memory.view(SLOTS, -1)
         self.count = 0
-        """Messages that this end has put into a slot, or taken out of one."""
+        """Messages that this end has written to a slot, or read from one."""
         self.heard = 0
-        """Messages that the other end has taken out, or put in."""
+        """Messages that the other end has read, or written."""
 
     def put(self, message: WeightMessage) -> None:
-        """Write a message into the next slot, as soon as that is free."""
+        """Write a message into the next slot once that is free."""
         self.wait(self.count - SLOTS + 1)
         for views, places in self._places(message):
             torch._foreach_copy_(places, views)
         self._tell()
 
     def take(self, message: WeightMessage) -> None:
-        """Read the next message into its slices, as soon as it is there."""
+        """Read the next message into its slices once it is there."""
         self.wait(self.count + 1)
         for views, places in self._places(message):
             torch._foreach_copy_(views, places)
         self._tell()
 
     def wait(self, count: int) -> None:
-        """Wait until the other end has put in, or taken out, `count` messages.
+        """Wait until the other end has written, or read, `count` messages.
 
         Raises:
-            RuntimeError: it has not within the time, or has closed the connection.
+            RuntimeError: the time limit has passed, or the other end has closed the connection.
         """
         while self.heard < count:
             with _as_runtime_error():
@@ -74,7 +74,7 @@ class SharedMemoryLink:
             self.heard += told
 
     def close(self) -> None:
-        """The other end no longer waits for this one."""
+        """Close the connection, which ends the other end's waits."""
         self._socket.close()
 
     def _places(self, message: WeightMessage) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -88,7 +88,7 @@ class SharedMemoryLink:
 
     def _tell(self) -> None:
         if self._slots.is_cuda:
-            # The other process's stream knows nothing of this one's.
+            # The other process's stream is not ordered with this one's.
             torch.accelerator.current_stream(self._slots.device).synchronize()
         with _as_runtime_error():
             self._socket.send(b"\0")
@@ -123,7 +123,7 @@ class SharedMemory:
 
 
 class Sent:
-    """The messages of a round that lie in their slots."""
+    """A round whose messages have been written to their slots."""
 
     def __init__(self, links: Mapping[int, SharedMemoryLink], lost: Lost) -> None:
         self._due = {peer: (link, link.count) for peer, link in links.items()}
@@ -141,7 +141,7 @@ class Sent:
 
 
 class Received:
-    """The messages of a round that are taken when they are asked for."""
+    """A round whose messages are read in `settle`."""
 
     def __init__(self, links: Mapping[int, SharedMemoryLink], messages: Messages, lost: Lost) -> None:
         self._links, self._messages, self._lost = links, messages, lost
@@ -158,7 +158,7 @@ class Received:
 
 
 class Listener:
-    """A training rank's door for the workers of its machine. No process elsewhere, and of no other user, gets in."""
+    """A training rank's socket for the workers of its machine; processes of other users and machines are refused."""
 
     def __init__(self, backlog: int) -> None:
         self._socket, self.address = local_socket.listen(backlog)
@@ -166,7 +166,7 @@ class Listener:
     def accept(
         self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, device: torch.device, timeout_s: float
     ) -> dict[int, SharedMemoryLink]:
-        """The links with these workers, which have all connected.
+        """Accept these workers, which have all connected, and return their links.
 
         Args:
             slot_bytes: by member; see `connect`.
@@ -195,21 +195,21 @@ class Listener:
         return links
 
     def close(self) -> None:
-        """No more workers connect."""
+        """Stop listening."""
         self._socket.close()
 
 
 def connect(
     address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, device: torch.device, timeout_s: float
 ) -> SharedMemoryLink | None:
-    """A worker's link with the training rank that listens there; None where that runs on another machine.
+    """Connect a worker to the training rank at `address`; None: that rank runs on another machine.
 
     Args:
         member: the worker's own number among the members.
-        slot_bytes: of their largest message.
-        device: of the worker, whose memory they use.
+        slot_bytes: size of the pair's largest message.
+        device: of the worker, whose memory both use.
     Raises:
-        OSError: there is no memory for it, or that process is another user's.
+        OSError: no memory is left for the slots, or the training rank runs as another user.
     """
     user = int(address.split("-")[1])
     if user != os.geteuid():
@@ -228,13 +228,13 @@ def connect(
 
 
 def _made(num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bytes, list[int]]:
-    """Memory of this process, and by what another one can map it: a description, or a descriptor."""
+    """Allocate memory that another process can map, with a description (CUDA) or a descriptor to map it by."""
     if device.type == "cuda":
         memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         return memory, device_memory.offer(memory), []
     descriptor = os.memfd_create("mgrpo")
     try:
-        # Memory that is missing is an error now, and no signal when it is written to.
+        # Missing memory is an error here rather than a signal at the first write.
         os.posix_fallocate(descriptor, 0, num_bytes)
         return _mapped(descriptor, num_bytes, dtype), b"", [descriptor]
     except OSError:
@@ -243,7 +243,7 @@ def _made(num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[tor
 
 
 def _mapped(descriptor: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Its pages are there before the first message; both ends go on to use the same ones."""
+    """Map a descriptor's memory. Its pages are populated before the first message."""
     memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(memory, dtype=dtype)
 

@@ -1,7 +1,7 @@
-"""The interface of all transports, which move slices between training ranks and the workers of one engine.
+"""Interface of the transports, which move slices between training ranks and the workers of one engine.
 
-A transport joins one member of an engine's transfer (`mgrpo.sync.joining`) to the others. Messages between two members
-arrive in the order in which they were begun, and each end is given slices of the same sizes in the same order.
+A transport connects one member of an engine's transfer (`mgrpo.sync.joining`) to the others. Messages between two members
+arrive in the order in which they were begun; both ends pass slices of the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from mgrpo.sync.live import WeightMessage
 
 Messages = Mapping[int, WeightMessage]
-"""For each of some members the slices that are sent to it, or that its values are written to."""
+"""Slices that are sent to each peer, or that its values are written to."""
 
 Lost = Callable[[Sequence[int], Exception], Exception]
 """Makes the error from the members that were waited for and the cause."""
@@ -23,18 +23,18 @@ class Round(Protocol):
     """Messages that are under way at the same time, at most one with each member."""
 
     def is_due(self) -> bool:
-        """Whether to call `settle`: on CUDA once the messages have arrived or failed, on the CPU always, where it waits."""
+        """True if `settle` is to be called: on CUDA once all messages arrived or failed; on the CPU always: `settle` waits."""
 
     def settle(self) -> None:
         """Wait on the host until all messages have arrived.
 
-        From here on what was received is in the views, and the room that the round took may be used again; on CUDA that
-        holds for the device's later work.
+        Afterwards the views hold the received values, and the round's memory may be reused; on CUDA that holds for the device's
+        later work.
         """
 
 
 class Transport(Protocol):
-    """One member's end. A member that does not answer within the time raises what `lost` makes, from any method of a round."""
+    """One member's end. If a peer does not answer in time, any method of a round raises the error of `lost`."""
 
     def send(self, messages: Messages, *, lost: Lost) -> Round:
         """Begin to send these slices, cast to the engine's dtype; at most one round before it may be unsettled."""
@@ -46,12 +46,12 @@ class Transport(Protocol):
         """Most bytes that a message with this member should have (one row may have more); None: any number."""
 
     def close(self) -> None:
-        """Give up the connections; a member that still waits for this one is told where the transport can do that."""
+        """Close the connections; waiting peers get an error if the transport can send one."""
 
 
 @contextlib.contextmanager
 def named(peers: Sequence[int], lost: Lost) -> Iterator[None]:
-    """A RuntimeError within the block was one of these members' fault."""
+    """Turn a RuntimeError within the block into the error of `lost` for these members."""
     try:
         yield
     except RuntimeError as err:

@@ -1,6 +1,6 @@
-"""Warnings about a run that goes on although its steps teach nothing, with the likely cause.
+"""Warnings about a run whose steps have no signal, with the likely cause.
 
-Pure functions over the metrics of a step, so that the running run and the report of its metrics.jsonl say the same.
+Pure functions over the metrics of a step, so that a running training and the report of its metrics.jsonl give the same warnings.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 PATIENCE = 3
-"""Steps in a row that must show a sign before it is worth a warning; in a shorter run, all of its steps."""
+"""Steps in a row with a sign before a warning; in a shorter run, all of its steps."""
 REPEAT_AFTER = 100
-"""Steps before the same warning is given again."""
+"""Steps before the same warning is repeated."""
 MOST = 0.99
-"""The smallest fraction that is called "almost every"."""
+"""Smallest fraction that counts as "almost every"."""
 HALF_UNSCORED = 0.5
-"""The smallest fraction of completions without a score that is worth a warning."""
+"""Smallest fraction of completions without a score that leads to a warning."""
 _PAGES = {
     "objective/": "docs/rewards.md",
     "val/no_score_rate": "docs/rewards.md",
     "tools/": "docs/environments.md",
 }
-"""Pages of the documentation by the beginning of a metric's name; the others are in docs/troubleshooting.md."""
+"""Pages of the documentation by prefix of a metric's name; by default docs/troubleshooting.md."""
 
 Metrics = Mapping[str, object]
 
 
 class AlertWatch:
-    """Counts for how many steps in a row each sign has been there.
+    """Counts the steps in a row that show each sign.
 
     Args:
         total_steps: the number of steps of the whole run.
@@ -36,7 +36,7 @@ class AlertWatch:
         self.total_steps = total_steps
         self.patience = max(1, min(PATIENCE, total_steps))
         self.has_worked = False
-        """Whether a step has shown no sign."""
+        """True once a step has shown no sign."""
         self.lasting: dict[str, int] = {}
         self.said_at: dict[str, int] = {}
 
@@ -48,7 +48,7 @@ class AlertWatch:
         """The warnings of `after` by the metric that shows each sign."""
         found = signs(metrics)
         self.has_worked |= not found
-        # A run all of whose steps taught nothing, each for another reason, must not end without any.
+        # A run whose steps had no signal, each for a different reason, must not end without a warning.
         is_over = step >= self.total_steps and not (self.has_worked or self.said_at)
         self.lasting = {name: self.lasting.get(name, 0) + 1 for name in found}
         due = {}
@@ -181,7 +181,7 @@ def _untrained(metrics: Metrics) -> dict[str, str]:
 
 
 def _value(metrics: Metrics, name: str) -> float:
-    """A metric's value; NaN where it is missing or null, so that no comparison with it holds."""
+    """A metric's value; NaN if missing or null, so that no comparison with it holds."""
     value = metrics.get(name)
     return float(value) if isinstance(value, (int, float)) else float("nan")
 

@@ -1,7 +1,6 @@
-"""Completions of a training step as a table, for the terminal and for trackers; and what their branches and agents are called.
+"""Completions of a training step as a table, for the terminal and for trackers; and headings of their branches and agents.
 
-Completions are untrusted input: a terminal shows their control characters instead of obeying them, and reads no markup in
-them.
+Completions are untrusted input: control characters are printed visibly, and markup is not interpreted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "completion")
 NARROW = 100
-"""On a terminal with fewer columns, a row is printed line by line."""
+"""Columns of a terminal below which a row is printed line by line."""
 NOT_PARTS = {"correct"}
 
 
@@ -34,7 +33,7 @@ def completions_table(
     Args:
         dropped: groups that were sampled but not trained on; they have no advantage.
         advantages: one per completion of `groups`, in order.
-        unique_prompts: only the first completion of each prompt.
+        unique_prompts: include only the first completion of each prompt.
     """
     of_samples = iter(advantages)
     parts = list(dict.fromkeys(part for group in (*groups, *dropped) for score in group.scores for part in score.parts))
@@ -54,7 +53,7 @@ def completions_table(
 
 
 def some_of(table: Table, count: int | None) -> Table:
-    """The table with `count` of its rows, spread evenly; None keeps all of them."""
+    """The table with `count` of its rows, spread evenly; None: all of them."""
     total = len(table.rows)
     if count is None or count >= total:
         return table
@@ -63,7 +62,7 @@ def some_of(table: Table, count: int | None) -> Table:
 
 
 def printed(table: Table, *, title: str, width: int) -> RenderableType:
-    """The table for a terminal of `width` columns; row by row where that is narrow."""
+    """The table for a terminal of `width` columns; row by row on a narrow one."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as Grid
@@ -105,7 +104,7 @@ def beginning(number: int, branch: Mapping[str, Any]) -> str:
 
 
 def agent_facts(agent: Mapping[str, Any]) -> list[str]:
-    """How an agent has ended, and what its endpoint counted, from its record; nothing without one."""
+    """Ending of an agent and the counts of its endpoint, from its record; empty without one."""
     if not agent:
         return []
     status, seconds = agent.get("status"), agent.get("seconds")

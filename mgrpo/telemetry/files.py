@@ -15,11 +15,11 @@ from mgrpo.telemetry.recorded import record_of
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 3
-"""The number of files that one message names."""
+"""Most files named in a message."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file in one step; folders are made."""
+    """Write or replace a file atomically; creates folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -43,7 +43,7 @@ def move_aside(paths: Sequence[Path]) -> None:
 
 
 def take_over(path: Path, resumed_after: int | None) -> None:
-    """Make a JSONL file of steps ready for a run that adds to it.
+    """Prepare a JSONL file of steps for a run that adds to it.
 
     Args:
         resumed_after: the step after which this run continues the run that wrote the file; its later lines are removed.
@@ -56,7 +56,7 @@ def take_over(path: Path, resumed_after: int | None) -> None:
 
 
 class StepLines:
-    """A JSONL file to which steps add lines; folders are made.
+    """A JSONL file to which steps add lines; creates folders.
 
     Args:
         resumed_after: as for `take_over`.
@@ -74,7 +74,7 @@ class StepLines:
 
 
 def lines_until(path: Path, *, step: int) -> list[str]:
-    """The lines of a JSONL file before the first one of a later step, without those that are incomplete or cannot be read."""
+    """Lines of a JSONL file before the first one of a later step, without incomplete or unreadable ones."""
     kept: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

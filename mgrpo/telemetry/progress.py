@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 Metrics = Mapping[str, float]
 
 PHASES = ("generate", "score", "teach", "train", "drain", "sync")
-"""The phases of a step in their order; a run has those that are in its metrics."""
+"""Phases of a step, in order; a run shows those in its metrics."""
 EVALUATE = "evaluate"
 LINES_PER_RUN = 12
 LOG_COLUMNS = 140
 REDRAW_EVERY_S = 0.25
 MAX_QUIET_S = 300.0
-"""A log gets a line after this time even when none is due, so that a run with long steps does not seem to hang."""
+"""Seconds after which a log gets a line even if none is due, so that a run with long steps does not seem to hang."""
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -40,23 +40,23 @@ def _print(line: str) -> None:
 class StartUp:
     """Prints a line for each part of a start, with the seconds since it began, and adds up the seconds of its phases.
 
-    A phase ends when another begins, so that together they are the start; what happens beside a phase shows only where it is waited for.
+    A phase ends when another begins, so that together they make up the start; concurrent work counts only while a phase waits for it.
     """
 
     clock: Callable[[], float] = time.monotonic
     write: Callable[[str], None] = _print
     began: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each phase that is over, in their order."""
+    """Seconds of each finished phase, in order."""
     _phase: str = "checks"
     _since: float | None = None
 
     def say(self, what: str, phase: str) -> None:
-        """Print the part of the start that begins now, and belongs to `phase`."""
+        """Print the part of the start that begins now, in `phase`."""
         self.write(f"[{self.enter(phase):4.0f} s] {what}")
 
     def enter(self, phase: str) -> float:
-        """A phase begins without a line; the seconds since the start."""
+        """Begin a phase without a line; returns the seconds since the start."""
         now = self.clock()
         since = self.began if self._since is None else self._since
         if now > since:
@@ -65,7 +65,7 @@ class StartUp:
         return now - self.began
 
     def sampled(self) -> None:
-        """There is an answer. The first one ends the start, and prints its phases; before `enter("sample")` there is none."""
+        """Record an answer of an engine. The first one after `enter("sample")` ends the start and prints its phases."""
         if self._phase == "sample":
             whole = self.enter("")
             parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
@@ -122,7 +122,7 @@ class Progress:
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
-        """Print a line of text, above the panel when there is one."""
+        """Print a line of text, above the panel if there is one."""
         if self._screen is not None:
             self._screen.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -131,7 +131,7 @@ class Progress:
             print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
 
     def show(self, make: Callable[[int], RenderableType]) -> None:
-        """Print what `make` returns for a number of columns, above the panel when there is one; plain in a log."""
+        """Print the result of `make` for a number of columns, above the panel if there is one; plain in a log."""
         from rich.console import Console
 
         screen = self._screen
@@ -144,7 +144,7 @@ class Progress:
             self.say("\n".join(map(str.rstrip, screen.file.getvalue().splitlines())))
 
     def finish(self, *, before: Metrics | None = None, after: Metrics | None = None) -> None:
-        """Close the panel and print the summary; `before` and `after` are the evaluations, where there were any."""
+        """Close the panel and print the summary; `before`, `after`: metrics of the evaluations, if any."""
         self.close()
         self.say("\n".join(["", *summary_lines(self.history, before=before, after=after)]))
 
@@ -292,7 +292,7 @@ def summary_lines(history: History, *, before: Metrics | None = None, after: Met
         ("reward", "eval/scores", "{:.3f}".format),
     ):
         found = ["-" if (value := metrics.get(metric)) is None else shown(value) for metrics in evaluated]
-        # Where answers are right or wrong, the accuracy says what the reward would.
+        # If answers are right or wrong, the accuracy replaces the reward.
         if not rows and set(found) != {"-"}:
             rows.append((f"held-out {what}", found[0], found[1]))
     note = ""

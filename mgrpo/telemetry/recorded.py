@@ -1,6 +1,6 @@
-"""Records in the files of a run, read without trust: a line that is no JSON, or no such record, is left out and counted.
+"""Records in the files of a run, read as untrusted input: lines that are not JSON or not such records are skipped and counted.
 
-Files are damaged by disks, crashes and editors, and by whoever else may write to the folder.
+Files may be damaged by disks, crashes, editors, and others with access to the folder.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 Record = dict[str, Any]
 Unread = Counter[str]
-"""The number of lines that were left out, by the name of the file."""
+"""Number of skipped lines, by the name of the file."""
 Shape = Callable[[object], bool]
 
 MAX_DIGITS = 15
-"""A longer whole number is read as a float."""
+"""Most digits of an integer; longer ones are read as floats."""
 MAX_SIZE = 1e100
-"""A larger number is read as null: sums and squares of it would be infinite."""
+"""Bound of numbers; larger ones are read as null: their sums and squares would be infinite."""
 MAX_NAME = 300
-"""Characters of the name of a metric."""
+"""Most characters of a metric's name."""
 
 
 def read_records(paths: Iterable[Path], shape: Shape | None = None, unread: Unread | None = None) -> Iterator[Record]:
-    """The objects in JSONL files that have the shape; a last line without its end, which may still be written, is not counted."""
+    """The objects in JSONL files that have the shape; an incomplete last line, which may still be written, is not counted as unread."""
     for path in paths:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -37,10 +37,10 @@ def read_records(paths: Iterable[Path], shape: Shape | None = None, unread: Unre
 
 
 def record_of(line: str | bytes, shape: Shape | None = None) -> Record:
-    """The object in a line, with numbers of which sums are finite.
+    """The object in a line, with numbers bounded so that sums are finite.
 
     Raises:
-        ValueError: it is no JSON object, or has another shape.
+        ValueError: the line is not a JSON object, or has another shape.
     """
     try:
         found = json.loads(line, parse_int=_whole, parse_float=_number, parse_constant=lambda name: None)
@@ -52,7 +52,7 @@ def record_of(line: str | bytes, shape: Shape | None = None) -> Record:
 
 
 def is_metrics(record: object) -> bool:
-    """Whether it is a line of metrics.jsonl: numbers, or lists of them, by name, and a step."""
+    """True for a record of metrics.jsonl: numbers, or lists of them, by name, and a step."""
     return (
         isinstance(record, dict)
         and _is_whole(record.get("step"))
@@ -63,14 +63,14 @@ def is_metrics(record: object) -> bool:
 
 
 def is_engine_states(record: object) -> bool:
-    """Whether it is a line of engines.jsonl: the states of all engines, or of those that changed, and a step."""
+    """True for a record of engines.jsonl: the states of all engines, or of those that changed, and a step."""
     if not isinstance(record, dict) or not _is_whole(record.get("step")):
         return False
     return _all(_is_engine, record["engines"] if "engines" in record else record.get("changed"))
 
 
 def is_sample(record: object) -> bool:
-    """Whether it is a completion in the files of rollouts, as far as their readers look."""
+    """True for a completion in the files of rollouts; checks the fields that readers use."""
     return isinstance(record, dict) and _has(record, _SAMPLE)
 
 
@@ -108,7 +108,7 @@ def _all(shape: Shape, value: object) -> bool:
 
 
 def _has(record: Record, shapes: dict[str, Shape]) -> bool:
-    """Whether the fields that it has are of these shapes."""
+    """True if all present fields have these shapes."""
     return all(shapes[name](value) for name, value in record.items() if name in shapes)
 
 

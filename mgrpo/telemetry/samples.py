@@ -25,13 +25,13 @@ from mgrpo.types import Branch, Completion, Prompt, Score, ScoredGroup, Trajecto
 SHARD_LINES = 10_000
 TRAIN_SAMPLES = "train_samples.jsonl"
 NUM_SHOWN, NUM_SHOWN_STEPS = 8, 20
-"""Completions of a training step that are kept for a reader, and the rough number of such steps."""
+"""Completions of a training step that are kept for a reader, and the approximate number of such steps."""
 COLUMN_CHARACTERS = 2000
-"""Characters that are kept of each of a row's own columns."""
+"""Most characters of each of a row's own columns."""
 _LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
 """Columns that are in a record under another name."""
 Pieces = Callable[[Sequence[int]], list[str]]
-"""A function from tokens to the text of each."""
+"""Function from tokens to the text of each."""
 
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
@@ -57,7 +57,7 @@ class EvaluationTables:
         """Write the evaluation after `step`; each file appears complete or not at all.
 
         Args:
-            correct: one flag per completion of each group; None where nothing defines correctness.
+            correct: one flag per completion of each group; None: correctness is undefined.
         """
         lines = (json.dumps(record, default=str) + "\n" for record in evaluation_records(step, groups, correct))
         written = set()
@@ -75,10 +75,10 @@ class EvaluationTables:
 class TrainSamples:
     """A few completions of training for a reader: `train_samples.jsonl` in `folder`.
 
-    They are of one prompt in each of these steps: the first, the last, and about `NUM_SHOWN_STEPS` between them.
+    One prompt in each of these steps: the first, the last, and about `NUM_SHOWN_STEPS` between them.
 
     Args:
-        pieces: the text of single tokens, written with their logprobs; None writes neither.
+        pieces: the text of single tokens, written with their logprobs; None: neither is written.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
@@ -108,7 +108,7 @@ class Traces:
     """Every completion of training: `{run_name}_rollouts_{shard}.jsonl` in `folder`, which is Open Instruct's name.
 
     Args:
-        pieces: the text of single tokens; None leaves it out.
+        pieces: the text of single tokens; None: not written.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
@@ -216,7 +216,7 @@ def trace_records(
     Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on, and null for tokens that
     were not sampled; `tokens` has the text of each token. A trajectory's `response_mask` marks the tokens that were sampled.
     Its `branches` list the tokens, from `start` to `end`, that were sampled after `prompt_tokens` and not after the tokens
-    before them; what was said in each is in `trajectory`.
+    before them; the messages of each are in `trajectory`.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -252,13 +252,13 @@ def _pieces(completion: Completion, pieces: Pieces | None) -> Record:
 
 
 def _logprobs(completion: Completion, *, digits: int) -> list[float | None]:
-    """The engine's log-probability of each token; null where the token was not sampled."""
+    """The engine's log-probability of each token; null for tokens that were not sampled."""
     pairs = zip(completion.logprobs.tolist(), completion.loss_mask.tolist(), strict=True)
     return [finite(round(value, digits)) if is_sampled else None for value, is_sampled in pairs]
 
 
 def _masks(completion: Completion) -> Record:
-    """`response_mask` and `branches` of a trajectory; empty for a completion whose tokens were all sampled in one go."""
+    """`response_mask` and `branches` of a trajectory; empty for a completion of a single turn."""
     if completion.trajectory is None:
         return {}
     branches = [
@@ -269,7 +269,7 @@ def _masks(completion: Completion) -> Record:
 
 
 def _trajectory(completion: Completion) -> dict[str, Any]:
-    """The entry `trajectory`: its calls, the answers to them, and the way it ended; empty for a completion of a single turn."""
+    """The entry `trajectory`: its calls, the answers to them, and its ending; empty for a completion of a single turn."""
     record = completion.trajectory
     if record is None:
         return {}
@@ -287,10 +287,10 @@ def _trajectory(completion: Completion) -> dict[str, Any]:
 
 
 def branch_records(completion: Completion) -> list[Record]:
-    """The branches of a trajectory for a reader: what each goes on from, and what is said in it.
+    """The branches of a trajectory for a reader: parent, context and messages of each.
 
-    `parent` is a branch and `after` a turn of the trajectory, both counted from 0, null for a branch that begins by itself;
-    `rewritten` says that the context is nevertheless not the parent's tokens up to that turn.
+    `parent` is a branch and `after` a turn of the trajectory, both counted from 0, null for a branch without a parent; `rewritten`:
+    the context is nevertheless not the parent's tokens up to that turn.
     """
     record = completion.trajectory
     if record is None:
@@ -377,7 +377,7 @@ def _readable(prompt: Prompt, completion: Completion, score: Score) -> Record:
 
 
 def _shortened(value: object) -> object:
-    """The value, or the beginning of its text where that is long: a row may hold a whole book."""
+    """The value, or the beginning of a long text: a row may contain a whole book."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return value if len(text) <= COLUMN_CHARACTERS else f"{text[:COLUMN_CHARACTERS]} ..."
 

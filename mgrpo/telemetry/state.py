@@ -1,4 +1,4 @@
-"""Files of a run that others read while it goes on: its state in `status.json`, those of its engines in `engines.jsonl`."""
+"""Files that others read during a run: its state in `status.json`, those of its engines in `engines.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Status(TypedDict):
 
     state: State
     cause: str
-    """The reason why the run has ended before its last step; empty otherwise, and where it was asked to end."""
+    """Reason why the run ended before its last step; "" otherwise, and if it was stopped."""
 
 
 def write_status(folder: Path, state: State, cause: str = "") -> None:
@@ -28,7 +28,7 @@ def write_status(folder: Path, state: State, cause: str = "") -> None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """The state that the run in a folder recorded last; None where the file is missing or cannot be read."""
+    """The last recorded state of the run in a folder; None: the file is missing or unreadable."""
     try:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
         state = found["state"]
@@ -53,7 +53,7 @@ class EngineStates:
         take_over(self.path, resumed_after)
 
     def write(self, step: int, engines: Sequence[dict[str, Any]]) -> None:
-        """Record the states after a step: of each engine its number, state, number of starts and last failure."""
+        """Record the states after a step: number, state, number of starts and last failure of each engine."""
         changed = [engine for engine in engines if engine != self._last.get(engine["engine"])]
         if not changed:
             return
@@ -64,5 +64,5 @@ class EngineStates:
 
 
 def told_engines(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The engines of which a line of engines.jsonl says the state."""
+    """The engines in a line of engines.jsonl."""
     return line["engines"] if "engines" in line else line["changed"]

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 _MAX_DEPTH = 20
-"""The deepest level of nested lists and dicts; deeper ones become text."""
+"""Deepest level of nested lists and dicts; deeper ones become text."""
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value as JSON: null for a number that is not finite, text for other values and for those nested too deep."""
+    """The value as JSON: null for a number that is not finite, text for other types and for values nested too deep."""
     if value is None or isinstance(value, (bool, str)):
         return value
     try:
@@ -36,7 +36,7 @@ def plain(value: object, depth: int = 0) -> object:
 
 
 def text_of(value: object) -> str:
-    """The value as text, or its type where that fails."""
+    """The value as text, or its type if that fails."""
     try:
         return str(value)
     except Exception:
@@ -44,12 +44,12 @@ def text_of(value: object) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The value; None where it is not finite, which JSON has no number for."""
+    """The value; None if it is not finite, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else None
 
 
 def printable(text: str) -> str:
-    """The text with every character that a terminal would obey, or hide, written as an escape; line ends and tabs stay."""
+    """The text with control and invisible characters escaped for a terminal; line ends and tabs stay."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escape(c) for c in text)

@@ -3,7 +3,7 @@
     from mgrpo.trl import GRPOConfig, GRPOTrainer
     from mgrpo.trl import AsyncGRPOConfig, AsyncGRPOTrainer
 
-Names and defaults are TRL's (presets trl_main and trl_async). What cannot be done is an error that says so, before anything is started.
+Names and defaults are TRL's (presets trl_main and trl_async). Unsupported requests are errors before the start, with the reason.
 """
 
 from mgrpo.moving.trl_config import AsyncGRPOConfig as AsyncGRPOConfig

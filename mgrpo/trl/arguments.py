@@ -1,4 +1,4 @@
-"""The arguments of the trainer that are no settings: rules that TRL's constructor has about them as well."""
+"""The trainer's arguments that are not settings, and the checks of TRL's constructor for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def argument_problems(
     train_dataset: Any,
     environment_factory: Any,
 ) -> Iterator[str]:
-    """What TRL's constructor would refuse as well.
+    """Problems that TRL's constructor would report as well.
 
     Args:
         given: the fields of the script.
@@ -72,7 +72,7 @@ def argument_problems(
 
 
 def warnings_of(args: Any) -> Iterator[str]:
-    """Sentences about combinations that are trained as they are."""
+    """Warnings about combinations that are accepted."""
     if getattr(args, "importance_sampling_level", "token") == "sequence" and args.loss_type in BY_TOKEN:
         yield (
             f"loss_type={args.loss_type} with importance_sampling_level=sequence weights each sequence by its completion length, "
@@ -81,12 +81,12 @@ def warnings_of(args: Any) -> Iterator[str]:
 
 
 def is_streamed(dataset: Any) -> bool:
-    """Whether the number of its rows is not known."""
+    """True if the number of its rows is not known."""
     return dataset is not None and not hasattr(dataset, "__len__")
 
 
 def settle_streaming(args: Any) -> None:
-    """Write into the arguments what TRL does beside a streamed dataset, which no other process reads or divides."""
+    """Set the arguments as TRL does for a streamed dataset, which no other process reads or divides."""
     args.dataloader_num_workers = 0
     args.accelerator_config = SimpleNamespace(**_accelerator(args.accelerator_config) | {"dispatch_batches": False})
 
@@ -97,7 +97,7 @@ def placeholder_rows(config: Config) -> list[dict[str, Any]]:
 
 
 def _may_reward(environment_factory: Any) -> bool:
-    """Whether an environment may give the reward; what a function makes is not known before it is called."""
+    """True if an environment may give the reward; a function's environments are not known before its call."""
     factories = (
         list(environment_factory.values()) if isinstance(environment_factory, Mapping) else [environment_factory]
     )
@@ -111,7 +111,7 @@ def _accelerator(config: Any) -> dict[str, Any]:
 
 
 def names_verifiers(dataset: Any) -> bool:
-    """Whether rows name verifiers of this project, which then score them where there are no functions."""
+    """True if rows name verifiers of this project, which then score them if no functions are given."""
     columns = getattr(dataset, "column_names", None)
     if columns is None and isinstance(dataset, Sequence) and dataset:
         columns = dataset[0]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EVENTS = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-"""The events that there are here. A step is a training step, the optimizer steps of one rollout batch."""
+"""Supported events. A step is a training step, the optimizer steps of one rollout batch."""
 WISHES = ("should_evaluate", "should_save", "should_log")
-"""What a callback may want between the steps that the configuration names; it is not done."""
+"""Flags of a callback's control for actions between the steps that the configuration names; they have no effect."""
 
 
 class Callbacks:
@@ -36,7 +36,7 @@ class Callbacks:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """Call this one as well, from now on."""
+        """Add a callback, which is called from now on."""
         from transformers import TrainerCallback
 
         callback = callback() if isinstance(callback, type) else callback
@@ -52,7 +52,7 @@ class Callbacks:
         self.callbacks.append(callback)
 
     def remove(self, callback: Any) -> Any:
-        """Take out this one, or the first one of this class, and return it; None where there is none."""
+        """Remove this callback, or the first one of this class, and return it; None if not found."""
         for own in self.callbacks:
             if own is callback or type(own) is callback:
                 self.callbacks.remove(own)
@@ -60,7 +60,7 @@ class Callbacks:
         return None
 
     def call(self, event: str, state: TrainerState, **more: object) -> None:
-        """Tell each callback of `event`; on rank 0 alone.
+        """Call `event` of each callback; on rank 0 alone.
 
         Args:
             more: `logs` of on_log, `metrics` of on_evaluate.
@@ -76,12 +76,12 @@ class Callbacks:
 
     @property
     def wants_end(self) -> bool:
-        """Whether a callback wants training to end."""
+        """True if a callback has requested the end of training."""
         return bool(self.callbacks) and self.control.should_training_stop
 
     @property
     def control(self) -> TrainerControl:
-        """What callbacks set their wishes in."""
+        """The control object in which callbacks set their requests."""
         if self._control is None:
             from transformers import TrainerControl
 

@@ -1,4 +1,4 @@
-"""TRL's trainer class: what a script hands over, `train`, `evaluate`, and what it asks for afterwards."""
+"""TRL's trainer class: a script's arguments, `train`, `evaluate`, and the attributes read afterwards."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ class GRPOTrainer:
             reward_funcs: functions, names as in the setting reward_funcs, and reward models: folder, Hub name or object.
             args: a `GRPOConfig` or `AsyncGRPOConfig`, of mgrpo.trl or of TRL, or a mapping.
             train_dataset: rows; None where the environment gives the prompts.
-            eval_dataset: held-out rows, or several sets by name; they are sampled before and after training, and as `eval_strategy`
-                says.
+            eval_dataset: held-out rows, or several sets by name; they are sampled before and after training, and by `eval_strategy`.
             processing_class: the tokenizer, which rank 0 saves in output_dir/given for all to load.
             reward_processing_classes: a reward model's tokenizer, or one for each of reward_funcs, None where it is none.
             callbacks: of transformers, called on rank 0 (`callbacks.EVENTS`).
@@ -153,7 +152,7 @@ class GRPOTrainer:
     def evaluate(
         self, eval_dataset: Rows | Mapping[str, Rows] | str | None = None, *, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics of the evaluation after training; of other rows, and before training, those of an evaluation of its own.
+        """Metrics of the evaluation after training; of other rows, and before training, those of a separate evaluation.
 
         Args:
             eval_dataset: rows, several sets by name, or the name of one of the trainer's sets.
@@ -203,7 +202,7 @@ class GRPOTrainer:
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Routers have no loss of their own here."""
+        """False: routers have no auxiliary loss here."""
         return False
 
     @property
@@ -215,15 +214,15 @@ class GRPOTrainer:
         )
 
     def add_callback(self, callback: Any) -> None:
-        """One more callback of transformers, an object or a class."""
+        """Add a callback of transformers, an object or a class."""
         self._callbacks.add(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Without this callback, or the first one of this class."""
+        """Remove this callback, or the first one of this class."""
         self._callbacks.remove(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """`remove_callback`, which returns it."""
+        """Remove a callback as `remove_callback` does, and return it."""
         return self._callbacks.remove(callback)
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -255,7 +254,7 @@ class GRPOTrainer:
         Uploads(config).finish(model, step_of(model), message=commit_message)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return rank() == 0
 
     def _prepared(self, *, writes_model: bool) -> Config:

@@ -23,7 +23,7 @@ def by_set(
     """Metrics under TRL's names.
 
     Args:
-        config: of the training run, whose loss counts.
+        config: of the training run, whose loss is reported.
         metrics: of the whole evaluation, under the names of docs/metrics.md.
         prefix: of all names, as a rule `eval`.
         has_sets: the prompts are several sets by name, each of which is reported by itself.
@@ -51,7 +51,7 @@ def loss(config: Config, groups: Sequence[ScoredGroup]) -> float:
     """The loss of these completions under the weights that have sampled them, without its KL term and the entropy bonus."""
     import torch
 
-    from mgrpo.algo import policy_loss
+    from mgrpo.algo import load_advantages, policy_loss
     from mgrpo.algo.training_samples import train_samples
 
     algorithm = config.algorithm
@@ -64,6 +64,7 @@ def loss(config: Config, groups: Sequence[ScoredGroup]) -> float:
         reward_weights=dict(zip(names, algorithm.reward_weights or [1.0] * len(names), strict=False)),
         mask_truncated=algorithm.mask_truncated_completions,
         mask_tool_use=config.tools.mask_tool_use,
+        function=load_advantages(algorithm),
     )
     logprobs = torch.from_numpy(np.concatenate([sample.rollout_logprobs for sample in samples]))
     ends = np.cumsum([0, *(len(sample.tokens) for sample in samples)])

@@ -1,4 +1,4 @@
-"""A run as transformers' Trainer remembers it: `TrainerState` with its log, of which callbacks are told."""
+"""A run as transformers' Trainer records it: `TrainerState` with its log, which callbacks receive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mgrpo.run.report.result import TrainResult
 
 LAST = ("grad_norm", "learning_rate", "entropy_coef")
-"""Of these a line of the log has the last value, of all others the mean."""
+"""Metrics of which a line of the log has the last value; the mean of all others."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class TrainOutput(NamedTuple):
 
 
 class RunHistory(RunListener):
-    """Remembers runs and evaluations of one trainer. Complete on rank 0; the other ranks know the number of steps."""
+    """Records runs and evaluations of one trainer. Complete on rank 0; the other ranks hold the number of steps."""
 
     def __init__(self, config: Config, callbacks: Callbacks, *, num_rows: int | None) -> None:
         """
@@ -52,14 +52,14 @@ class RunHistory(RunListener):
         self.evaluated: dict[str, float] = {}
         """Metrics of the newest evaluation."""
         self.prefix, self.has_sets = "eval", False
-        """How an evaluation is reported, see `held_out.by_set`."""
+        """Form of an evaluation's metrics, see `held_out.by_set`."""
         self._values: dict[str, list[float]] = defaultdict(list)
         self._losses: list[float] = []
         self._is_training = self._has_warned = False
 
     @cached_property
     def state(self) -> TrainerState:
-        """What scripts and callbacks read."""
+        """State for scripts and callbacks."""
         # It imports torch, before which Ray should start.
         from transformers import TrainerState
 
@@ -69,7 +69,7 @@ class RunHistory(RunListener):
         self.config, self.wants_end, self._is_training = config, False, True
         self._values.clear()
         self._losses.clear()
-        # Each run has a state of its own.
+        # Each run has its own state.
         vars(self).pop("state", None)
         state = self.state
         state.max_steps = config.num_optimizer_steps
@@ -103,7 +103,7 @@ class RunHistory(RunListener):
         own = self.config.checkpoint
         self.callbacks.call("on_evaluate", self.state, metrics=self.evaluated)
         if self._is_training:
-            self._compare(metrics.get(own.metric_for_best_model, math.nan), is_greater_better=own.greater_is_better)
+            self._compare(metrics.get(own.best_metric, math.nan), is_greater_better=own.greater_is_better)
         self.wants_end = self.callbacks.wants_end
 
     def exported(self, step: int, folder: Path, best: Best | None) -> None:
@@ -117,7 +117,7 @@ class RunHistory(RunListener):
         self.prefix, self.has_sets = prefix, isinstance(rows, Mapping)
 
     def finish(self, result: TrainResult, seconds: float) -> TrainOutput:
-        """The run is over: the last line of the log."""
+        """Write the last line of the log, and return the outcome of the run."""
         self._is_training = False
         self._reach(result.steps)
         steps, loss = max(len(self._losses), 1), mean(self._losses) or 0.0
@@ -132,7 +132,7 @@ class RunHistory(RunListener):
         return TrainOutput(self.state.global_step, loss, metrics | {"epoch": self.state.epoch})
 
     def log(self, more: Mapping[str, float]) -> None:
-        """A line of the means since the last one, and `more`."""
+        """Write a line of the means since the last one, and `more`."""
         means = {name: values[-1] if name in LAST else mean(values) for name, values in self._values.items()}
         self._values.clear()
         self._write({**means, **more})
@@ -153,7 +153,7 @@ class RunHistory(RunListener):
             self.state.epoch = done * self.config.rollout.num_unique_prompts_rollout / self.num_rows
 
     def _logs_after(self, before: int) -> bool:
-        """Whether a line is due after the steps since `before`."""
+        """True if a line is due after the steps since `before`."""
         args, now = self.callbacks.args, self.state.global_step
         if args.logging_strategy == "epoch":
             return math.floor(self.state.epoch) > math.floor(self.state.epoch * before / now)
@@ -169,7 +169,7 @@ class RunHistory(RunListener):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def _warn_of_unscored(self, rollouts: Rollouts) -> None:
-        """Once, as TRL does at each batch: a completion that no function has scored is not trained on."""
+        """Warn, once where TRL does at each batch: a completion that no function has scored is not trained on."""
         for scored in () if self._has_warned else (*rollouts.groups, *rollouts.dropped):
             prompt = scored.group.prompt
             for completion, reward in zip(scored.group.completions, scored.rewards, strict=True):

@@ -20,7 +20,7 @@ WAIT_S = 1800.0
 
 
 def written(write: Callable[[Path], object], folder: Path) -> str:
-    """`folder`, in which rank 0 writes anew what all ranks read; the others wait for it. Every rank must call."""
+    """Write `folder` anew on rank 0, for all ranks, and return it; the others wait for it. Every rank must call."""
     if rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ def written(write: Callable[[Path], object], folder: Path) -> str:
 
 
 def is_model(value: object) -> bool:
-    """Whether it is a model of transformers or peft, and not a name or a function."""
+    """True for a model of transformers or peft, and not for a name or a function."""
     return hasattr(value, "save_pretrained") and hasattr(value, "config")
 
 

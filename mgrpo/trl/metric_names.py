@@ -33,7 +33,7 @@ EVALUATION = {
 
 
 def of_step(metrics: Mapping[str, float | list[int]]) -> Iterator[tuple[str, float]]:
-    """What TRL would log of a training step; what it has no name for is left to metrics.jsonl."""
+    """TRL's metrics of a training step; those without a name in TRL are in metrics.jsonl only."""
     for name, value in metrics.items():
         if isinstance(value, list):
             continue
@@ -46,7 +46,7 @@ def of_step(metrics: Mapping[str, float | list[int]]) -> Iterator[tuple[str, flo
 
 
 def of_evaluation(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What TRL would log of an evaluation, and pass@k; each name begins with `prefix`, as a rule `eval_`."""
+    """TRL's metrics of an evaluation, and pass@k; each name begins with `prefix`, as a rule `eval_`."""
     own = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
     found = {theirs: metrics[ours] for ours, theirs in EVALUATION.items() if ours in metrics}
     found |= {name: value for name, value in own.items() if SAME.fullmatch(name) or name.startswith("pass_at_")}

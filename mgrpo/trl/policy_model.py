@@ -37,7 +37,7 @@ WITHOUT_EFFECT = (
     "inference_mode",
     "runtime_config",
 )
-"""Fields of LoraConfig that do not change what is trained."""
+"""Fields of LoraConfig without effect on training."""
 PEFT_TARGETS = ("q_proj", "v_proj")
 """The modules that peft adapts in the models of this project where target_modules is None."""
 
@@ -51,19 +51,19 @@ class PolicyModel:
         self.given, self.name = given, name_of(given)
         self.is_loaded = is_model(given)
         self.has_adapter = self.is_loaded and hasattr(given, "peft_config") and hasattr(given, "get_base_model")
-        """Whether it is a PeftModel."""
+        """True for a PeftModel."""
         self.peft_config = given.peft_config.get("default") if self.has_adapter else peft_config
         self.extra_config = peft_config if self.has_adapter else None
         self.trained: Path | None = None
         """The folder of the trained model."""
-        # A bare model gets its adapters when the object is asked for.
+        # A bare model gets its adapters on access to the object.
         self._object: Any = given if self.has_adapter or (self.is_loaded and peft_config is None) else None
 
     def settings(self, folder: Path, *, has_tokenizer: bool) -> tuple[dict[str, object], list[str]]:
-        """The settings that it comes to, and what cannot be done with it.
+        """Settings for this model, and the reasons why parts of it are not supported.
 
         Args:
-            folder: where `write` puts a loaded model.
+            folder: the target of `write` for a loaded model.
             has_tokenizer: the script gives one; else it is that of the model's name.
         """
         settings, problems = lora_settings(self.peft_config)
@@ -115,7 +115,7 @@ class PolicyModel:
         return self._object
 
     def take(self, folder: Path) -> None:
-        """The trained model is in `folder`: an object that the script has gets its weights, as TRL trains in place."""
+        """Set the trained model's folder; an object that the script holds gets its weights, as TRL trains in place."""
         self.trained = folder
         if self._object is None:
             return
@@ -137,7 +137,7 @@ class PolicyModel:
 
 
 def lora_settings(config: Any) -> tuple[dict[str, object], list[str]]:
-    """Settings for adapters as peft's LoraConfig describes them, none without one; and what has no counterpart here."""
+    """Settings for adapters as peft's LoraConfig describes them, none without one; and fields without counterpart here, as problems."""
     if config is None:
         return {}, []
     if not dataclasses.is_dataclass(config) or isinstance(config, type) or not hasattr(config, "lora_alpha"):

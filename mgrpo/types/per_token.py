@@ -1,4 +1,4 @@
-"""What is known of each token of a completion beside its log-probability."""
+"""Records per token of a completion, other than its log-probability."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 Routes = np.ndarray
-"""`[tokens, MoE layers, top_k]` uint8 or uint16: the experts that the routers have chosen for each token, in any order.
+"""`[tokens, MoE layers, top_k]` uint8 or uint16: the experts that the routers chose for each token, in any order.
 
-The router of a token is known where an engine has read it, so that of a context and what was sampled after it all tokens but the last
-have a row. A row of the type's highest value says nothing: a router chooses different experts, so that it cannot be a choice.
+Only tokens that an engine has read have a choice: a context with the completion sampled after it has a row for each token
+except the last. A row of the type's highest value marks an unknown choice: experts of a token are distinct, so it cannot be one.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The set of each token: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
+    """Sampling mask of each token: the ids that top_p, top_k, min_p or a grammar left when it was sampled, itself included.
 
-    The set of a token that was not sampled is empty, and so is one that the engine does not know whole.
+    The set of a token that was not sampled is empty, as is a set that the engine does not report in full.
     """
 
     ids: np.ndarray
@@ -39,7 +39,7 @@ class KeptTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """Those of tokens laid end to end."""
+        """Sets of consecutive runs of tokens, concatenated."""
         empty = cls.none(0)
         return cls.of_sizes(
             np.concatenate([empty.ids, *(part.ids for part in parts)]),
@@ -47,7 +47,7 @@ class KeptTokens:
         )
 
     def filled(self, tokens: np.ndarray) -> KeptTokens:
-        """With the token itself where its set is empty; `tokens` `[len]`."""
+        """Sets with the token itself in place of each empty one; `tokens` `[len]`."""
         is_empty = self.sizes == 0
         ids = np.insert(self.ids, self.offsets[:-1][is_empty], tokens[is_empty])
         return KeptTokens.of_sizes(ids, self.sizes + is_empty)
@@ -58,12 +58,12 @@ class KeptTokens:
         return np.diff(self.offsets).astype(np.int32)
 
     def part(self, start: int, end: int) -> KeptTokens:
-        """Those of the tokens from `start` to `end`, end excluded."""
+        """Sets of the tokens from `start` to `end`, end excluded."""
         first, last = self.offsets[start], self.offsets[end]
         return KeptTokens(ids=self.ids[first:last], offsets=self.offsets[start : end + 1] - first)
 
     def where(self, chosen: np.ndarray) -> KeptTokens:
-        """Those of the tokens that are `chosen`, `[len]` bool."""
+        """Sets of the tokens in `chosen`, `[len]` bool."""
         return KeptTokens.of_sizes(self.ids[np.repeat(chosen, self.sizes)], self.sizes[chosen])
 
 
@@ -74,13 +74,13 @@ class TeacherScores:
     logprobs: np.ndarray
     """`[len]` float32; NaN where the token was not sampled by the policy, or the teacher gave none."""
     ids: np.ndarray | None = None
-    """`[len, k]` int32, the teacher's likeliest tokens at each place; -1 where it gave fewer. None: only the tokens' own were asked for."""
+    """`[len, k]` int32, the teacher's likeliest tokens at each place; -1 where it gave fewer. None: only the tokens' own were requested."""
     likeliest: np.ndarray | None = None
-    """`[len, k]` float32, the log-probabilities of `ids`; NaN where there is none."""
+    """`[len, k]` float32, the log-probabilities of `ids`; NaN where `ids` is -1."""
 
     @classmethod
     def none(cls, num_tokens: int, num_likeliest: int) -> TeacherScores:
-        """Of tokens of which nothing is known; of each the k likeliest were asked for, 0: none."""
+        """Unknown scores of so many tokens, with k = `num_likeliest`; 0: without likeliest tokens."""
         shape = num_tokens, num_likeliest
         return cls(
             logprobs=np.full(num_tokens, np.nan, np.float32),
@@ -90,7 +90,7 @@ class TeacherScores:
 
     @classmethod
     def joined(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
-        """Those of tokens laid end to end; at least one part, all with the same k."""
+        """Scores of consecutive runs of tokens, concatenated; at least one part, all with the same k."""
         ids = [part.ids for part in parts if part.ids is not None]
         likeliest = [part.likeliest for part in parts if part.likeliest is not None]
         return cls(
@@ -101,11 +101,11 @@ class TeacherScores:
 
     @property
     def num_likeliest(self) -> int:
-        """k; 0 where only the tokens' own were asked for."""
+        """k; 0 where only the tokens' own were requested."""
         return 0 if self.ids is None else self.ids.shape[1]
 
     def part(self, chosen: slice | np.ndarray) -> TeacherScores:
-        """Those of some of the tokens: a slice, or `[len]` bool."""
+        """Scores of some of the tokens: a slice, or `[len]` bool."""
         return TeacherScores(
             logprobs=self.logprobs[chosen],
             ids=None if self.ids is None else self.ids[chosen],
@@ -113,7 +113,7 @@ class TeacherScores:
         )
 
     def spread(self, places: np.ndarray) -> TeacherScores:
-        """Those of more tokens, of which these are at `places`, `[len of the whole]` bool; nothing is known of the others."""
+        """Scores scattered to `places`, `[len of the whole]` bool; unknown at all others."""
         whole = TeacherScores.none(len(places), self.num_likeliest)
         whole.logprobs[places] = self.logprobs
         if whole.ids is not None and whole.likeliest is not None:
@@ -122,11 +122,11 @@ class TeacherScores:
 
 
 def unrouted(num_tokens: int, like: Routes) -> Routes:
-    """Rows that say nothing, of the same type and the same layers and choices as `like`."""
+    """Rows of unknown choices, with the type, layers and top_k of `like`."""
     return np.full((num_tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
 def lengthened(routes: Routes, num_tokens: int) -> Routes:
-    """With rows that say nothing up to `num_tokens`."""
+    """Routes padded with rows of unknown choices to `num_tokens`."""
     assert len(routes) <= num_tokens, f"routes of {len(routes)} tokens, there are {num_tokens}"
     return routes if len(routes) == num_tokens else np.concatenate([routes, unrouted(num_tokens - len(routes), routes)])

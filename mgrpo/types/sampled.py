@@ -1,4 +1,4 @@
-"""Prompts, what was sampled after them, and what it is worth: from data through rollout and rewards to the algorithm."""
+"""Prompts, completions and their scores: from data through rollout and rewards to the algorithm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompt:
     tokens: np.ndarray
     """`[len]` int32, the templated prompt."""
     text: str
-    """The prompt as the tokenizer saw it."""
+    """The prompt as passed to the tokenizer."""
     verifiers: tuple[str, ...]
     """Names of the verifiers that score its completions."""
     ground_truths: tuple[object, ...]
@@ -45,26 +45,26 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     """The row's other columns, for reward functions."""
     teacher: int = -1
-    """The place of its teacher among `Distillation.teachers`; -1: it has none."""
+    """Index of its teacher in `Distillation.teachers`; -1: no teacher."""
     criteria: tuple[Criterion, ...] | None = None
-    """The criteria that have evolved so far, beside those of its rubric; None: it has no rubric that evolves."""
+    """The criteria that have evolved so far, besides those of its rubric; None: no evolving rubric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of a trajectory: what the model sampled without interruption, and what became of it."""
+    """One turn of a trajectory: a run of sampled tokens, and the calls and reward that followed."""
 
     start: int
     end: int
     """Its tokens in the completion, end excluded."""
     calls: tuple[str, ...] = ()
-    """Names of the tools that were called, in order; "" for what cannot be read or does not exist."""
+    """Names of the tools that were called, in order; "" for a call that cannot be parsed or names no tool."""
     failed: tuple[bool, ...] = ()
-    """Whether each call failed."""
+    """True for each call that failed."""
     seconds: tuple[float, ...] = ()
     """Seconds that each call took."""
     num_unreadable: int = 0
-    """Calls that were begun and could not be read."""
+    """Calls that were begun and could not be parsed."""
     num_unknown: int = 0
     """Calls of tools that do not exist."""
     reward: float = 0.0
@@ -73,7 +73,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Turns of a trajectory that were sampled from a context of their own, which is not simply all that precedes them."""
+    """Turns of a trajectory that were sampled from another context than all that precedes them."""
 
     prompt_tokens: np.ndarray
     """`[prompt]` int32, that context."""
@@ -84,12 +84,12 @@ class Branch:
     after: int = -1
     """The branch that it goes on from, and the turn of the trajectory; -1: none, its context was written afresh."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """Its own, from where it leaves its parent on; of the first branch without those of the prompt, if it follows the prompt."""
+    """Its own messages, after those of its parent; of the first branch without those of the prompt, if it follows the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecord:
-    """How a trajectory's agent "ended", "crashed", was "late", "silent" or "lost", and the last part of its `output`."""
+    """End of a trajectory's agent ("ended", "crashed", "late", "silent" or "lost"), and the last part of its `output`."""
 
     ended: str
     status: int | None
@@ -100,10 +100,10 @@ class AgentRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRecord:
-    """The record of a completion of several turns, beside its tokens."""
+    """The record of a completion of several turns, besides its tokens."""
 
     is_sampled: np.ndarray
-    """`[len]` bool. What was not sampled has logprob 0 and policy version -1, and is an input only."""
+    """`[len]` bool. Other tokens have logprob 0 and policy version -1, and are inputs only."""
     turns: tuple[Turn, ...]
     messages: tuple[Mapping[str, object], ...]
     """The messages after the prompt, as a chat: roles assistant (with `tool_calls`), tool and user."""
@@ -114,21 +114,21 @@ class TrajectoryRecord:
     sampled_text: str
     """Every turn as it was sampled, with thinking and calls; between two a line break."""
     reward: float | None = None
-    """The environment's, of the whole trajectory; None: it leaves that to others."""
+    """The environment's reward of the whole trajectory; None: it gives none."""
     has_tools: bool = True
-    """Whether the model could call any."""
+    """True if the model could call tools."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """`{environment}/{metric}`."""
     snapshot: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the environment that JSON can hold, for reward functions."""
     branches: tuple[Branch, ...] = ()
-    """In order, each turn in one of them; what stands between two of them is in none. Empty: every turn follows all before it."""
+    """In order, each turn in one of them; tokens between two branches are in none. Empty: every turn follows all before it."""
     agent: AgentRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer; token ids are what the engine sampled, never re-tokenised; a sampled stop token is kept."""
+    """One sampled completion; token ids are those the engine sampled, never re-tokenised; a sampled stop token is kept."""
 
     tokens: np.ndarray
     """`[len]` int32."""
@@ -145,9 +145,9 @@ class Completion:
     kept: KeptTokens | None = None
     """The set that each token was sampled from, over which its logprob is normalised. None: the whole vocabulary."""
     taught: TeacherScores | None = None
-    """What its teacher, on an engine or a server, says of its tokens. None: it has none, or has not been asked."""
+    """Teacher log-probabilities; None: no teacher, or not queried yet."""
     routes: tuple[Routes, ...] = ()
-    """Of each branch of it, or of itself: the experts of the context's tokens and its own, except the last. Empty: not known."""
+    """For each branch, or for the whole completion: the experts of the context's tokens and its own, except the last. Empty: unknown."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -192,12 +192,12 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What a teacher reads before a completion, or before a branch of one."""
+    """Teacher prompt of a completion or branch."""
 
     prompt: np.ndarray | None
-    """`[len]` int32, the policy's own array where both read the same. None: the teacher is not asked."""
+    """`[len]` int32, the policy's own array where both read the same. None: the teacher is not queried."""
     untaught: str = ""
-    """Why it is not: no_answer, no_feedback, no_column, too_long or branch; "": there is nothing to judge."""
+    """Reason for no teacher prompt: no_answer, no_feedback, no_column, too_long or branch; "": nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,19 +209,19 @@ class JudgedRubric:
     """The persistent ones, which are the row's, then the active ones, then the new ones."""
     num_persistent: int
     num_new: int | None
-    """New ones, which a judge has proposed after reading the group; None: its reply could not be had or read."""
+    """New ones, proposed by a judge for the group; None: its reply failed or could not be parsed."""
     verdicts: tuple[tuple[float, ...], ...] = ()
-    """For each completion and criterion from 0 to 1, NaN where there is none."""
+    """For each completion and criterion from 0 to 1, NaN without a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A rollout group with one score per completion: what filters, advantages and metrics take."""
+    """A rollout group with one score per completion: input of filters, advantages and metrics."""
 
     group: RolloutGroup
     scores: tuple[Score, ...]
     lessons: tuple[tuple[Lesson, ...], ...] = ()
-    """Of each completion, one for each branch of it, or one. Empty: the prompt has no teacher."""
+    """For each completion one per branch, or one. Empty: the prompt has no teacher."""
     rubric: JudgedRubric | None = None
     """The rubric behind the scores, where it evolves."""
 
@@ -265,7 +265,7 @@ class RewardScale:
     verification_reward: float
     """Reward for the full score of one verifier; 0 when verifiers are off."""
     format_reward: float
-    """Reward for the format, where it is asked for."""
+    """Reward for the format, as configured, also when it is off."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of a verifier whose weight is not 1."""
 

@@ -1,4 +1,4 @@
-"""What is trained on: samples, and the packs that they are laid out in."""
+"""Training samples, and the packs that hold them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mgrpo.types.per_token import KeptTokens, Routes, TeacherScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One completion, or a branch of one, as the optimizer sees it."""
+    """One completion, or a branch of one, as a sample of the optimizer."""
 
     prompt_tokens: np.ndarray
     """`[prompt]` int32."""
@@ -22,11 +22,11 @@ class TrainSample:
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float
-    """Where tokens have their own, the mean of these over the completion."""
+    """Mean over the predicted tokens where `token_advantages` is set."""
     group: int
     """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
     ages: np.ndarray | None = None
-    """`[response]` uint8, at most 127: how many versions older than the policy the weights were that sampled each token. None: all 0."""
+    """`[response]` uint8, at most 127: policy versions since the weights that sampled each token. None: all 0."""
     is_sampled: np.ndarray | None = None
     """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
     token_advantages: np.ndarray | None = None
@@ -36,11 +36,11 @@ class TrainSample:
     continues: bool = False
     """A further branch of the completion that the sample before it belongs to."""
     teacher: int = -1
-    """The place of its teacher among `Distillation.teachers`; -1: nothing is learned from any."""
+    """Index of its teacher in `Distillation.teachers`; -1: no distillation."""
     taught: TeacherScores | None = None
-    """What the teacher says of the response's tokens. All samples with a teacher have it, or none has: learners then ask theirs."""
+    """Teacher scores of the response's tokens. All samples with a teacher have them, or none has: learners then query theirs."""
     teacher_prompt: np.ndarray | None = None
-    """`[len]` int32: what the teacher reads in place of `prompt_tokens`. None: the same."""
+    """`[len]` int32: the teacher's prompt in place of `prompt_tokens`. None: the same."""
     routes: Routes | None = None
     """The experts of the prompt's tokens and the response's, except the last. All samples of a step have them, or none has."""
 
@@ -97,7 +97,7 @@ class PackedBatch:
     teachers: np.ndarray | None = None
     """`[sequences]` int8, `TrainSample.teacher`. None: none of the step's samples has any."""
     taught: TeacherScores | None = None
-    """Of the responses' tokens; NaN and -1 in sequences without a teacher. None: none of the step's samples has any."""
+    """Teacher scores of the responses' tokens; NaN and -1 in sequences without a teacher. None: no sample of the step has any."""
     routes: Routes | None = None
     """`[tokens, MoE layers, top_k]`; a shared prompt has those of its first sample, padding none. None: no sample of it has any."""
 

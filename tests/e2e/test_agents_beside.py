@@ -1,4 +1,4 @@
-"""Agents in runs with adapters, teachers, servers, several endpoints behind one name, and an engine that dies in the middle of a turn.
+"""Agents in runs with adapters, teachers, servers, several endpoints, and an engine that dies in the middle of a turn.
 
 Each is a short whole run of `several_agents`, whose trees, groups and tokens must be those of any other run.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.balancer import Balancer
 from tests.e2e.launching import ROOT, Run, survivors
 from tests.e2e.test_agents import AGREES, COMPACTS, CRASHES, FORKS, MODEL, PROMPTS, SAMPLES, SILENT, check_exact
 from tests.e2e.test_turns import traces
@@ -113,25 +112,19 @@ def test_agents_are_served_by_a_server(tmp_path: Path) -> None:
         server.end()
 
 
-def test_endpoints_of_a_run_and_one_that_joins_share_a_name(tmp_path: Path) -> None:
-    """A balancer sends calls to any of them: each finds its session."""
-    first, door = free_port(), free_port()
-    third = free_port()
-    balancer = Balancer([first, first + 1, third])
+def test_endpoints_of_a_run_and_one_that_joins_share_its_trajectories(tmp_path: Path) -> None:
+    """Each agent is given the address of the endpoint that has its trajectory."""
+    door = free_port()
     secret = "0123456789abcdef" * 4
-    words = [sys.executable, "-m", "mgrpo", "agent-endpoint", "--join", f"127.0.0.1:{door}", "--port", str(third)]
+    words = [sys.executable, "-m", "mgrpo", "agent-endpoint", "--join", f"127.0.0.1:{door}"]
     joins = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"RAY_AUTH_TOKEN": secret})
     try:
-        flags = ["--agent_endpoints", "2", "--agent_endpoint_port", str(first)]
-        flags += ["--agent_endpoint_url", f"http://127.0.0.1:{balancer.port}"]
-        flags += ["--agent_endpoint_join", f"127.0.0.1:{door}"]
+        flags = ["--agent_endpoints", "2", "--agent_endpoint_join", f"127.0.0.1:{door}"]
         run, _ = play(tmp_path, flags, program="tests/e2e/three_endpoints.py", RAY_AUTH_TOKEN=secret)
         assert joins.wait(60) == 0
     finally:
         joins.kill()
         joins.wait()
-        balancer.close()
-    assert all(balancer.num_connections[port] > 0 for port in (first, first + 1, third))
     places = [trace["trajectory"]["metrics"].get("run/endpoint") for trace in traces(run)]
     assert set(places) == {0.0, 1.0, 2.0, None}, "those that crash have no metrics"
 

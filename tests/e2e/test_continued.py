@@ -19,7 +19,7 @@ FLAGS = [
     *("--warm_up_steps", "0", "--eval_pass_at_k", "2", "--checkpoint_state_freq", "3"),
 ]  # fmt: skip
 BEST = [
-    *("--load_best_model_at_end", "true", "--greater_is_better", "false", "--save_freq", "1", "--local_eval_every", "1"),
+    *("--load_best_model_at_end", "true", "--metric_for_best_model", "-eval/scores", "--save_freq", "1", "--local_eval_every", "1"),
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

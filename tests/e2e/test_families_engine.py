@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.engine_families import CASES, row
+from tools.bench_cases.engine_families import CASES, row
 
 ROUNDING = {"mean": 1e-6, "max": 2e-5}
 """Of log-probabilities around -5 in float32. Transformers' own distance from float64 is 7e-7 and 4e-6."""

@@ -16,7 +16,7 @@ from mgrpo.rollout.vllm import engine_arguments
 from tests.e2e.interrupted import Job, metrics
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.tiny_models import load_hf, save_tiny
-from tools.bench_precision import Row, Side, compared, sampled, scored
+from tools.bench_cases.precision import Row, Side, compared, sampled, scored
 
 PROMPTS = [np.arange(3, 3 + length) for length in (40, 9, 70)]
 BF16, FP32 = Side(dtype="bfloat16"), Side(dtype="float32")

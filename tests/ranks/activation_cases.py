@@ -68,10 +68,7 @@ def held_inputs(dispatcher: str, **arguments: Any) -> dict[str, int]:
         found["held"] = sum(nbytes for storage, nbytes in inputs if storage() is not None)
         return result
 
-    settings = {"moe_token_dispatcher_type": "alltoall"}
-    if dispatcher != "alltoall":
-        settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher}
-    arguments["settings"] = settings | arguments["settings"]
+    arguments["settings"] = {"moe_token_dispatcher_type": dispatcher} | arguments["settings"]
     with (
         nullcontext() if dispatcher == "alltoall" else deep_ep_on_gloo.installed(),
         patch.object(MoELayer, "forward", remembering(MoELayer.forward)),

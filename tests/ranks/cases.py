@@ -601,7 +601,7 @@ def gradients_by_deep_ep(**arguments: Any) -> dict[str, Any]:
 
     before = Buffer.dispatched
     with installed():
-        arguments["settings"] = {"moe_token_dispatcher_type": "flex"} | (arguments.get("settings") or {})
+        arguments["settings"] = {"moe_token_dispatcher_type": "deepep"} | (arguments.get("settings") or {})
         found = gradients(**arguments)
     return found | {"dispatched": Buffer.dispatched - before}
 

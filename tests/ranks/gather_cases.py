@@ -39,7 +39,7 @@ class Late:
 
 
 @contextmanager
-def late_gathers() -> Iterator[list[tuple[str, int]]]:
+def late_gathers(overlaps: bool = True) -> Iterator[list[tuple[str, int]]]:
     """Within it asynchronous gathers are `Late`, and buckets small; what was begun and waited for, in this order."""
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -53,7 +53,12 @@ def late_gathers() -> Iterator[list[tuple[str, int]]]:
         if bucket.param_gather_handle is not None:
             bucket.param_gather_handle = Late(bucket, log)
 
-    small = partial(optimizer.DistributedDataParallelConfig, bucket_size=2000)
+    made = optimizer.DistributedDataParallelConfig
+
+    def small(**options: Any) -> Any:
+        gathers_late = overlaps and options["overlap_param_gather"]
+        return made(**options | {"bucket_size": 2000, "overlap_param_gather": gathers_late})
+
     with (
         patch.object(group, "start_param_sync", start_param_sync),
         patch.object(optimizer, "DistributedDataParallelConfig", small),
@@ -86,12 +91,12 @@ def trained(
         late.append(sum(bucket.param_gather_handle is not None for bucket in policy.optimizer._buckets))
 
     late, events = [], []
-    with late_gathers() as log:
+    with late_gathers(overlaps) as log:
         policy = cases.make_policy(
             model_dir,
             layout,
             dtype=getattr(torch, dtype),
-            settings=settings | {"overlap_param_gather": overlaps},
+            settings=settings,
             logits_chunk=logits_chunk,
             lora=lora,
         )

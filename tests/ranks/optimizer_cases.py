@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -89,7 +88,11 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
     from mgrpo.policy.policy import Policy
 
     group = param_and_grad_buffer._ParamAndGradBucketGroup
-    buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=2000)
+    made = optimizer.DistributedDataParallelConfig
+
+    def buckets(**options: Any) -> Any:
+        return made(**options | {"bucket_size": 2000, "overlap_grad_reduce": overlaps})
+
     finish, add_up, gather = DistributedDataParallel.finish_grad_sync, group.start_grad_sync, group.start_param_sync
     on_their_way, summed, gathered = [], [], []
 
@@ -110,7 +113,6 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
         return collate_all(policy, packs * (1, 3, 2)[policy.optimizer_steps])
 
     collate_all = Policy.microbatches
-    settings = {**arguments.pop("settings", {}), "overlap_grad_reduce": overlaps}
     with (
         patch.object(Policy, "microbatches", microbatches),
         patch.object(optimizer, "DistributedDataParallelConfig", buckets),
@@ -118,7 +120,7 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
         patch.object(group, "start_grad_sync", start_grad_sync),
         patch.object(group, "start_param_sync", start_param_sync),
     ):
-        result = cases.train_steps(settings=settings, **arguments)
+        result = cases.train_steps(**arguments)
     sums, gathers = ([started.count(bucket) for bucket in set(started)] for started in (summed, gathered))
     return result | {"on_their_way": on_their_way, "sums": sums, "gathers": gathers}
 

@@ -120,12 +120,16 @@ class GivenGroups:
         self.lead, self.parts, self.groups = trainer_parts.pop("lead"), trainer_parts, groups
 
     def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
+        from mgrpo.algo import load_advantages
         from mgrpo.run.produce.step_batch import make_batch
         from mgrpo.run.records import Batch, Rollouts
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
+        function = load_advantages(self.parts["config"].algorithm)
         batch = self.lead.call(
-            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts)
+            lambda: make_batch(
+                rollouts, reward_weights={}, policy_version=policy_version, advantage_fn=function, **self.parts
+            )
         )
         channel = self.lead.channel
         index = channel.arrays(batch and batch.index)

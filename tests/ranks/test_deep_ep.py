@@ -11,7 +11,7 @@ from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle
 from tests.routed import routed
 from tests.tiny_models import save_tiny
 
-HYBRID = {"moe_flex_dispatcher_backend": "hybridep"}
+HYBRID = {"moe_token_dispatcher_type": "hybridep"}
 LAYOUTS = {
     "ep2": ({"expert": 2}, {}),
     "ep2, recomputed": ({"expert": 2}, {"recompute_granularity": "full"}),

@@ -33,14 +33,13 @@ SETTINGS = {
 }
 K, TEMPERATURE, TEACHER_TEMPERATURE, COEF = 4, 0.8, 1.3, 0.5
 SIGNALS: dict[str, dict[str, Any]] = {
-    "sampled": {"distillation_loss": "sampled", "distillation_clip": 1.0},
-    "forward_kl": {"distillation_loss": "forward_kl", "distillation_topk": K, "distillation_temperature": 1.1},
+    "sampled": {"distillation_loss": "sampled"},
+    "forward_kl": {"distillation_loss": "forward_kl", "distillation_topk": K},
     "reverse_kl": {"distillation_loss": "reverse_kl", "distillation_topk": K, "logits_chunk": 17},
     "jsd, sets": {
         "distillation_loss": "jsd",
         "distillation_topk": K,
         "logits_chunk": 17,
-        "distillation_temperature": 1.1,
     },
 }
 
@@ -149,7 +148,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor, name: str) -> torch
 
 def oracle(student, teacher, samples: list[TrainSample], signal: dict[str, Any]) -> dict[str, Any]:
     """The gradients and the mean divergence, from whole distributions of each sample alone."""
-    name, temperature = signal["distillation_loss"], signal.get("distillation_temperature", TEMPERATURE)
+    name = signal["distillation_loss"]
     config = LossConfig(beta=0.0)
     denominator = sum(int(sample.loss_mask.sum()) for sample in samples)
     total, values = 0.0, []
@@ -165,12 +164,12 @@ def oracle(student, teacher, samples: list[TrainSample], signal: dict[str, Any])
             mask &= is_known
             gap = exact.gather(1, tokens[:, None])[:, 0] - old
             if name == "sampled":
-                advantages = torch.where(is_known, advantages + COEF * gap.clamp(-1, 1), advantages)
+                advantages = torch.where(is_known, advantages + COEF * gap, advantages)
                 values += (-gap[mask]).tolist()
             for place in mask.nonzero()[:, 0].tolist() if name != "sampled" else ():
                 ids = exact[place].topk(K)
                 chosen = sorted({int(tokens[place]), *ids.indices[ids.values > -torch.inf].tolist()})
-                q = torch.softmax(logits[place] / temperature, -1)
+                q = torch.softmax(logits[place] / TEMPERATURE, -1)
                 value = divergence(coarse(exact[place].exp(), chosen), coarse(q, chosen), name)
                 total = total + COEF * value / denominator
                 values.append(value.item())

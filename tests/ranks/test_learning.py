@@ -149,7 +149,7 @@ VARIANTS = {
         "entropy_target": 10.0,
         "top_entropy_quantile": 0.5,
     },
-    "bnpo, reshuffled": {"aggregation": "local_token", "local_batch_size": 2, "reshuffle_mini_batches": True},
+    "bnpo": {"aggregation": "local_token", "local_batch_size": 2},
     "sapo, engine's logprobs": {"policy_loss": "sapo", "use_vllm_logprobs": True, "log_ref_kl": True, "beta": 0.0},
 }
 
@@ -179,12 +179,7 @@ def test_the_first_comparison_with_engines_is_of_the_same_numbers(run_ranks, mod
 @pytest.mark.parametrize(("zero_stage", "is_refused"), [(0, True), (1, True), (2, False), (3, False)])
 def test_gradients_are_summed_over_ranks_once(run_ranks, model, zero_stage, is_refused):
     """A second backward pass would count the first one's gradients once for each rank: a wrong update without an error."""
-    settings = SETTINGS | {
-        "num_mini_batches": 1,
-        "num_epochs": 1,
-        "zero_stage": zero_stage,
-        "overlap_grad_reduce": False,
-    }
+    settings = SETTINGS | {"num_mini_batches": 1, "num_epochs": 1, "zero_stage": zero_stage}
     for error in run_ranks(2, run_cases.accumulate, model_dir=str(model), settings=settings, groups=scored_groups()):
         assert error.startswith("two backward passes before an update") == is_refused
 

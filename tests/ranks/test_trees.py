@@ -55,7 +55,7 @@ def grown(seed: int) -> tuple[Completion, list[Turn]]:
     lost = {7} - {parent for number, parent in parents.items() if number != 7}
     message = {"role": "assistant", "content": ""}
     told = [{"number": number, "delivered": number not in lost, "message": message} for number in turns]
-    trajectory = record.trajectory({"turns": told}, untaken="train")
+    trajectory = record.trajectory({"turns": told})
     completion = trajectory.completion(text_of=lambda tokens: [""] * len(tokens), scored_text="final")
     return completion, [turn for number, turn in turns.items() if number not in lost]
 

@@ -70,6 +70,7 @@ ROOMS = {
         "processes",
         "rollout",
         "telemetry",
+        "types",
     },
     "run.commands": {
         "checkpoint",
@@ -93,9 +94,10 @@ APPLICATION = {"cli", "__init__", "__main__", "rehearsal", "trl"}
 
 INNER = {
     "checkpoint.saving": {"folder", "manifest", "shard"},
+    "algo.credit": {"advantage"},
     "algo.losses": {"correction", "loss_inputs", "loss_metrics", "surrogate"},
     "environments.adaptors": {"environment", "offered"},
-    "environments.formats": {"environment"},
+    "environments.formats": {"environment", "offered"},
     "environments.agents": {"loop", "offered", "workers"},
     "environments.boxes": set(),
     "environments.boxes.containers": {"box", "captured", "relay"},
@@ -160,8 +162,7 @@ LARGE = {
     "algo": (15, "a formula a file, beside the loss that adds them up"),
     "config": (33, "a section of the settings a file, with its rules"),
     "data": (16, "the stations from a file of rows to token ids, one after the other"),
-    "environments.endpoint": (15, "three APIs side by side, and a call's way from its connection to its turn and back"),
-    "environments.loop": (13, "a conversation from its messages to its tokens, and the loop that plays it"),
+    "environments.endpoint": (14, "three APIs side by side, and a call's way from its connection to its turn and back"),
     "planner": (14, "a cause of memory or time a file, the plan that adds them up, and its page"),
     "policy": (15, "the model, the optimizer and one training step, each with its parts on several ranks"),
     "rewards": (21, "three catalogues as folders; the ways of a reward from a name to a number"),
@@ -191,7 +192,6 @@ SMALL = {
     "algo/losses/sapo.py": "a loss a file, to be read beside its paper",
     "config/errors.py": "below everything that raises it",
     "environments/tools/calculate.py": "a tool a file: users name it by its path",
-    "environments/tools/game.py": "shared by two tools, each of which is named by its path",
     "packing/cost.py": "one formula, under which everything else in the room is balanced",
     "parallel/moe/routers.py": "a router whose bias nothing trains, beside experts that know nothing of it",
     "parallel/axes.py": "makes the groups, once a process; the room's other files find them made",
@@ -204,7 +204,6 @@ SMALL = {
     "processes/visible.py": "standard library only: programs of two rooms start with it",
     "rewards/judges/bounded.py": "the transport below another package's client",
     "rewards/overlong.py": "shared by the rewarder and by the built-in functions",
-    "rewards/verifiers/cpu_limit.py": "a signal and its handler, of which verifiers know nothing",
     "run/train/finite.py": "one rule for the policy and for the models beside it, which health and loading share",
     "sandbox/clipped.py": "also the tool python's, which needs nothing else of an interpreter",
     "sandbox/outputs.py": "one rule, which two benchmarks fix",
@@ -213,7 +212,6 @@ SMALL = {
 
 WALL_CLOCK = {
     "data/cache.py": "the age of a file, which a lock confirms",
-    "environments/adaptors/verifiers.py": "a field of OpenAI's API",
     "environments/boxes/local/leftover.py": "the age of a file, which a lock confirms",
     "environments/endpoint/chat.py": "a field of OpenAI's API",
     "environments/endpoint/responses.py": "a field of OpenAI's API",

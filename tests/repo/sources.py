@@ -87,6 +87,25 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield from _names(child)
 
 
+def docstrings(package: Path = PACKAGE) -> list[tuple[str, list[str]]]:
+    """The docstrings of each file: of modules, classes, functions and attributes."""
+    found = []
+    for path in files(package):
+        nodes = [child for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for child in _statements(node)]
+        texts = [
+            child.value.value
+            for child in nodes
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        ]
+        found.append((path.relative_to(package).as_posix(), [text for text in texts if isinstance(text, str)]))
+    return found
+
+
+def _statements(node: ast.AST) -> list[ast.stmt]:
+    body = getattr(node, "body", [])
+    return body if isinstance(body, list) else []
+
+
 def written(package: Path, texts: dict[str, str]) -> Path:
     """A package with these files, for the checks to find something in."""
     for name, text in texts.items():

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from mgrpo.parallel import backend
+
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE)
 PUBLIC = re.findall(r"heading: (mgrpo\.[\w.]+)", PAGE)
 
 
 def found(name: str) -> object:
+    # Before Megatron is imported, which the learner does.
+    backend.install()
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

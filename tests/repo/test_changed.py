@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repo.changed import importers, affected_tests
+from tests.repo.changed import affected_tests, importers
 
 UNIT = Path(__file__).parents[1] / "unit"
 IMPORTERS = {"packing": {"model_io", "run.train"}, "run.ranks": {"run.start"}}

@@ -24,8 +24,8 @@ from tools.docs import metrics
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NAMES = """tutorial concepts learning hyperparameters troubleshooting comparison howto/7b_8gpus howto/32b_many_nodes
-    howto/own_reward howto/own_verifier howto/own_loss howto/own_environment moving/trl moving/open_instruct moving/verl
-    moving/slime"""
+    howto/own_reward howto/own_verifier howto/own_loss howto/own_advantage howto/own_environment moving/trl
+    moving/open_instruct moving/verl moving/slime"""
 PAGES = [DOCS / f"{name}.md" for name in NAMES.split()]
 FENCE = re.compile(r"^```(?P<language>\w+)(?P<title>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 BEFORE = 'title="before'

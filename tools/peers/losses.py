@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Batch:
     mask: Tensor
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """What rows hold, one sequence after the other."""
+        """Tokens of rows, one sequence after the other."""
         return torch.cat([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
 
 
@@ -75,36 +75,30 @@ def _batch(number: int, lengths: Sequence[int], *, has_idle_row: bool) -> Batch:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What a trainer's loss gave."""
-
-    given: Any
-    """The trainer's own words or values."""
-    batch: int
-    loss: Tensor
-    gradient: Tensor
-    """`[tokens]`, in the log-probabilities."""
-
-
-def written(source: str, all_batches: Iterable[Batch], cases: Iterable[Case]) -> str:
-    """The file, JSON with a line a batch and a case.
+def record(
+    source: str,
+    given: Iterable[Any],
+    loss_of: Callable[[Any, Batch, Tensor], Tensor],
+    *,
+    has_idle_row: bool = False,
+) -> None:
+    """Print the file of a trainer's losses and their gradients in the log-probabilities: JSON with a line a batch and a case.
 
     Args:
         source: the trainer and its release.
+        given: the trainer's own words or values of each case.
+        loss_of: of one of them, a batch and its log-probabilities.
     """
-    lines = [
-        f'{{"source": {json.dumps(source)},',
-        '"batches": [',
-        _joined(map(_record, all_batches)),
-        "],",
-        '"cases": [',
-    ]
-    found = [
-        {"given": case.given, "batch": case.batch, "loss": _short(case.loss), "gradient": _short(case.gradient)}
-        for case in cases
-    ]
-    return "\n".join([*lines, _joined(found), "]}"])
+    every_batch, cases = batches(has_idle_row=has_idle_row), []
+    for number, words in enumerate(given):
+        at = number // 2 % len(every_batch)
+        logprobs = every_batch[at].logprobs.clone().requires_grad_()
+        loss = loss_of(words, every_batch[at], logprobs)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        tokens = every_batch[at].tokens(gradient)
+        cases.append({"given": words, "batch": at, "loss": _short(loss), "gradient": _short(tokens)})
+    parts = f'{{"source": {json.dumps(source)},', '"batches": [', _joined(map(_record, every_batch)), "],"
+    print("\n".join([*parts, '"cases": [', _joined(cases), "]}"]))
 
 
 def version_of(checkout: Path) -> str:

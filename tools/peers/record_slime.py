@@ -19,7 +19,7 @@ from unittest.mock import MagicMock, patch
 import torch
 from torch import Tensor
 
-from tools.peers.losses import LONGEST, Batch, Case, batches, version_of, written
+from tools.peers.losses import LONGEST, Batch, record, version_of
 
 sys.modules["slime.backends.sglang_utils.arguments"] = MagicMock()
 
@@ -59,7 +59,7 @@ def flags() -> Iterator[str]:
                 yield f"{penalty} --use-unbiased-kl"
 
 
-def loss_of(arguments: argparse.Namespace, batch: Batch, logprobs: Tensor) -> Tensor:
+def loss_of(given: str, batch: Batch, logprobs: Tensor) -> Tensor:
     """The loss that slime hands to Megatron, over the divisor that it hands with it, on one rank."""
 
     def cut(rows: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ def loss_of(arguments: argparse.Namespace, batch: Batch, logprobs: Tensor) -> Te
         patch.object(slime_loss, "mpu", parallel),
         patch("slime.backends.megatron_utils.cp_utils.mpu", parallel),
     ):
-        loss, divisor, _ = slime_loss.loss_function(arguments, inputs, 1, len(batch.lengths), logits=logprobs)
+        loss, divisor, _ = slime_loss.loss_function(parsed(given), inputs, 1, len(batch.lengths), logits=logprobs)
     return loss / divisor
 
 
@@ -102,18 +102,5 @@ def parsed(given: str) -> argparse.Namespace:
     return arguments
 
 
-def main(checkout: Path) -> None:
-    every_batch = batches()
-    found = []
-    for number, given in enumerate(flags()):
-        at = number // 2 % len(every_batch)
-        batch = every_batch[at]
-        logprobs = batch.logprobs.clone().requires_grad_()
-        loss = loss_of(parsed(f"{COMMON} {given}"), batch, logprobs)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        found.append(Case(given=f"{COMMON} {given}", batch=at, loss=loss, gradient=batch.tokens(gradient)))
-    print(written(f"slime {version_of(checkout)}", every_batch, found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    record(f"slime {version_of(Path(sys.argv[1]))}", (f"{COMMON} {flag}" for flag in flags()), loss_of)

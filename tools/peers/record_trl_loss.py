@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from tools.peers.losses import LONGEST, Batch, Case, batches, written
+from tools.peers.losses import LONGEST, Batch, record
 
 COMMON: dict[str, Any] = {"use_vllm": True, "max_completion_length": LONGEST}
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -66,7 +66,7 @@ def values() -> Iterator[dict[str, Any]]:
 
 def loss_of(given: dict[str, Any], batch: Batch, logprobs: Tensor) -> Tensor:
     """The loss of one batch, which is the micro-batch, the optimizer's step and the generation batch."""
-    arguments = GRPOConfig(**COMMON, **given, output_dir="unused", report_to="none", bf16=False, use_cpu=True)
+    arguments = GRPOConfig(**given, output_dir="unused", report_to="none", bf16=False, use_cpu=True)
     arguments.steps_per_generation = 1
     trainer = object.__new__(GRPOTrainer)
     vars(trainer).update(
@@ -129,17 +129,5 @@ def correction_of(trainer: Any, arguments: Any, inputs: dict[str, Any]) -> Tenso
     return local["vllm_importance_sampling_ratio"]
 
 
-def main() -> None:
-    every_batch = batches(has_idle_row=True)
-    found = []
-    for number, given in enumerate(values()):
-        at = number // 2 % len(every_batch)
-        logprobs = every_batch[at].logprobs.clone().requires_grad_()
-        loss = loss_of(given, every_batch[at], logprobs)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        found.append(Case(given=COMMON | given, batch=at, loss=loss, gradient=every_batch[at].tokens(gradient)))
-    print(written(f"trl {version('trl')}", every_batch, found))
-
-
 if __name__ == "__main__":
-    main()
+    record(f"trl {version('trl')}", (COMMON | given for given in values()), loss_of, has_idle_row=True)

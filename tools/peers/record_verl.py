@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils.config import omega_conf_to_dataclass
 
-from tools.peers.losses import LONGEST, Batch, Case, batches, version_of, written
+from tools.peers.losses import LONGEST, Batch, record, version_of
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 MODES = ("vanilla", "gspo", "sapo", "cispo")
@@ -56,8 +56,9 @@ def words() -> Iterator[tuple[str, ...]]:
             yield *loss, f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_coef=0.05", f"{ACTOR}kl_loss_type={kind}"
 
 
-def loss_of(config: Any, batch: Batch, logprobs: Tensor) -> Tensor:
+def loss_of(defaults: Any, given: list[str], batch: Batch, logprobs: Tensor) -> Tensor:
     """The loss as verl's actor adds it up, of micro-batches of one sequence where the average depends on their number."""
+    config = OmegaConf.merge(defaults, OmegaConf.from_dotlist([*given, f"{ACTOR}ppo_micro_batch_size_per_gpu=1"]))
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     correction = config.algorithm.rollout_correction
     is_by_micro_batch = actor.loss_agg_mode == "seq-mean-token-sum-norm"
@@ -91,22 +92,7 @@ def _part(actor: Any, correction: Any, batch: Batch, logprobs: Tensor, rows: lis
     return loss + actor.kl_loss_coef * core_algos.agg_loss(kl, mask, actor.loss_agg_mode)
 
 
-def main(checkout: Path) -> None:
-    defaults = OmegaConf.load(checkout / "verl/trainer/config/_generated_ppo_trainer.yaml")
-    every_batch = batches()
-    found = []
-    for number, given in enumerate(words()):
-        config = OmegaConf.merge(
-            defaults, OmegaConf.from_dotlist([*COMMON, *given, f"{ACTOR}ppo_micro_batch_size_per_gpu=1"])
-        )
-        at = number // 2 % len(every_batch)
-        batch = every_batch[at]
-        logprobs = batch.logprobs.clone().requires_grad_()
-        loss = loss_of(config, batch, logprobs)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        found.append(Case(given=[*COMMON, *given], batch=at, loss=loss, gradient=batch.tokens(gradient)))
-    print(written(f"verl {version_of(checkout)}", every_batch, found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    defaults = OmegaConf.load(folder / "verl/trainer/config/_generated_ppo_trainer.yaml")
+    record(f"verl {version_of(folder)}", ([*COMMON, *given] for given in words()), partial(loss_of, defaults))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,10 @@ from mgrpo.algo.loss_metrics import OF_THE_SURROGATE
 from mgrpo.algo.losses import NAMED
 from mgrpo.algo.surrogate import surrogate_loss
 from mgrpo.config.loss import LossConfig
-from mgrpo.config.user_functions import user_function
+from mgrpo.config.user_functions import check_one_argument, short_name, user_function
 
 PREFIX = "custom/loss/"
-"""Before the names of its metrics."""
+"""Prefix of the names of its metrics."""
 _SIGNATURE = "it is called as function(inputs), see mgrpo.algo.LossFunction"
 
 
@@ -32,7 +31,7 @@ def load_loss(config: LossConfig) -> LossFunction | None:
         return None
     module, _, name = config.policy_loss.rpartition(":")
     function = user_function("policy_loss", config.policy_loss, module, name)
-    _check(function, f"policy_loss={config.policy_loss}")
+    check_one_argument(function, f"policy_loss={config.policy_loss}", _SIGNATURE)
     return function
 
 
@@ -42,16 +41,18 @@ def loss_problems(config: LossConfig, function: object = None) -> list[str]:
         if function is None:
             load_loss(config)
         else:
-            _check(function, f"policy_loss: loss={_name(function)}")
+            check_one_argument(function, f"policy_loss: loss={short_name(function)}", _SIGNATURE)
     except ValueError as err:
         return [str(err)]
     return []
 
 
 def loss_remarks(config: LossConfig, function: LossFunction | None) -> list[str]:
-    """Remarks for the user on how the loss is computed."""
+    """Remarks for the user on the computation of the loss."""
     if function is not None:
-        return [f"policy_loss {_name(function)}: your own function, computed in PyTorch; its metrics are {PREFIX}*"]
+        return [
+            f"policy_loss {short_name(function)}: your own function, computed in PyTorch; its metrics are {PREFIX}*"
+        ]
     remark = NAMED[config.policy_loss].REMARK
     return [f"policy_loss {config.policy_loss}: {remark}"] if remark else []
 
@@ -62,12 +63,12 @@ def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
     loss, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor "
+            f"policy_loss: {short_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor "
             "computed from inputs.logprobs: inputs.total(token_losses)"
         )
     if not isinstance(own, Mapping):
         raise ValueError(
-            f"policy_loss: {_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
+            f"policy_loss: {short_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
             "(sum, count)"
         )
     custom = {f"{PREFIX}{name}": _pair(function, name, pair, loss.device) for name, pair in own.items()}
@@ -84,31 +85,14 @@ def _measured(inputs: LossInputs) -> PolicyLoss:
     return replace(found, metrics=metrics)
 
 
-def _check(function: object, said: str) -> None:
-    if not callable(function) or inspect.isclass(function):
-        raise ValueError(f"{said} is not a function; {_SIGNATURE}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(object())
-    except TypeError as err:
-        raise ValueError(f"{said} cannot be called with one argument: {err}; {_SIGNATURE}") from err
-
-
 def _pair(function: Callable, name: object, pair: object, device: torch.device) -> Tensor:
     """A metric as `[2]` fp32; its sum and count may be numbers, or on different devices."""
     if not isinstance(name, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> "
+            f"policy_loss: {short_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> "
             "(sum, count): inputs.measured(values)"
         )
     return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=device).detach().reshape(()) for x in pair])
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__qualname__", repr(function))
 
 
 def _described(value: object) -> str:

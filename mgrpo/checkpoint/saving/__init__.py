@@ -1,1 +1,1 @@
-"""When a state is saved, how it leaves the device, and where its copies lie."""
+"""Schedule of saves, copies from the device, and the places of saved states."""

@@ -1,6 +1,6 @@
-"""Copies of files between nodes, over connections of their own, each of which proves that it knows the run's secret.
+"""Copies of files between nodes, over separate connections, each of which proves that it holds the run's secret.
 
-What travels is not encrypted. Standard library and the run's own greeting only.
+Copies are not encrypted. Standard library and the run's own greeting only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mgrpo.checkpoint.manifest import file_name
 from mgrpo.processes.tcp_links import GREETING_S, MAX_PROOF_BYTES, is_proof, notice_silence, reach
 
 TIMEOUT_S = 60.0
-"""Within which the other end of a copy must go on."""
+"""Seconds within which the other end of a copy must go on."""
 _MAX_LINE = 4096
 _CHUNK = 4 << 20
 Address = tuple[str, int]
 
 
 class CopyServer:
-    """Keeps and gives files in the folder of a node's near states, for ranks that know the secret. Always `close` it."""
+    """Server of files in the folder of a node's near states, for ranks that hold the secret. Always `close` it."""
 
     def __init__(self, folder: Path, host: str, secret: str) -> None:
         """
@@ -58,7 +58,7 @@ class CopyServer:
 
 
 def put(address: Address, secret: str, path: Path) -> None:
-    """Have the server keep a copy of a file of a step's folder; it is on its disk when this returns.
+    """Copy a file of a step's folder to the server; it is on its disk when this returns.
 
     Raises:
         OSError: it did not in time, or has no room.
@@ -71,7 +71,7 @@ def put(address: Address, secret: str, path: Path) -> None:
 
 
 def fetch(address: Address, secret: str, folder: str, name: str, place: Path) -> Path:
-    """A copy in `place` of a file of a step's folder; FileNotFoundError if the server has none."""
+    """Copy of a file of a step's folder in `place`; FileNotFoundError if the server has none."""
     place.mkdir(parents=True, exist_ok=True)
     with _ask(address, secret, {"get": name, "folder": folder}) as link:
         answer = _line(link)
@@ -167,7 +167,7 @@ def _line(connection: socket.socket) -> dict[str, Any]:
 
 def _read_line(connection: socket.socket, limit: int) -> bytes:
     line = b""
-    # One byte at a time: what follows the line is not for here.
+    # One byte at a time: later bytes are not for this function.
     while not line.endswith(b"\n"):
         data = connection.recv(1)
         if not data or len(line) > limit:

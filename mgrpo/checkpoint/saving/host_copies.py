@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 
 class HostCopies:
-    """One rank's. What `take` returns is valid until the next call."""
+    """Host copies of one rank. The result of `take` is valid until the next call."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class HostCopies:
         """
         Args:
             allocate: makes blocks of so many bytes, `locked` for tensors on a GPU, that are kept; None: every copy is new.
-            synchronize: waits until the copies that were asked of the device are made.
+            synchronize: waits until the device has made the copies.
         """
         self._allocate, self._synchronize = allocate, synchronize
         self._sizes: list[int] = []

@@ -1,7 +1,7 @@
-"""States on disks of the nodes: a rank's tensors lie on its own node's and on another's, so that one node may be lost.
+"""States on disks of the nodes: a rank's tensors are on its own node's and on another's, so that one node may be lost.
 
-What is small lies on storage, in `near/step_N` of the run's states: indexes, the trainer's own state and the manifest, by which such a
-state is complete, as any other is.
+Small files are on storage, in `near/step_N` of the run's states: indexes, the trainer's own state and the manifest, which
+makes such a state complete, like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mgrpo.checkpoint.manifest import FileRecord
 from mgrpo.models.hf_files.checksums import sha256_of
 
 KEPT_NEAR = 1
-"""Complete near states that are kept; the next one is beside them while it is written."""
+"""Complete near states that are kept; the next one is stored in addition while it is written."""
 THREADS = 4
 """Files that a rank compares with their checksums at a time."""
 TENSORS = ".safetensors"
@@ -44,7 +44,7 @@ def partner(rank: int, nodes: Sequence[str]) -> int | None:
 
 
 def node_name(folder: Path) -> str:
-    """A name that all processes which see this folder find, and no others: it is kept in the folder, which is made."""
+    """Identity of this disk: a random name stored in the folder, created on first use."""
     folder.mkdir(parents=True, exist_ok=True)
     own, name = folder / f"node.{secrets.token_hex(8)}", folder / "node"
     own.write_text(secrets.token_hex(16))
@@ -133,7 +133,7 @@ class NearFolder:
         return self.fetch(self.name, name, folder)
 
     def make_room(self) -> None:
-        """Delete what is not needed any more on this node's disk: superseded states, and what was fetched for a resume."""
+        """Delete superseded states, and files fetched for a resume, from this node's disk."""
         for name in self.local.names():
             if name.startswith(FETCHED):
                 _empty(self.local.child(name))
@@ -149,7 +149,7 @@ def _empty(folder: Folder) -> None:
 
 
 def sound_files(folder: LocalFolder, files: Mapping[str, FileRecord]) -> list[str]:
-    """Those of the files that are there as they were written. Others are deleted: another node's copy takes their place."""
+    """Names of the files that are present and unchanged. Others are deleted: another node's copy takes their place."""
 
     def is_sound(name: str) -> bool:
         try:

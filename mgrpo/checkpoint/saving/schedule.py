@@ -1,4 +1,4 @@
-"""When a training state is due, and where it goes. Pure, with a clock of the caller's: runs and simulations of failures decide alike.
+"""Schedule and destination of training states. Pure, with the caller's clock: runs and simulations of failures decide alike.
 No torch.
 """
 
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Due(Enum):
-    """What is to be done with the state after a step."""
+    """Destination of the state after a step."""
 
     NOTHING = "nothing"
     NEAR = "near"
@@ -20,7 +20,7 @@ class Due(Enum):
 
 
 class Schedule:
-    """Rank 0 decides by it, and the others do as it says: their clocks differ."""
+    """Schedule of rank 0, which decides for all ranks: their clocks differ."""
 
     def __init__(
         self, *, every_steps: int, every_s: float, has_near: bool = False, clock: Callable[[], float] = time.monotonic
@@ -37,10 +37,10 @@ class Schedule:
         self._newest = clock()
 
     def due(self, step: int, *, may_wait: bool = False) -> Due:
-        """Whether and where the state after training step `step` is to be saved.
+        """Destination of the state after training step `step`.
 
         Args:
-            may_wait: this is no good step for one that is due by time alone, which is then due after the next.
+            may_wait: this is not a good step for one that is due by time alone, which is then due after the next.
         """
         if self.every_steps > 0 and step % self.every_steps == 0:
             return Due.STORAGE
@@ -48,5 +48,5 @@ class Schedule:
         return self._by_time if is_late and not may_wait else Due.NOTHING
 
     def saved(self) -> None:
-        """A state is being taken now, for whatever reason."""
+        """Record that a state is taken now, for any reason."""
         self._newest = self._clock()

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgrpo.environments.adaptors.global_random import PrivateRandom
 from mgrpo.environments.environment import Call, Environment, Observation
 
 _SEEDS = 2**31
@@ -42,7 +41,7 @@ class Gymnasium(Environment):
             actions: names of the actions of a game that numbers them, in their order.
             action_pattern: a regular expression; its first group, where it matches last, is the action. Default: the last
                 name or number of an action in the turn, and the whole turn for games that take text.
-            is_repeatable: the game draws from nothing but its seed, `random` and `numpy.random`.
+            is_repeatable: the game draws from its own generator, which its seed initializes.
         """
         if make == "gymnasium:make" and not env_id:
             raise ValueError('gymnasium: got no env_id, expected the name of a game, as "FrozenLake-v1"')
@@ -59,14 +58,12 @@ class Gymnasium(Environment):
         self.is_repeatable = is_repeatable
         self._made: Callable[..., Any] | None = None
         self._game: Any = None
-        self._random = PrivateRandom()
         self._seen = ""
         self._is_done = True
 
     def setup(self) -> None:
         self._made = _found(self._make)
-        with self._random.begun():
-            self._game = self._new_game()
+        self._game = self._new_game()
         space = getattr(self._game, "action_space", None)
         if not _takes_text(space) and not hasattr(space, "n"):
             raise ValueError(
@@ -78,13 +75,12 @@ class Gymnasium(Environment):
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation:
         self._is_done, self._seen = False, ""
-        with self._random.begun():
-            if _is_arena(self._game):
-                self._game = self._new_game()  # its wrappers remember what earlier games showed
-                self._game.reset(num_players=1, seed=seed % _SEEDS)
-                return Observation(text=self._heard())
-            observation, _ = self._game.reset(seed=seed % _SEEDS)
-            return Observation(text=self._shown(observation))
+        if _is_arena(self._game):
+            self._game = self._new_game()  # its wrappers keep observations of earlier games
+            self._game.reset(num_players=1, seed=seed % _SEEDS)
+            return Observation(text=self._heard())
+        observation, _ = self._game.reset(seed=seed % _SEEDS)
+        return Observation(text=self._shown(observation))
 
     def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
         return [self._answered(str(call.arguments.get("text", ""))) for call in calls]
@@ -101,8 +97,7 @@ class Gymnasium(Environment):
         action = self._text_action(text) if _takes_text(space) else self._numbered_action(text, space)
         if action is None:
             return Observation(text=f"No action was found; {self._expected(space)}.", failed=True)
-        with self._random.held():
-            return self._played_arena(action) if _is_arena(self._game) else self._played(action)
+        return self._played_arena(action) if _is_arena(self._game) else self._played(action)
 
     def _played(self, action: object) -> Observation:
         observation, reward, terminated, truncated, _ = self._game.step(action)
@@ -154,7 +149,7 @@ class Gymnasium(Environment):
         return observation if isinstance(observation, str) else json.dumps(_plain(observation), ensure_ascii=False)
 
     def _heard(self) -> str:
-        """The new words of a game of TextArena since the last turn; some of its wrappers repeat everything."""
+        """A TextArena game's new messages since the last turn; some of its wrappers repeat everything."""
         _, heard = self._game.get_observation()
         if not isinstance(heard, str):
             return "\n".join(message for sender, message, *kind in heard if sender != 0 and not _is_own(*kind))
@@ -175,12 +170,12 @@ def _found(make: str) -> Callable[..., Any]:
 
 
 def _is_arena(game: Any) -> bool:
-    """Whether it is one of TextArena's: it gives observations when asked, and rewards when closed."""
+    """True for a TextArena game: it returns observations on request, and rewards when closed."""
     return hasattr(game, "get_observation")
 
 
 def _is_own(kind: object = None) -> bool:
-    """Whether a message repeats what the one player has done: some games say so in their own name."""
+    """True if a message repeats the only player's action, which some games send under the game's name."""
     return getattr(kind, "name", "") == "PLAYER_ACTION"
 
 

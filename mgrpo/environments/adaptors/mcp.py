@@ -42,7 +42,7 @@ class Mcp(Environment):
     ) -> None:
         """
         Args:
-            server_url: the address of a server that runs; used by http, or by sse where `transport` says so.
+            server_url: the address of a running server, over http, or over sse if `transport` is that.
             command: starts a server, with `args`, and with `env` beside a few harmless variables of this process.
             tool_name: the only tool to show; default: all.
             session: "worker": one for all trajectories of a worker process, for servers without memory. "trajectory":
@@ -115,7 +115,7 @@ class Mcp(Environment):
             result = await self._session.call(call.name, call.arguments)
             text, failed = text_of(result), bool(result.get("isError"))
         except SessionError as err:
-            # The command may hold keys, and what the server wrote is for the user.
+            # The command may hold keys, and the server's output is for the user.
             sys.stderr.write(f"mgrpo: {err}\n")
             text, failed = "The tool is not available: its server has ended, or does not answer.", True
         except Exception as err:
@@ -132,7 +132,7 @@ class Mcp(Environment):
         return session
 
     def _is_last(self) -> bool:
-        """Count this user out."""
+        """Release this user's share of a session; True if it was the last."""
         session, num_users = _SHARED.pop(self._key())
         if num_users > 1:
             _SHARED[self._key()] = session, num_users - 1

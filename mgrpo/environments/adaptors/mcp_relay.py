@@ -1,6 +1,6 @@
 """The program around an MCP server that is started here: `connect` starts it in place of the server. Standard library only.
 
-It bounds what the server writes. When either of them ends, so does everything that the server has started.
+It bounds the server's output. When either of them ends, so does everything that the server has started.
 """
 
 from __future__ import annotations

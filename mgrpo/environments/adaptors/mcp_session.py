@@ -1,4 +1,4 @@
-"""One session with an MCP server: opened by a task of its own, checked after a failure, opened again where it was lost.
+"""One session with an MCP server: opened by a separate task, checked after a failure, reopened when lost.
 
 The library's sessions are anyio task groups. They must be left by the task that entered them, and a failed request may
 cancel that task; so no caller ever enters one.
@@ -34,7 +34,7 @@ _SECRET = re.compile("key|token|secret|pass|auth|cookie|credential|session", re.
 _BLANK_LINES = (b"\n\n", b"\r\r", b"\r\n\r\n")
 """Ends of an event."""
 _RELAY = "import sys; sys.path.append(sys.argv.pop(1)); from mgrpo.environments.adaptors.mcp_relay import main; main()"
-"""Runs the server, which then dies with this process. The library starts servers in sessions of their own."""
+"""Program that runs the server, which then dies with this process; the library starts servers in separate sessions."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Record = dict[str, Any]
 
 
 class SessionError(Exception):
-    """The server cannot be reached, or went away; the message says which server."""
+    """The server cannot be reached, or went away; the message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class McpServer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For the user; what may be a key in an address is left out."""
+        """The address or command for messages, without the parts of an address that may hold a key."""
         url = urlsplit(self.server_url)
         return url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="").geturl() or " ".join(
             (self.command, *self.args)
@@ -124,7 +124,7 @@ class McpSession:
         return self._tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Record:
-        """The result of one call; raises what the library raises, or SessionError."""
+        """The result of one call. Errors: the library's, or SessionError."""
 
         async def request(client: Any) -> Record:
             return (await client.call_tool(name, dict(arguments))).model_dump(mode="json", by_alias=True)
@@ -132,7 +132,7 @@ class McpSession:
         return await self._asked(request)
 
     async def renew(self) -> None:
-        """Go on with another session; raises SessionError."""
+        """Replace the session by a new one; raises SessionError."""
         async with self._lock:
             await self._end()
         await self._ready()
@@ -165,7 +165,7 @@ class McpSession:
             asked.add_done_callback(_seen)
 
     async def _ready(self) -> Any:
-        """The library's session, opened again if it has ended or does not answer."""
+        """The library's session, reopened if it has ended or does not answer."""
         async with self._lock:
             if self._is_suspect and not await self._is_alive():
                 await self._end()
@@ -214,7 +214,7 @@ class McpSession:
         owner.add_done_callback(_seen)
 
     def _because(self, owner: asyncio.Task[None]) -> str:
-        """Why the session ended, as the end of a sentence: the first error within the groups, and what the server wrote."""
+        """The reason why the session ended, as the end of a sentence: the first error in the groups and the server's output."""
         if owner.cancelled() or (error := owner.exception()) is None:
             return ""
         while inner := getattr(error, "exceptions", ()):
@@ -226,7 +226,7 @@ class McpSession:
 
 
 def _seen(task: asyncio.Future[Any]) -> None:
-    """Keeps asyncio from reporting an error for which nothing waits."""
+    """Retrieve a task's error, so that asyncio does not report it as unhandled."""
     if not task.cancelled():
         task.exception()
 
@@ -248,7 +248,7 @@ async def _all_tools(client: Any) -> list[Record]:
 
 
 async def _accept(name: str, result: Any) -> None:
-    """Accept whatever structure a result has: the model is shown its text."""
+    """Accept any structure of a result: the model is shown its text."""
 
 
 def bounded_client(headers: Mapping[str, str] | None = None, **settings: Any) -> Any:

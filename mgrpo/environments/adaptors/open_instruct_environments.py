@@ -1,6 +1,6 @@
-"""Open Instruct's environments and tools (`RLEnvironment`, `TextRLEnvironment`, `Tool`), known by their methods.
+"""Open Instruct's environments and tools (`RLEnvironment`, `TextRLEnvironment`, `Tool`), recognized by their methods.
 
-They are given the settings of a row's `env_config`. The result of their `reset` is not shown: Open Instruct's prompts say it.
+They receive the settings of a row's `env_config`. The result of `reset` is not shown: Open Instruct's prompts contain it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EnvCall:
 
 
 def is_open_instruct(found: Any) -> bool:
-    """Whether it is such a class, or the configuration of one."""
+    """True for such a class, or the configuration of one."""
     target = getattr(found, "tool_class", found)
     return inspect.isclass(target) and all(callable(getattr(target, name, None)) for name in _METHODS)
 
@@ -83,7 +83,7 @@ class OpenInstruct(Environment):
         env_call = EnvCall(id=str(self._num_calls), name=name, args=dict(call.arguments))
         try:
             answer = await called(self._inner.step, env_call)
-        # The user's code may raise anything; the model is told.
+        # The user's code may raise anything; the model receives the error.
         except (Exception, SystemExit) as err:
             return failure(err)
         about = getattr(answer, "metadata", None) or {}
@@ -114,7 +114,7 @@ def _tool(function: Mapping[str, Any]) -> Tool:
 
 
 def _with_call_name(target: type, settings: Mapping[str, Any], call_name: str) -> dict[str, Any]:
-    """The settings with the call name, where the class takes one: its tools are called by it."""
+    """The settings with the call name, if the class takes one: its tools are called by it."""
     parameters = inspect.signature(target).parameters
     takes = "call_name" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {**settings, "call_name": call_name} if takes else dict(settings)

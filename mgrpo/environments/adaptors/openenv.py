@@ -1,4 +1,4 @@
-"""An environment of an OpenEnv server. Each instance has a session of its own, over one WebSocket.
+"""An environment of an OpenEnv server. Each instance has a separate session, over one WebSocket.
 
 The model calls the server's MCP tools; if it has none, one tool `step` with the fields of its action. With `action_field`
 a turn as a whole is one action instead. Only the protocol is needed, not OpenEnv's package.
@@ -20,7 +20,7 @@ _SEEDS = 2**31
 
 
 class OpenEnv(Environment):
-    """Settings: where the server is, and how its actions and observations become text."""
+    """Settings: the server's address, and the form of its actions and observations as text."""
 
     name = "openenv"
 
@@ -79,7 +79,7 @@ class OpenEnv(Environment):
         return [await self._answered(call) for call in calls]
 
     def reward(self) -> float | None:
-        """None: steps have given it."""
+        """None, as the steps give the reward; ConnectionError if the session was lost."""
         if self._is_lost:
             raise ConnectionError("openenv: the session was lost, and with it the reward")
         return None
@@ -148,6 +148,6 @@ class OpenEnv(Environment):
 
 
 def _is_failed_result(observation: Mapping[str, Any]) -> bool:
-    """Whether a tool ran and failed, for which the server does not report a failed step."""
+    """True if a tool ran and failed, for which the server does not report a failed step."""
     result = observation.get("result") if "tool_name" in observation else None
     return isinstance(result, Mapping) and bool(result.get("is_error") or result.get("isError"))

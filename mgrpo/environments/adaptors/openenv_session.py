@@ -31,7 +31,7 @@ class OpenEnvAnswer:
 
     observation: Mapping[str, Any] = field(default_factory=dict)
     reward: Any = 0.0
-    """As the server gave it."""
+    """Reward as the server sent it."""
     is_done: bool = False
     error: str = ""
     code: str = ""
@@ -47,7 +47,7 @@ class OpenEnvSession:
         self._http: Any = None
         self._socket: Any = None
         self._num_unread = 0
-        """Answers still to come to requests that were given up; they precede the next one."""
+        """Answers still to come to cancelled requests; they precede the next one."""
 
     async def connect(self) -> None:
         """Open the connection if it is not open. Waits while the server has no free session; raises ConnectionError."""

@@ -14,7 +14,7 @@ _OURS = ("reset", "get_reward")
 
 
 class Trl(Environment):
-    """One instance of such a class, or of what another callable makes."""
+    """One instance of such a class, or of another callable's result."""
 
     def __init__(self, factory: Callable[[], Any], *, is_repeatable: bool = False) -> None:
         self._instance = factory()
@@ -69,7 +69,7 @@ class Trl(Environment):
 
 
 def _public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Found without reading properties, which may need a trajectory."""
+    """Public methods by name, without reading properties, which may need a trajectory."""
     found = inspect.getmembers_static(instance)
     names = [name for name, value in found if callable(value) or isinstance(value, classmethod)]
     members = {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _OURS}

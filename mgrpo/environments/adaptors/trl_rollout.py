@@ -1,4 +1,4 @@
-"""Functions in the form of TRL's `rollout_func(prompts, trainer)`: each is asked for one prompt at a time, in a thread.
+"""Functions in the form of TRL's `rollout_func(prompts, trainer)`, called with one prompt at a time, in a thread.
 
 Its result is checked against the sampled tokens: it must be one sequence that only grew, or tokens would be trained in another
 context than they were sampled in.
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3
 
 
 def is_trl_rollout(found: Any) -> bool:
-    """Whether a function takes prompts and a trainer."""
+    """True if a function takes prompts and a trainer."""
     return inspect.isfunction(found) and list(inspect.signature(found).parameters)[:2] == ["prompts", "trainer"]
 
 
@@ -40,7 +40,7 @@ class TrlRollout(Program):
 
 
 class TrlTrainer:
-    """The stand-in for TRL's trainer."""
+    """A shim for TRL's trainer."""
 
     def __init__(self, model: Model, prompt: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._model, self._prompt, self._loop = model, prompt, loop

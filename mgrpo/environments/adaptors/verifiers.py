@@ -1,169 +1,164 @@
-"""Environments of the library `verifiers` (`load_environment(id, **args)`) as programs: they drive the model, and their rubric
-gives the reward.
+"""Environments of the library `verifiers`, 0.4 and later: a taskset whose harnesses call a trajectory's endpoint.
 
-The library is imported in the worker, whose interpreter may be another than the trainer's.
+Its eval client forwards a harness's requests in the harness's protocol; the endpoint records tokens. Tasksets in the
+library: Harbor, NeMo Gym, OpenEnv and TextArena. It is imported in the worker, whose interpreter differs from the trainer's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.metadata
+import importlib.util
+import itertools
 import json
-import time
-from collections.abc import Mapping
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
-from mgrpo.environments.offered.program import Message, Model, NoRoom, Program
+from mgrpo.environments.offered.agent import FunctionAgent
 
-_OWN_COLUMNS = ("answer", "info")
-"""A row with one of these is a task by itself."""
-
-
-class Verifiers(Program):
-    """One environment, the same for all trajectories of a worker."""
-
-    def __init__(self, id: str, *, args: Mapping[str, Any] | None = None, is_repeatable: bool = False) -> None:
-        """
-        Args:
-            id: the name that `load_environment` takes.
-            args: the further arguments of `load_environment`.
-        """
-        super().__init__(self._play, is_repeatable=is_repeatable)
-        self.name = id
-        self._args = json.dumps(dict(args or {}), sort_keys=True)
-
-    async def setup(self) -> None:
-        # The library handles signals, which only the main thread can.
-        _loaded(self.name, self._args)
-
-    async def _play(self, row: Mapping[str, Any], model: Model) -> float:
-        environment = _loaded(self.name, self._args)
-        client = _client_class()(model)
-        task = await asyncio.to_thread(_task, environment, row)
-        output = await environment.run_rollout(task, client, "policy", {})
-        if client.failure or output["error"] is not None:
-            raise RuntimeError(client.failure or f"the environment {self.name} failed: {output['error']}")
-        found = output.get("metrics") or {}
-        model.metrics.update({name: value for name, value in found.items() if isinstance(value, (int, float))})
-        return output["reward"]
+MODEL = "policy"
+_OLDEST = (0, 4)
+_REMEDY = "pip install 'verifiers>=0.4' into an environment of its own, and name its interpreter as env_python (docs/programs.md)"
 
 
-@functools.cache
-def _loaded(id: str, args: str) -> Any:
-    """The environment, once in a process.
+class Verifiers(FunctionAgent):
+    """Episodes of one taskset."""
 
-    Raises:
-        ValueError: the library is missing, or has no such environments.
-    """
-    try:
-        import verifiers
-    except ModuleNotFoundError as err:
-        raise ValueError(
-            f"{err.name} is not installed for the interpreter of the environments; pip install 'verifiers<0.4', or name an "
-            "interpreter that has it as env_python"
-        ) from err
-    if not hasattr(verifiers, "load_environment") or not hasattr(verifiers, "Client"):
-        version = getattr(verifiers, "__version__", "")
-        raise ValueError(
-            f"verifiers {version} has no load_environment(id, **args) with clients of one's own; pip install "
-            "'verifiers>=0.1.10,<0.4'"
-        )
-    return verifiers.load_environment(id, **json.loads(args))
+    def __init__(self, **settings: Any) -> None:
+        """Settings: see `play`."""
+        super().__init__(play, **settings)
 
-
-@functools.cache
-def _examples(environment: Any) -> dict[int, int]:
-    """The places in the environment's own data, by `example_id`."""
-    return {number: place for place, number in enumerate(environment.get_dataset()["example_id"])}
-
-
-def _task(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The task for the environment: the row, or one of its own by the row's `example_id`."""
-    number = row.get("example_id")
-    if number is not None and not any(row.get(name) is not None for name in _OWN_COLUMNS):
-        place = _examples(environment).get(number)
-        if place is None:
-            raise ValueError(f"the row's example_id={number!r} is not in the environment's own data")
-        return dict(environment.get_dataset()[place])
-    prompt = row["prompt"]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return {"example_id": 0, **row, "prompt": asked}
-
-
-@functools.cache
-def _client_class() -> Any:
-    """The library's own abstract client, filled in."""
-    import verifiers as vf
-    from verifiers.types import Response, ResponseMessage, ToolCall
-
-    class ModelClient(vf.Client):
-        """A client that asks `model.chat`."""
-
-        def __init__(self, model: Model) -> None:
-            super().__init__(model)
-            self.failure = ""
-
-        def setup_client(self, config: Any) -> Any:
-            raise AssertionError("it has a model")
-
-        async def to_native_tool(self, tool: Any) -> dict[str, Any]:
-            function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-            return {"type": "function", "function": function}
-
-        async def to_native_prompt(self, messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-            return [_plain(message) for message in messages], {}
-
-        async def get_native_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
-        ) -> Message:
-            limit = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
-            try:
-                return await self.client.chat(prompt, tools, max_tokens=limit)
-            except NoRoom as err:
-                raise vf.OverlongPromptError(str(err)) from err
-            # The library only keeps that something failed.
-            except Exception as err:
-                self.failure = self.failure or f"{type(err).__name__}: {err}"
-                raise
-
-        async def raise_from_native_response(self, response: Message) -> None:
-            pass
-
-        async def from_native_response(self, response: Message) -> Any:
-            calls = [
-                ToolCall(
-                    id=call["id"],
-                    name=call["function"]["name"],
-                    arguments=json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                )
-                for call in response.tool_calls
-            ]
-            was_cut = response.finish_reason == "length"
-            message = ResponseMessage(
-                content=response.content,
-                tool_calls=calls or None,
-                finish_reason="length" if was_cut else "tool_calls" if calls else "stop",
-                is_truncated=was_cut,
+    def setup(self) -> None:
+        """Raises ValueError where the library is missing or too old."""
+        if importlib.util.find_spec("verifiers") is None:
+            raise ValueError(f"verifiers is not installed for the interpreter of the environments; {_REMEDY}")
+        try:
+            version = importlib.metadata.version("verifiers")
+        except importlib.metadata.PackageNotFoundError:
+            return  # a checkout on the path
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _OLDEST:
+            raise ValueError(
+                f"verifiers {version} is installed for the interpreter of the environments, and 0.4 or later is needed; {_REMEDY}"
             )
-            return Response(id="", created=int(time.time()), model="policy", message=message)
-
-        async def close(self) -> None:
-            pass
-
-    return ModelClient
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    """A message of the library as chat templates take it."""
-    values = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    if not values.get("tool_calls"):
-        return values
-    calls = [
-        {
-            "type": "function",
-            "id": call["id"],
-            "function": {"name": call["name"], "arguments": json.loads(call["arguments"])},
-        }
-        for call in values["tool_calls"]
-    ]
-    return {**values, "tool_calls": calls}
+async def play(
+    row: Mapping[str, Any],
+    endpoint: Any,
+    *,
+    taskset: str,
+    args: Mapping[str, Any] | None = None,
+    env: str = "",
+    harness: str | Mapping[str, Any] | None = None,
+    runtime: str | Mapping[str, Any] = "subprocess",
+    seats: Mapping[str, Mapping[str, Any]] | None = None,
+) -> float:
+    """Play the task that the row names by its place in the taskset, `example_id`.
+
+    Args:
+        endpoint: the trajectory's.
+        taskset: the id of a taskset that is installed for this interpreter.
+        args: further settings of the taskset.
+        env: the id of an environment; "": the taskset's own, or one agent alone.
+        harness: the id of the agents' harness, or its settings; None: the taskset's own, or bash.
+        runtime: where harnesses run, a type of the library's runtimes or its settings.
+        seats: settings of single agents by their names, above those of all.
+    Returns:
+        The mean reward of the agents that are trained, as a rule one.
+    Raises:
+        ValueError: the library or one of these is missing.
+        RuntimeError: an agent or the environment failed, for reasons other than the policy.
+    """
+    settings = {"taskset": taskset, "args": args, "env": env, "harness": harness, "runtime": runtime, "seats": seats}
+    environment = _environment(json.dumps(settings, sort_keys=True))
+    task = await environment.task(row)
+    with _key_variable(endpoint.api_key) as variable:
+        episode = await environment.episode(task, base_url=f"{endpoint.base_url}/v1", key_variable=variable)
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it says no reason"
+        raise RuntimeError(f"the environment {taskset} failed: {why:.1000}")
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if not trained:
+        raise RuntimeError(f"the environment {taskset} has trained none of its agents")
+    for trace in trained:
+        endpoint.metrics.update({name: value for name, value in trace.metrics.items() if value is not None})
+    return sum(trace.reward for trace in trained) / len(trained)
+
+
+class _Environment:
+    """One environment, which serves all trajectories of a worker at the same time."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        try:
+            from verifiers.v1.clients import EvalClientConfig, ModelContext
+            from verifiers.v1.configs.agent import AgentConfig
+            from verifiers.v1.types import SamplingConfig
+            from verifiers.v1.utils import loaders
+        except ImportError as err:
+            raise ValueError(f"{err.name} is not installed for the interpreter of the environments; {_REMEDY}") from err
+        self._client, self._context, self._sampling = EvalClientConfig, ModelContext, SamplingConfig
+        taskset, args = settings["taskset"], settings["args"] or {}
+        fields = loaders.env_config_type(taskset, settings["env"]).model_fields
+        seats = [name for name, field in fields.items() if isinstance(field.default, AgentConfig)]
+        if unknown := sorted(set(settings["seats"] or {}) - set(seats)):
+            raise ValueError(f"seats names {', '.join(unknown)}, but the agents of {taskset} are {', '.join(seats)}")
+        common = {"runtime": _named(settings["runtime"], "type")}
+        if settings["harness"] is not None:
+            common["harness"] = _named(settings["harness"], "id")
+        own = {name: {**common, **(settings["seats"] or {}).get(name, {})} for name in seats}
+        config = {"id": settings["env"], "taskset": {"id": taskset, **args}, **own}
+        self._environment = loaders.load_environment(loaders.resolve_env_config(config))
+        self._stack, self._lock = AsyncExitStack(), asyncio.Lock()
+        self._is_serving = False
+        self._coming: Iterator[Any] = iter(self._environment.taskset)
+        self._tasks: list[Any] = []
+
+    async def task(self, row: Mapping[str, Any]) -> Any:
+        """The task that a row names."""
+        place = row.get("example_id")
+        if not isinstance(place, int) or isinstance(place, bool) or place < 0:
+            raise ValueError(f"the row's example_id={place!r} must be the place of a task in the taskset, from 0")
+        async with self._lock:
+            missing = itertools.islice(self._coming, max(0, place + 1 - len(self._tasks)))
+            self._tasks += await asyncio.to_thread(list, missing)
+        if place >= len(self._tasks):
+            raise ValueError(f"the row's example_id={place} is beyond the taskset's {len(self._tasks)} tasks")
+        return self._tasks[place]
+
+    async def episode(self, task: Any, *, base_url: str, key_variable: str) -> Any:
+        """One episode; every agent without a separate client is the policy."""
+        async with self._lock:
+            if not self._is_serving:
+                await self._stack.enter_async_context(self._environment.serving())
+                self._is_serving = True
+        client = self._client(base_url=base_url, api_key_var=key_variable)
+        return await self._environment.run_episode(
+            task, self._context(model=MODEL, client=client, sampling=self._sampling())
+        )
+
+
+@functools.cache
+def _environment(settings: str) -> _Environment:
+    """The environment of these settings, one per process: its servers run until the process ends."""
+    return _Environment(json.loads(settings))
+
+
+def _named(value: str | Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: value} if isinstance(value, str) else dict(value)
+
+
+@contextmanager
+def _key_variable(key: str) -> Iterator[str]:
+    """An environment variable with the key, in which alone the library reads keys; its own programs do not get such names."""
+    name = f"MGRPO_{secrets.token_hex(8).upper()}_API_KEY"
+    os.environ[name] = key
+    try:
+        yield name
+    finally:
+        del os.environ[name]

@@ -1,1 +1,1 @@
-"""Trajectories driven by agents that know only the address of an endpoint: the side of the process that samples."""
+"""Trajectories driven by agents through the address of an endpoint: the controller's side."""

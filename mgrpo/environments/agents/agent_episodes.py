@@ -1,6 +1,6 @@
-"""Trajectories of agents: each has a session at an endpoint, and is what the agent has asked there until it ended.
+"""Trajectories of agents: each has a session at an endpoint, and consists of the turns that its agent requests there.
 
-An agent may ask for several turns at a time, so trajectories go on as they come, and no run repeats to the bit.
+An agent may request several turns at a time; each is sampled on arrival, so that no run repeats to the bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.environments.agents.endpoint_link import Endpoints, Session, Wish
-from mgrpo.environments.agents.recorded_tree import RecordedTree, UntakenTurns
+from mgrpo.environments.agents.recorded_tree import RecordedTree
 from mgrpo.environments.loop.conversation import Chats
 from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task, together
 from mgrpo.environments.loop.gathering import Ask, Gathering
@@ -28,24 +28,23 @@ from mgrpo.types import AgentRecord, Completion, Prompt, RolloutGroup
 _NOTHING: Mapping[str, Any] = {"turns": (), "counts": {}}
 """The report of an endpoint that is gone."""
 _MOST_GONE = 3
-"""Workers that may go with the same task: it may be what ends them."""
+"""Workers lost with one task before it is abandoned: the task may be the cause."""
 _MOST_SAID = 300
 """Characters of an agent's output that are logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentBounds:
-    """What holds for every agent."""
+    """Limits and settings of every agent."""
 
     limit_s: float
     """Seconds that it may take with all its turns."""
     sets_reward: bool
-    """Whether its own word about its reward counts."""
+    """True if a reward that the agent reports counts."""
     are_remote: bool
-    """Whether agents come and ask for their tasks."""
-    untaken: UntakenTurns = "drop"
+    """True if remote workers request the tasks."""
     hidden: Sequence[str] = field(default=(), repr=False)
-    """Values of variables that must not be in what is kept of its output."""
+    """Values of variables to mask in its recorded output."""
 
 
 class Agents(Episodes):
@@ -102,21 +101,21 @@ class _Play:
         """Remote workers that have left its task."""
         self.session: Session | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when a turn cannot be sampled: no trajectory can go on then."""
+        """Fails when a turn cannot be sampled, which no trajectory survives."""
         self.trajectory = Trajectory(context=task.prompt.tokens, ended_by="error")
         self.reward: float | None = None
         self.record = AgentRecord(ended="lost", status=None, output="", seconds=0.0)
 
     @property
     def first_context(self) -> np.ndarray | None:
-        """`[len]` int32, what its first turn follows; None: it has none."""
+        """`[len]` int32, the context of its first turn; None: no turns."""
         if not self.trajectory.turns:
             return None
         branches = self.trajectory.branches
         return branches[0].prompt_tokens if branches else self.trajectory.context
 
     async def run(self) -> None:
-        """From the agent's start to its end."""
+        """Run the trajectory from the agent's start to its end."""
         instance = None
         if not self.agents.own.are_remote:
             instance = await self.agents._acquire(self.task.row, self.task.seed, self.name)
@@ -130,15 +129,15 @@ class _Play:
             outcome = {"ended": "lost", "output": str(err)}
         finally:
             if self.failure.done() and not self.failure.cancelled():
-                self.failure.exception()  # It has been raised, or something before it.
+                self.failure.exception()  # Retrieved: it has been raised, or an earlier error has.
             if instance is not None:
                 await instance.release(broken=outcome["ended"] == "lost")
         self._judge(outcome, self.report, time.monotonic() - began)
 
     async def _whole(self, instance: Instance | None) -> Mapping[str, Any]:
-        """How its agent has ended, the last one of those that have begun with it."""
+        """Run the agent, again if its worker is gone; the outcome of the last attempt."""
         while (outcome := await self._attempt(instance))["ended"] == "gone":
-            # Nothing that was asked for there is trained.
+            # Turns of the lost attempt are not trained.
             self.tree, self.report = RecordedTree(), _NOTHING
             self.num_gone += 1
             if self.num_gone == _MOST_GONE:
@@ -150,7 +149,7 @@ class _Play:
         try:
             return await self._played(session, instance)
         finally:
-            # Also where this is cancelled: the session's keys must not live on.
+            # Also when cancelled: the session's keys must not stay valid.
             self.report = await session.end()
 
     def completion(self, prompt: Prompt) -> Completion:
@@ -178,7 +177,7 @@ class _Play:
         }
 
     async def _played(self, session: Session, instance: Instance | None) -> Mapping[str, Any]:
-        """How the agent has ended.
+        """Wait for the agent's end; its outcome.
 
         Raises:
             EnvironmentLost: its process or its endpoint is gone.
@@ -211,7 +210,7 @@ class _Play:
         return await instance.run_agent(endpoint, truth=dict(self.task.truth), limit_s=own.limit_s)
 
     async def _sample(self, wish: Wish) -> None:
-        """Sample a turn for the agent, and tell it."""
+        """Sample a turn for the agent, and send it."""
         session, number = self.session, wish["number"]
         assert session is not None
         context = self.tree.ask(number, wish["parent"], wish["added"], wish["rewrites"])
@@ -234,16 +233,16 @@ class _Play:
             self.tree.sampled(number, turn)
             await session.answer(number, turn)
         except EnvironmentLost:
-            return  # Its session says so.
+            return  # Raised by its session as well.
         except Exception as err:
             if not self.failure.done():
                 self.failure.set_exception(err)
             await session.refuse(number, f"{type(err).__name__}: {err}")
 
     def _judge(self, outcome: Mapping[str, Any], report: Mapping[str, Any], seconds: float) -> None:
-        """What the trajectory is, and what it is worth."""
-        trajectory = self.trajectory = self.tree.trajectory(report, untaken=self.agents.own.untaken)
-        # A traceback of a function may hold what the function was given.
+        """Set the trajectory, its reward and its record."""
+        trajectory = self.trajectory = self.tree.trajectory(report)
+        # A traceback of a function may hold its arguments.
         output = masked(str(outcome.get("output", "")), self.agents.own.hidden)
         ended = "silent" if outcome["ended"] == "ended" and not trajectory.turns else outcome["ended"]
         said = report.get("reward") if self.agents.own.sets_reward else None
@@ -277,7 +276,7 @@ _HOW = {
 
 
 def _last_lines(output: str) -> str:
-    """Whole ones, where they are short."""
+    """The last lines of a text, whole if they are short."""
     text = output.strip()
     if len(text) > _MOST_SAID:
         text = text[-_MOST_SAID:]

@@ -1,9 +1,11 @@
-"""The learner's side of the endpoint processes: sessions are opened and ended there, and their wishes come from there."""
+"""Controller-side client of the endpoint processes: opens and ends sessions, receives sampling requests."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,33 +23,34 @@ PROGRAM = "mgrpo.environments.endpoint.process"
 _START_LIMIT_S = 120.0
 _ANSWER_LIMIT_S = 30.0
 _WISHES_LIMIT_S = 7 * 86400.0
-"""No agent asks anything while a policy is trained, however long that takes."""
+"""A wait for requests lasts as long as training, during which no agent makes any."""
 _MAX_ANSWER_BYTES = 1 << 28
 _RESTARTS = 3
 """Starts in a row that may fail before the run ends."""
 
+_log = logging.getLogger(__name__)
+
 Wish = Mapping[str, Any]
-"""A turn that an agent wants, see `endpoint.process`."""
+"""A sampling request of an agent, see `endpoint.process`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """How the run's endpoints serve."""
+    """Settings of the run's endpoints."""
 
     language: LanguageSpec
     host: str = "127.0.0.1"
     port: int = 0
-    """Of the first one, the next ones follow; 0: any."""
+    """Port of the first endpoint, with those of the others after it; 0: any."""
     public_url: str | None = None
-    """Their common address for agents; None: each has its own."""
+    """Address for agents of a proxy that routes each session's calls to its endpoint; None: each endpoint has an address."""
     max_turns: int = 1024
-    sampling_conflict: str = "override"
     worker_key: str | None = field(default=None, repr=False)
-    """The key of agents that ask for tasks; None: there are none."""
+    """The key of workers that request tasks; None: no such workers."""
     join: tuple[str, int] | None = None
-    """Where endpoints of other machines may join; None: none do."""
+    """Address to listen at for endpoints of other machines; None: they cannot join."""
     join_secret: str = field(default="", repr=False)
-    """What they must know."""
+    """Secret of the joining endpoints."""
 
 
 class Session:
@@ -66,8 +69,8 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def wait(self) -> Mapping[str, Any]:
-        """Wait until it is over, and how: "ended" as whoever has taken its task says, or "late", "lost" where
-        nobody came, or "gone" where the worker that had its task is silent or has given it back.
+        """Wait for the end of the session. "ended" in the result: as its worker reports, or "late", "lost" if no worker
+        took its task, or "gone" if its worker stopped responding or returned the task.
 
         Raises:
             EnvironmentLost: its endpoint is gone.
@@ -76,7 +79,7 @@ class Session:
         return {"ended": answer["status"], **answer["left"]}
 
     async def answer(self, number: int, turn: Sampled) -> None:
-        """Tell the agent what was sampled for a wish."""
+        """Send the agent the turn sampled for a request."""
         await self._tell(
             number,
             {
@@ -87,7 +90,7 @@ class Session:
         )
 
     async def refuse(self, number: int, why: str) -> None:
-        """Tell the agent that nothing will be sampled any more."""
+        """Refuse an agent's request: nothing will be sampled any more."""
         await self._tell(number, {"error": why, "is_over": True})
 
     async def end(self) -> Message:
@@ -104,18 +107,18 @@ class Session:
         return await self._endpoint.ask({"ask": "end", "session": self.id}, _ANSWER_LIMIT_S)
 
     def take(self, wish: Wish) -> None:
-        """Work on a wish."""
+        """Start a task for a sampling request."""
         number = wish["number"]
         task = self._tasks[number] = asyncio.get_running_loop().create_task(self._on_wish(wish))
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for this turn any more."""
+        """Cancel a turn whose client disconnected."""
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
 
     def lose(self, why: str) -> None:
-        """Its endpoint is gone."""
+        """Mark its endpoint as gone and cancel its tasks."""
         if not self.lost.done():
             self.lost.set_result(why)
         for task in self._tasks.values():
@@ -128,11 +131,11 @@ class Session:
 class Endpoints:
     """All endpoint processes of a run, for one asyncio loop. Always `close` them.
 
-    One that ends is started again, if it is a child; its sessions are lost. Each knows the others, to pass calls on to them.
+    One that ends is started again, if it is a child; its sessions are lost.
     """
 
     def __init__(self, settings: EndpointSettings, *, count: int = 1) -> None:
-        """Starts nothing."""
+        """Store the settings; `start` starts the processes."""
         self._settings = settings
         self._all = [_Endpoint(settings, number, self._replace) for number in range(count)]
         self._numbers = itertools.count(count)
@@ -141,11 +144,11 @@ class Endpoints:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = None
         self._changed = asyncio.Event()
-        """Set when one serves that did not, or none will."""
+        """Set when another process serves, or none will."""
 
     @property
     def urls(self) -> Sequence[str]:
-        """The addresses of the processes, as they listen."""
+        """The addresses of the processes for agents."""
         return [endpoint.url for endpoint in self._all]
 
     async def start(self) -> None:
@@ -159,7 +162,6 @@ class Endpoints:
         except EnvironmentLost as err:
             await self.close()
             raise ValueError(f"the endpoint of agents cannot be started: {err}; its own message is on stderr") from err
-        await self._introduce()
         if self._settings.join is not None:
             await self._open_door(self._settings.join)
 
@@ -174,7 +176,8 @@ class Endpoints:
             endpoint.close()
 
     async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
-        """A session of a new trajectory, at the process that has the fewest; waits for one where all are being started again.
+        """A session of a new trajectory, at the process that has the fewest, with workers among those that a worker has asked
+        for tasks, if there are any; waits for one where all are being started again.
 
         Args:
             bounds: the fields of `open`, see `endpoint.process`.
@@ -188,7 +191,9 @@ class Endpoints:
 
     async def _least_busy(self) -> _Endpoint:
         while self._refusal is None:
-            if serving := [endpoint for endpoint in self._all if endpoint.is_serving]:
+            # Workers have fixed addresses: a task at an endpoint that none of them asks would be lost.
+            known = [endpoint for endpoint in self._all if endpoint.is_asked] or self._all
+            if serving := [endpoint for endpoint in known if endpoint.is_serving]:
                 return min(serving, key=lambda endpoint: endpoint.num_sessions)
             self._changed.clear()
             await self._changed.wait()
@@ -197,17 +202,6 @@ class Endpoints:
     def _refuse(self, why: str) -> None:
         self._refusal = why
         self._changed.set()
-
-    async def _introduce(self) -> None:
-        """Tell all where the others are."""
-        urls = {str(endpoint.number): endpoint.direct for endpoint in self._all if endpoint.direct}
-        asked = [
-            endpoint.ask({"ask": "peers", "urls": urls}, _ANSWER_LIMIT_S)
-            for endpoint in self._all
-            if endpoint.is_serving
-        ]
-        # One that is lost meanwhile is told otherwise.
-        await asyncio.gather(*asked, return_exceptions=True)
 
     async def _open_door(self, address: tuple[str, int]) -> None:
         try:
@@ -235,7 +229,11 @@ class Endpoints:
         else:
             self._all.append(endpoint)
             self._changed.set()
-            await self._introduce()
+            if self._settings.worker_key is not None:
+                _log.warning(
+                    "an endpoint of agents has joined; while workers ask only others, it is given no trajectories; add to them --url %s",
+                    endpoint.url,
+                )
 
     def _forget(self, endpoint: _Endpoint, why: str) -> None:
         self._lose(endpoint, why)
@@ -266,7 +264,6 @@ class Endpoints:
                 why = err
             else:
                 self._changed.set()
-                await self._introduce()
                 return
         self._refuse(f"the endpoint of agents cannot be started again: {why}")
 
@@ -285,11 +282,14 @@ class _Endpoint:
         """`joined`: the process; None: a child, which `start` starts."""
         self._settings, self.number, self._when_over, self._joined = settings, number, when_over, joined
         self._link: Link | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._pumps: list[asyncio.Task[None]] = []
         self._is_loaded = False
+        self.is_asked = False
+        """True once a worker has asked it for a task."""
         self.sessions: dict[str, Session] = {}
         self._num_opening = 0
-        self.url = self.direct = ""
+        self.url = ""
+        self._port = settings.port and settings.port + number
 
     @property
     def is_serving(self) -> bool:
@@ -297,7 +297,7 @@ class _Endpoint:
 
     @property
     def num_sessions(self) -> int:
-        """Those that are being opened included."""
+        """Open sessions and those being opened."""
         return len(self.sessions) + self._num_opening
 
     async def start(self) -> None:
@@ -307,9 +307,6 @@ class _Endpoint:
             EnvironmentLost: it has ended, or cannot listen there.
         """
         settings = self._settings
-        port = settings.port and settings.port + self.number
-        if self.direct:
-            port = int(self.direct.rpartition(":")[2])
         self._is_loaded = False
         process = self._joined or Child(
             PROGRAM, environment=without_secrets("MGRPO_ENDPOINT_"), max_line_bytes=_MAX_ANSWER_BYTES
@@ -319,11 +316,10 @@ class _Endpoint:
             "ask": "load",
             "language": settings.language.to_json(),
             "host": settings.host,
-            "port": port,
+            "port": self._port,
             "public_url": settings.public_url,
             "number": self.number,
             "limits": {"max_turns": settings.max_turns},
-            "sampling_conflict": settings.sampling_conflict,
             "worker_key": settings.worker_key,
         }
         try:
@@ -331,9 +327,12 @@ class _Endpoint:
         except BaseException:
             self._link.end()
             raise
-        self.url, self.direct = answer["url"], answer["direct"]
+        self.url, self._port = answer["url"], answer["port"]
         self._is_loaded = True
-        self._pump = asyncio.get_running_loop().create_task(self._take_wishes())
+        loop = asyncio.get_running_loop()
+        self._pumps = [loop.create_task(self._take_wishes())]
+        if settings.worker_key is not None:
+            self._pumps.append(loop.create_task(self._wait_for_worker()))
 
     async def open(self, bounds: Mapping[str, Any], on_wish: Callable[[Wish], Coroutine[Any, Any, None]]) -> Session:
         self._num_opening += 1
@@ -357,12 +356,12 @@ class _Endpoint:
         return answer
 
     def _over(self, why: str) -> None:
-        if self._is_loaded:  # Else its start has failed, which says so.
+        if self._is_loaded:  # Else its start fails with the reason.
             self._when_over(self, why)
 
     def lose(self, why: str) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
+        for pump in self._pumps:
+            pump.cancel()
         sessions, self.sessions = self.sessions, {}
         for session in sessions.values():
             session.lose(why)
@@ -372,12 +371,17 @@ class _Endpoint:
         if self._link is not None:
             self._link.end()
 
+    async def _wait_for_worker(self) -> None:
+        with contextlib.suppress(EnvironmentLost):  # Its end is reported elsewhere.
+            await self.ask({"ask": "worker"}, _WISHES_LIMIT_S)
+            self.is_asked = True
+
     async def _take_wishes(self) -> None:
         while True:
             try:
                 found = await self.ask({"ask": "wishes"}, _WISHES_LIMIT_S)
             except EnvironmentLost:
-                return  # Its end is told otherwise.
+                return  # Its end is reported elsewhere.
             for wish in found["wishes"]:
                 if (session := self.sessions.get(wish["session"])) is not None:
                     session.take(wish)

@@ -1,4 +1,4 @@
-"""The authoritative record of one agent's trajectory: what each turn was sampled after, and what was sampled. Pure.
+"""The authoritative record of one agent's trajectory: each turn's context and its sampled tokens. Pure.
 
 The tree becomes branches, laid end to end: each sampled token is in one of them, the first that reaches it, and in the context of
 later ones. All branches together weigh as one trajectory.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 
-UntakenTurns = Literal["train", "drop"]
 _Message = Mapping[str, Any]
 
 
@@ -44,7 +43,7 @@ class RecordedTree:
 
     @property
     def num_tokens(self) -> int:
-        """What was sampled, and what stands between turns; contexts that were written afresh do not count."""
+        """Sampled tokens and tokens between turns, without contexts that were rendered anew."""
         bridges = sum(len(turn.added) for turn in self._turns.values() if not turn.is_afresh)
         return bridges + sum(len(turn.sampled.tokens) for turn in self._turns.values() if turn.sampled)
 
@@ -54,14 +53,14 @@ class RecordedTree:
         return sum(turn.sampled is not None for turn in self._turns.values())
 
     def ask(self, number: int, parent: int | None, added: Sequence[int], rewrites: bool = False) -> np.ndarray:
-        """What a turn is to be sampled after, `[len]` int32.
+        """Record a turn and return its context, `[len]` int32.
 
         Args:
-            number: of the turn, which is new.
-            parent: of the turn that it goes on from.
+            number: number of the new turn.
+            parent: number of the turn that it continues.
             added: the ids after the parent's last one; the whole context without a parent, or if it `rewrites` the parent's.
         Raises:
-            ValueError: there is no such parent, or the turn is known already.
+            ValueError: the parent has not been sampled, or the turn is recorded already.
         """
         before = None if parent is None else self._turns.get(parent)
         if number in self._turns or (parent is not None and (before is None or before.sampled is None)):
@@ -84,21 +83,18 @@ class RecordedTree:
         """Forget a turn that could not be sampled."""
         del self._turns[number]
 
-    def trajectory(
-        self, end: Mapping[str, Any], *, untaken: UntakenTurns = "drop", prompt: np.ndarray | None = None
-    ) -> Trajectory:
+    def trajectory(self, end: Mapping[str, Any], *, prompt: np.ndarray | None = None) -> Trajectory:
         """The trajectory, once the agent has ended; without parts if it has read no turn. Its last turn is the last that was read.
 
         Args:
             end: the endpoint's answer to `end`: of each turn whether it was delivered, its message and calls; of roots their
                 messages, and of the other turns the messages before them.
-            untaken: whether turns are trained that were drawn beside others for the same request, and led nowhere.
             prompt: `[len]` int32, of the row.
         """
         told = {turn["number"]: turn for turn in end["turns"]}
         before = {root["number"]: root["messages"] for root in end.get("roots", ())}
         before |= {int(number): messages for number, messages in end.get("added", {}).items()}
-        kept = self._kept({number for number, turn in told.items() if turn["delivered"]}, untaken)
+        kept = self._kept({number for number, turn in told.items() if turn["delivered"]})
         nexts = _nexts(kept)
         first = kept[0] if kept else None
         is_prompt = first is not None and prompt is not None and np.array_equal(first.added, prompt)
@@ -140,20 +136,19 @@ class RecordedTree:
             found.is_calling = bool(last.get("calls") or last.get("num_unreadable"))
         return found
 
-    def _kept(self, delivered: set[int], untaken: UntakenTurns) -> list[_Turn]:
-        """In order: the turns that were read, and those that others follow which were."""
+    def _kept(self, delivered: set[int]) -> list[_Turn]:
+        """The turns that were read or that lead to one that was, in order; without alternative samples of one request that led
+        nowhere."""
         known = {number: turn for number, turn in sorted(self._turns.items()) if turn.sampled is not None}
         read = _with_parents(known[number] for number in sorted(delivered & known.keys()))
-        if untaken == "drop" and read:
-            parents = {turn.parent.number for turn in read.values() if turn.parent is not None}
-            taken = {_request(turn) for number, turn in read.items() if number in parents}
-            last = max(delivered & read.keys())
-            read = {
-                number: turn
-                for number, turn in read.items()
-                if number in parents or number == last or _request(turn) not in taken
-            }
-        return [turn for _, turn in sorted(read.items())]
+        parents = {turn.parent.number for turn in read.values() if turn.parent is not None}
+        taken = {_request(turn) for number, turn in read.items() if number in parents}
+        last = max(delivered & read.keys(), default=None)
+        return [
+            turn
+            for number, turn in sorted(read.items())
+            if number in parents or number == last or _request(turn) not in taken
+        ]
 
 
 def _with_parents(turns: Iterable[_Turn]) -> dict[int, _Turn]:
@@ -167,7 +162,7 @@ def _with_parents(turns: Iterable[_Turn]) -> dict[int, _Turn]:
 
 
 def _nexts(kept: Sequence[_Turn]) -> dict[int, _Turn]:
-    """The turn that goes on in the same branch, by the turn before it: the first whose context begins with that one's tokens."""
+    """The next turn of the same branch, by the turn before it: the first whose context begins with that one's tokens."""
     nexts: dict[int, _Turn] = {}
     for turn in kept:
         if turn.parent is not None and not turn.is_afresh:
@@ -176,7 +171,7 @@ def _nexts(kept: Sequence[_Turn]) -> dict[int, _Turn]:
 
 
 def _request(turn: _Turn) -> tuple[int, bytes]:
-    """Equal for turns that were sampled after the same tokens."""
+    """Key of a turn's context: equal for turns that were sampled after the same tokens."""
     return (-1 if turn.parent is None else turn.parent.number), turn.added.tobytes()
 
 

@@ -1,1 +1,1 @@
-"""Where agents run: one small protocol, behind it walls of this machine, containers and other machines."""
+"""Boxes for agents: one small protocol over walls of this machine, containers and other machines."""

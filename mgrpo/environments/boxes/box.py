@@ -1,7 +1,7 @@
-"""The protocol of a box: where the command of one trajectory runs, with the files that it works on. Standard library only.
+"""The protocol of a box, in which the command of one trajectory runs with its files. Standard library only.
 
-Whoever opens a box closes it. A box is for one event loop; times are in seconds, sizes in bytes. No answer of a box is trusted:
-what runs in it may be hostile.
+The caller that opens a box closes it. A box is for one event loop; times are in seconds, sizes in bytes. Answers of a box are
+untrusted: its programs may be hostile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class BoxError(RuntimeError):
-    """A box could not be opened, or could not do what was asked."""
+    """A box that could not be opened, or an operation of it that failed."""
 
 
 class BoxLost(BoxError):
@@ -32,47 +32,47 @@ class Done:
     status: int
     """Exit status; negative: the signal that ended it."""
     stdout: bytes = b""
-    """The last part, as far as `Bounds.output_bytes`."""
+    """The last part, at most `Bounds.output_bytes`."""
     stderr: bytes = b""
     """Likewise; empty where both were written to one pipe (`Box.start`)."""
     timed_out: bool = False
-    """It took longer than it was allowed, and was killed."""
+    """True if it was killed at its time limit."""
     truncated: bool = False
-    """More was written than is kept."""
+    """True if more was written than is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a box holds, and what it may use."""
+    """Contents and limits of a box."""
 
     image: str | None = None
     """Name of a container's image, or the folder that becomes the root of local walls; None: this machine's system. A row of a dataset
     may name the first, never the second."""
     network: bool = False
-    """Whether it reaches more than the endpoint."""
+    """True if it has access to more than the endpoint."""
     readable: tuple[str, ...] = ()
     """Further files and folders of this machine that local walls show, under their own names and read-only."""
     memory_bytes: int = 4096 * MIB
-    """All processes together."""
+    """Bytes of memory of all processes together."""
     disk_bytes: int = 1024 * MIB
-    """All files that are written in it, together."""
+    """Bytes of all files that are written in it, together."""
     max_processes: int = 256
     cpus: float | None = None
-    """Cores that all processes together may take; None: any. Only containers hold them back."""
+    """Cores for all processes together; None: no limit. Only containers enforce it."""
     output_bytes: int = MIB
-    """Kept of each output of a command; the rest is thrown away where it is written."""
+    """Bytes kept of each output of a command; the rest is discarded as it is written."""
     start_timeout_s: float = 120.0
-    """For opening the box, an image's download included."""
+    """Seconds for opening the box, an image's download included."""
 
 
 class Process(Protocol):
     """A command that runs."""
 
     async def wait(self, timeout_s: float | None = None) -> Done:
-        """Its end; after `timeout_s` it is killed. BoxLost where the box ends before."""
+        """Wait for its end; after `timeout_s` it is killed. BoxLost if the box ends first."""
 
     async def kill(self) -> None:
-        """Kill it and its process group; nothing where it has ended."""
+        """Kill it and its process group; no-op once it has ended."""
 
 
 class Box(Protocol):
@@ -94,26 +94,26 @@ class Box(Protocol):
     ) -> Done:
         """Run a command to its end. It has no variable of this process: only the box's few and `env`.
 
-        What it leaves running goes on until `end_processes` or `close`. A command that cannot be started has the status 127, as
-        in a shell.
+        Processes that it leaves continue until `end_processes` or `close`. A command that cannot be started has the status 127,
+        as in a shell.
         """
 
     async def start(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> Process:
-        """Start a command whose outputs are one, without standard input."""
+        """Start a command with one pipe for both outputs, and without standard input."""
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file, with its folders; relative to `folder`. OSError where the box does not let its own user do so."""
+        """Write a file, with its folders; relative to `folder`. OSError if the box's user may not write there."""
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
-        """A regular file's content. OSError where there is none, or it is longer (EFBIG)."""
+        """A regular file's content. OSError if it does not exist, or is longer (EFBIG)."""
 
     async def url_for(self, url: str) -> str:
-        """The endpoint's URL as commands in the box reach it, path included; `url`: as this machine does."""
+        """The endpoint's URL for commands in the box, path included; `url`: that for this machine."""
 
     async def end_processes(self) -> None:
-        """End everything that runs in the box, also what has left its session. Files stay."""
+        """End all processes in the box, also those outside its session. Files stay."""
 
     async def alive(self) -> bool: ...
 
@@ -122,7 +122,7 @@ class Box(Protocol):
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host and port of an endpoint's URL; ValueError where a box could not pass its bytes on."""
+    """Host and port of an endpoint's URL; ValueError if a box could not forward its bytes."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(
@@ -140,7 +140,7 @@ async def ready_in_time(box: Box, ready: Awaitable[None], bounds: Bounds, name: 
     """Wait until a new box is ready; one that does not become so is closed.
 
     Raises:
-        BoxError: it was not ready in time; what `ready` raises is passed on.
+        BoxError: it was not ready in time. Errors of `ready` pass through.
     """
     try:
         async with asyncio.timeout(bounds.start_timeout_s):

@@ -1,4 +1,4 @@
-"""The output of a command whose author is not trusted: its last part is kept, however much is written."""
+"""The output of an untrusted command: its last part is kept, however much is written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 
 _CHUNK = 2**16
 _PAUSE_S = 0.004
-"""After each chunk beyond what is kept: a command that prints without end must not take this process's time."""
+"""Pause in seconds after each chunk beyond the kept bytes: endless output of a command must not take this process's time."""
 
 
 class Captured:
-    """Reads one end of a pipe until its end. For one event loop."""
+    """Reader of a pipe until its end. For one event loop."""
 
     def __init__(self, descriptor: int, max_bytes: int, *, mark: bytes = b"") -> None:
-        """Takes the descriptor over.
+        """Take ownership of the descriptor.
 
         Args:
             mark: bytes with which the output begins, if it is that of the command; they are not kept.
@@ -28,17 +28,17 @@ class Captured:
         self._ended = asyncio.Event()
         self._pause: asyncio.TimerHandle | None = None
         self.truncated = False
-        """Whether more was written than is kept."""
+        """True if more was written than is kept."""
         os.set_blocking(descriptor, False)
         self._loop.add_reader(descriptor, self._read)
 
     @property
     def kept(self) -> bytes:
-        """The last part of what has arrived."""
+        """The last part of the output so far."""
         return bytes(self._kept[-self._max_bytes :])
 
     async def finish(self, grace_s: float) -> bytes:
-        """What is kept, once all writers are gone or after `grace_s`: what a command leaves running may hold its output open."""
+        """The kept bytes, once all writers are gone or after `grace_s`: a command's leftover processes may hold it open."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()

@@ -3,16 +3,22 @@
 Writes DIR/rows.jsonl and DIR/check.py, for a run with `agent_box=docker`, `agent_image=` any of the images, which is tried at the start
 (each row has its own), and `agent_check="python3 -I DIR/check.py"`. A row's tests are its ground truth, which only the check is given,
 after the agent's end. Images are built outside of a run: the command prints how. Task folders are untrusted input.
+
+check.py is `judge` and `reward_in` from here, for whatever Python an image has: 3.6 and later, the standard library alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import ctypes
+import inspect
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +26,10 @@ from typing import Any
 
 import tomllib
 
-from mgrpo.environments.boxes import harbor_check
-
+TESTS, LOGS = "/tests", "/logs/verifier"
+UNJUDGED = 126
+"""Exit status of a check that did not come to a verdict."""
+PR_SET_DUMPABLE = 4
 _MOST_BYTES = 16 * 2**20
 _KINDS = {dict: "a table", str: "a text", float: "a number"}
 _CHECK_S = 300.0
@@ -32,14 +40,14 @@ _BEYOND = {
     "agent": ("user",),
     "verifier": ("user", "environment", "collect"),
 }
-"""Settings without which a task would be another one."""
+"""Settings that boxes do not support and that a task depends on."""
 
 
 def row_of(task: Path) -> dict[str, Any]:
     """A task's row.
 
     Raises:
-        ValueError: a file is missing or is not what it should be, or the task needs what a box does not have.
+        ValueError: a file is missing or invalid, or the task needs a feature that boxes lack.
     """
     root = task.resolve()
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
@@ -97,7 +105,7 @@ def _typed(table: dict[str, Any], name: str, kind: type, default: Any, task: Pat
 
 
 def _beyond(settings: dict[str, Any]) -> list[str]:
-    """What a task wants of its place that a box does not do."""
+    """Requirements of a task that boxes do not support."""
     found = [
         f"{section}.{name}"
         for section, names in _BEYOND.items()
@@ -142,7 +150,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "rows.jsonl").write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-    shutil.copy(harbor_check.__file__, options.out / "check.py")
+    (options.out / "check.py").write_text(check_program())
+    return 0
+
+
+def check_program() -> str:
+    """The text of check.py."""
+    parts = [
+        '"""Judges a task in Harbor\'s layout, inside its container and after the agent\'s end."""',
+        "import base64, ctypes, json, os, shutil, subprocess, sys",
+        f"TESTS, LOGS, UNJUDGED, PR_SET_DUMPABLE = {TESTS!r}, {LOGS!r}, {UNJUDGED}, {PR_SET_DUMPABLE}",
+        inspect.getsource(reward_in),
+        inspect.getsource(judge),
+        "sys.exit(judge())",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def reward_in(folder):
+    """The reward and all numbers that the tests wrote; ValueError where there is no single reward."""
+    path = os.path.join(folder, "reward.json")
+    if os.path.exists(path):
+        with open(path) as file:
+            found = json.load(file)
+        if not isinstance(found, dict):
+            found = {"reward": found}
+        numbers = {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+        if "reward" not in numbers and len(numbers) != 1:
+            raise ValueError(f"reward.json has {sorted(found)}, and no reward")
+        return numbers.get("reward", next(iter(numbers.values()))), numbers
+    with open(os.path.join(folder, "reward.txt")) as file:
+        return float(file.read()), {}
+
+
+def judge():
+    """Put the tests at /tests, run them, and write the reward that they left; returns the exit status."""
+    # The tests run the agent's code, as the same user: it must not read this process, nor the task.
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    with open(os.environ["MGRPO_TASK"]) as file:
+        truth = json.load(file)["ground_truth"]
+    os.unlink(os.environ["MGRPO_TASK"])
+    if isinstance(truth, list):
+        truth = truth[0]
+    for folder in (TESTS, LOGS):
+        # Files that the agent has put there are not the tests'.
+        if os.path.islink(folder):
+            os.unlink(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+    for name, data in truth["tests"].items():
+        path = os.path.join(TESTS, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(data))
+        os.chmod(path, 0o755)
+    environment = dict(os.environ, **truth["env"])
+    for name in ("MGRPO_TASK", "MGRPO_RESULT"):
+        environment.pop(name)
+    folder = environment.pop("MGRPO_WORK", None)
+    try:
+        command = ["bash", os.path.join(TESTS, "test.sh")]
+        subprocess.call(command, cwd=folder, env=environment, timeout=truth["timeout_s"])
+        reward, metrics = reward_in(LOGS)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as err:
+        sys.stderr.write(f"no verdict: {err}\n")
+        return UNJUDGED
+    with open(os.environ["MGRPO_RESULT"], "w") as file:
+        json.dump({"reward": reward, "metrics": metrics}, file)
     return 0
 
 

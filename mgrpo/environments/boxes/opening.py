@@ -1,6 +1,6 @@
-"""Opens a box by the word of the setting `agent_box`: walls of this machine, containers, another machine, or a user's package.
+"""Opening of boxes by the setting `agent_box`: walls of this machine, containers, or a package's kind, as a hosted sandbox.
 
-A package adds a kind of its own by an entry point of the group `mgrpo.boxes`: a coroutine function that takes `Bounds`.
+A package adds a kind by an entry point of the group `mgrpo.boxes`: a coroutine function that takes `Bounds`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from mgrpo.environments.boxes.local.local_box import open_local
 
 GROUP = "mgrpo.boxes"
 VARIABLES = (
-    *("MGRPO_BOX_TOKEN", "MGRPO_BOX_TOKEN_FILE", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY"),
-    *("DOCKER_CERT_PATH", "CONTAINER_HOST", "XDG_RUNTIME_DIR"),
+    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    *("CONTAINER_HOST", "XDG_RUNTIME_DIR"),
 )
-"""Of the environment, that the process which opens boxes needs; no box has them."""
+"""Environment variables for the process that opens boxes; no box has them."""
 STARTS_AT_ONCE = 8
-"""Of one process: more would only make each of them slower."""
+"""Most starts of one process at a time: more would only slow each other down."""
 CONTAINERS = ("docker", "podman")
 _rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
 async def open_box(where: str, bounds: Bounds) -> Box:
-    """An empty box of a kind; close it.
+    """Open an empty box of a kind; close it.
 
     Args:
-        where: "local", "none", "docker", "podman", the URL of a box server, or the name of an entry point of `mgrpo.boxes`.
+        where: the kind: "local", "none", "docker", "podman", or the name of an entry point of `mgrpo.boxes`.
 
     Raises:
-        ValueError: no such kind, or this machine or the settings do not allow it; the message says what to do.
+        ValueError: no such kind, or this machine or the settings do not allow it; the message has the remedy.
         BoxError: it did not open, or not in time.
     """
     async with _rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(STARTS_AT_ONCE)):
@@ -44,15 +44,11 @@ async def open_box(where: str, bounds: Bounds) -> Box:
             from mgrpo.environments.boxes.containers.container_box import open_container
 
             return await open_container(bounds, program=where)
-        if where.startswith(("http://", "https://")):
-            from mgrpo.environments.boxes.remote_box import open_remote
-
-            return await open_remote(where, bounds)
         return await _open_others(where, bounds)
 
 
 async def check_box(where: str, bounds: Bounds) -> None:
-    """Once at a start: remove what killed runs have left on this machine, then open a box and close it. Raises as `open_box`."""
+    """At a start: remove leftovers of killed runs on this machine, then open and close a box. Raises as `open_box`."""
     await asyncio.to_thread(leftover.sweep)
     if where in CONTAINERS:
         from mgrpo.environments.boxes.containers.container_box import remove_orphans
@@ -65,8 +61,11 @@ async def check_box(where: str, bounds: Bounds) -> None:
 async def _open_others(where: str, bounds: Bounds) -> Box:
     found = {point.name: point for point in entry_points(group=GROUP)}
     if where not in found:
-        known = ", ".join(["local", "none", *CONTAINERS, "http://HOST:PORT", *sorted(found)])
-        raise ValueError(f"agent_box={where!r} is unknown; expected one of: {known}")
+        known = ", ".join(["local", "none", *CONTAINERS])
+        installed = ", ".join(sorted(found)) or "none is installed"
+        raise ValueError(
+            f"agent_box={where!r} is unknown; expected one of: {known}, or an entry point of the group {GROUP} ({installed})"
+        )
     try:
         async with asyncio.timeout(bounds.start_timeout_s):
             return await found[where].load()(bounds)

@@ -1,6 +1,6 @@
-"""Passes connections of a box on to the endpoint: all that a box without network reaches. Standard library only.
+"""Proxy from a box to the endpoint, the only address that a box without network reaches. Standard library only.
 
-The listening socket may lie in another network namespace: who holds it accepts, wherever it was made. So nothing runs inside the
+The listening socket may lie in another network namespace: its holder accepts, wherever it was made. So nothing runs inside the
 box, and a client in it needs nothing but the URL.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Coroutine
 from typing import Any
 
 MAX_CONNECTIONS = 64
-"""At once; further ones wait in the backlog."""
+"""Most connections at once; further ones wait in the backlog."""
 _CHUNK = 2**16
 _CONNECT_LIMIT_S = 10.0
 
 
 class Relay:
-    """For one event loop."""
+    """Forwarder of one box's connections. For one event loop."""
 
     def __init__(self, listening: socket.socket) -> None:
-        """Takes the socket over."""
+        """Take ownership of the socket."""
         self._listening = listening
         self._address: tuple[str, int] | None = None
         self._server: asyncio.Server | None = None
@@ -34,7 +34,7 @@ class Relay:
         return self._listening
 
     def pass_to(self, address: tuple[str, int]) -> None:
-        """Begin to accept; every connection goes to this address, and there is only one for a box."""
+        """Begin to accept and forward to this address, the only one of a box."""
         assert self._address in (None, address), "a box has one endpoint"
         if self._address is None:
             self._address = address

@@ -1,1 +1,1 @@
-"""The endpoint: a server of chats whose every turn is kept with the tokens that it was sampled after."""
+"""The endpoint: a server of chats that records each turn with its context's tokens."""

@@ -1,7 +1,7 @@
 """Anthropic's Messages as turns of a session: bodies, replies, events and errors. Pure; no HTTP and no ids of tokens.
 
 Blocks become messages of a chat: each tool_result one of the role tool, text around them one of the user, the blocks of a turn one
-of the assistant. Thinking is carried along and is no part of what is compared (tree.py).
+of the assistant. Thinking is kept, and ignored in comparisons (tree.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IGNORED = frozenset(
         "fallback_credit_token",
     ]
 )
-"""What changes neither the text that the model sees nor how it samples here."""
+"""Fields that change neither the model's text nor the sampling."""
 REFUSED = {
     "container": "no code is executed here",
     "mcp_servers": "no server of tools is called from here; give their tools to the client",
@@ -70,7 +70,7 @@ _KINDS = {
 
 
 def request(body: Mapping[str, Any]) -> TurnRequest:
-    """What a body of `POST /v1/messages` asks for.
+    """The turn request in a body of `POST /v1/messages`.
 
     Raises:
         BadRequest: in Anthropic's words, with the path of the field.
@@ -99,7 +99,7 @@ def request(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The message that answers it."""
+    """The message that answers a request."""
     return {
         "id": _id(turned),
         "type": "message",
@@ -113,7 +113,7 @@ def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(turned: Turned, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream; the deltas of a block put together are the block."""
+    """The reply as a stream; the deltas of a block add up to the block."""
     whole = reply(turned, body)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**begun, "usage": {**whole["usage"], "output_tokens": 0}})
@@ -131,7 +131,7 @@ def events(turned: Turned, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """The body of an error; a full context says "prompt is too long", by which clients know that they must compact."""
+    """The body of an error; for a full context with "prompt is too long", at which clients compact."""
     message = fault.message
     if isinstance(fault, ContextFull):
         message = f"prompt is too long: {fault.num_tokens} tokens > {fault.limit} maximum"
@@ -229,7 +229,7 @@ def _join(first: dict[str, Any], second: Mapping[str, Any]) -> None:
 
 
 def _text(content: Any, where: str) -> str:
-    """Text, or blocks of text, which are lines of their own."""
+    """Text, or blocks of text, joined as separate lines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -246,7 +246,7 @@ def _text_of_block(block: Mapping[str, Any], where: str) -> str:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """The tools as a chat names them."""
+    """The tools as JSON schemas of a chat."""
     if given is None:
         return []
     if not isinstance(given, list):
@@ -335,7 +335,7 @@ def _usage(turned: Turned) -> dict[str, int]:
 
 
 def _in_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is added to it."""
+    """The beginning of a block, and its deltas."""
     if block["type"] == "text":
         return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

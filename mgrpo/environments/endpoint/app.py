@@ -1,7 +1,8 @@
-"""The endpoint's HTTP contract, as an ASGI application: which call is for which session, and in which words it is answered.
+"""The endpoint's HTTP contract, as an ASGI application: the session of each call, and the API of its answer.
 
     GET  /health                                no key
-    GET  /tasks/next                            the run's key for workers; ?alive=1 of those that will POST alive
+    GET  /tasks/next                            the run's key for workers; ?alive=1 of those that will POST alive, &wait_s=S for a
+                                                shorter wait for a task
     POST /s/{session}/v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/responses
     GET  /s/{session}/v1/models, /v1/models/{id}
     POST /s/{session}/reward                    {"reward": number, "metrics": {name: number}}, with the key of rewards
@@ -18,6 +19,7 @@ import asyncio
 import json
 import sys
 import traceback
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -25,22 +27,21 @@ from mgrpo.environments.endpoint import anthropic, chat, responses
 from mgrpo.environments.endpoint.calls import name_of
 from mgrpo.environments.endpoint.exchange import ClientGone, Event, Exchange, Receive, Send, parsed
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
-from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import Session, Turned, TurnRequest, finite, over
 from mgrpo.environments.endpoint.sessions import OpenSession, Sessions, is_same
-from mgrpo.environments.endpoint.tasks import BY_WORKERS, Tasks, left_by
+from mgrpo.environments.endpoint.tasks import ASK_S, BY_WORKERS, Tasks, left_by
 from mgrpo.environments.offered.agent import checked_metrics
 
 MODEL = "policy"
 _LONGEST_MODEL = 256
-"""Characters of a client's name for the model, which each event of an answer repeats."""
+"""Most characters of a client's name for the model, which each event of an answer repeats."""
 
 
 class Dialect(Protocol):
-    """The words of one API: a module."""
+    """The adapter of one API: a module."""
 
     def request(self, body: Mapping[str, Any], /) -> TurnRequest:
-        """What a body asks for."""
+        """The turn request in a body."""
 
     def reply(self, turned: Turned, body: Mapping[str, Any], /) -> dict[str, Any]:
         """The answer."""
@@ -61,12 +62,8 @@ DIALECTS: Mapping[str, Dialect] = {"v1/chat/completions": chat, "v1/messages": a
 class EndpointApp:
     """The application."""
 
-    def __init__(self, sessions: Sessions, passing: Passing, *, tasks: Tasks | None = None) -> None:
-        """
-        Args:
-            passing: the way to the sessions of other endpoints.
-        """
-        self._sessions, self._passing, self._tasks = sessions, passing, tasks
+    def __init__(self, sessions: Sessions, *, tasks: Tasks | None = None) -> None:
+        self._sessions, self._tasks = sessions, tasks
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "neither a lifespan nor websockets are asked for"
@@ -74,10 +71,7 @@ class EndpointApp:
         dialect = _dialect(exchange.parts)
         try:
             try:
-                if (url := self._passing.url_of(scope)) is not None:
-                    await self._passing.pass_on(url, scope, receive, send)
-                elif not await self._is_task_of_another(exchange, scope, receive, send):
-                    await self._route(exchange)
+                await self._route(exchange)
             except (Fault, ClientGone):
                 raise
             except Exception as err:
@@ -88,18 +82,6 @@ class EndpointApp:
             await exchange.refuse(fault, dialect.error(fault), dialect.error_event(fault))
         except ClientGone:
             pass
-
-    async def _is_task_of_another(self, exchange: Exchange, scope: Event, receive: Receive, send: Send) -> bool:
-        """True if another endpoint has answered a worker that asks for a task."""
-        if exchange.parts != ["tasks", "next"] or self._tasks is None or self._tasks.has_waiting:
-            return False
-        if (url := self._passing.url_for_task(scope)) is None:
-            return False
-        try:
-            await self._passing.pass_on(url, scope, receive, send)
-        except Fault:
-            return False  # it is not reached
-        return True
 
     async def _route(self, exchange: Exchange) -> None:
         match exchange.parts:
@@ -210,7 +192,8 @@ class EndpointApp:
             await exchange.answer(200, {"reward": reward})
 
     async def _next_task(self, exchange: Exchange, tasks: Tasks) -> None:
-        asking = asyncio.create_task(tasks.next(exchange.key or None))
+        query = urllib.parse.parse_qs(exchange.query.decode("latin1"))
+        asking = asyncio.create_task(tasks.next(exchange.key or None, _wait_s(query)))
         try:
             watch = await exchange.wait(asking, comment_s=None)
         except ClientGone:
@@ -230,7 +213,7 @@ class EndpointApp:
         finally:
             watch.cancel()
         if found is not None:
-            tasks.begun(found[0], says_alive=exchange.query == b"alive=1")
+            tasks.begun(found[0], says_alive=query.get("alive") == ["1"])
 
     def _body(self, exchange: Exchange, opened: OpenSession) -> Any:
         limits = self._sessions.limits
@@ -238,9 +221,20 @@ class EndpointApp:
 
 
 def _dialect(parts: list[str]) -> Dialect:
-    """In whose words a path is answered."""
+    """The API adapter of a path."""
     tail = "/".join(parts[2:4])
     return DIALECTS.get(tail, chat)
+
+
+def _wait_s(query: Mapping[str, list[str]]) -> float:
+    """Seconds for which a worker waits for a task, `ASK_S` at most."""
+    try:
+        wait_s = float(query.get("wait_s", [str(ASK_S)])[-1])
+    except ValueError:
+        wait_s = -1.0
+    if not wait_s >= 0:
+        raise BadRequest("Invalid value for 'wait_s': expected seconds.", "invalid_value", "wait_s")
+    return min(wait_s, ASK_S)
 
 
 def _check_method(exchange: Exchange, method: str) -> None:
@@ -265,7 +259,7 @@ def _unknown(exchange: Exchange) -> Fault:
 
 
 def _models(session: Session, tail: str) -> dict[str, Any]:
-    """As OpenAI's and as Anthropic's clients read it."""
+    """The list of models, for OpenAI's and Anthropic's clients."""
     model = {
         "id": MODEL,
         "object": "model",

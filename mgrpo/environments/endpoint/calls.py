@@ -1,9 +1,9 @@
-"""The HTTP calls of one session: how many are open, which of them a retry asks again, and what becomes of those that were left.
+"""The HTTP calls of one session: the number of open ones, the call that a retry repeats, and the end of abandoned ones.
 
-A client library that lost its connection, or has waited for too long, sends the same body again and says that it is a retry: it
-gets the turn that the first call asked for, also one that is still being sampled. Equal calls that do not say so are samples of
-their own, and so are the retries of calls that were refused. A call without a client is cancelled at the engine when no retry has
-come within `EndpointLimits.retry_s`; what it had sampled is forgotten.
+A client library that lost its connection, or timed out, sends the same body again, marked as a retry: it receives the turn of
+the first call, also one that is still being sampled. Equal calls without that mark are separate samples, and so are the
+retries of calls that were refused. A call without a client is cancelled at the engine when no retry has arrived within
+`EndpointLimits.retry_s`; its sampled tokens are discarded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mgrpo.environments.endpoint.messages import Fault
 from mgrpo.environments.endpoint.session import Session, Turned, over
 
 Kind = Literal["new", "retry", "same"]
-"""A request that asks for a turn of its own; that repeats an earlier one, which may have been refused; that is an earlier one."""
+"""A request for a new turn; a retry of an earlier one, which may have been refused; the same as an earlier one."""
 
 
 class AgentCall:
-    """One turn that a client asks for, by one or more requests."""
+    """One turn requested by a client, in one or more requests."""
 
     def __init__(self, task: asyncio.Task[Turned]) -> None:
         self.task = task
@@ -31,7 +31,7 @@ class AgentCall:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody has got its turn, and nobody waits for it."""
+        """True if no client has received its turn, and none waits for it."""
         return not self.num_clients and not (
             self.task.done() and self._turned is not None and self._turned.node.delivered
         )
@@ -45,7 +45,7 @@ class AgentCall:
         """Its turn, once the task is done.
 
         Raises:
-            Fault: it has none.
+            Fault: it failed or was cancelled.
         """
         if self.task.cancelled():
             raise over("it has ended")
@@ -53,13 +53,13 @@ class AgentCall:
 
 
 class Calls:
-    """Those of one session. Belongs to one event loop."""
+    """The calls of one session. Belongs to one event loop."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._num_requests = 0
         self._num_refused = 0
-        """Requests whose retries ask for turns of their own."""
+        """Refused requests, whose retries are new turns."""
         self._known: dict[bytes, list[AgentCall]] = {}
         """Calls by their name, except those that failed."""
         self._running: set[AgentCall] = set()
@@ -110,12 +110,12 @@ class Calls:
                 call.timer = asyncio.get_running_loop().call_later(self._session.limits.retry_s, self._give_up, call)
 
     def cancel(self) -> None:
-        """Cancel what is being sampled, now."""
+        """Cancel all turns that are being sampled."""
         for call in list(self._running):
             call.task.cancel()
 
     def _earlier(self, name: bytes, kind: Kind) -> AgentCall | None:
-        """Of the calls of this name, the newest whose turn nobody has got; else the newest, unless that of the retry was refused."""
+        """The call that a request repeats: the newest lost one, else the newest; None if it retries a refused request."""
         calls = self._known.get(name, ())
         found = max(enumerate(calls), key=lambda each: (each[1].is_lost, each[0]), default=(0, None))[1]
         if kind == "retry" and self._num_refused and (found is None or not found.is_lost):
@@ -134,7 +134,7 @@ class Calls:
         self._running.discard(call)
         if call.timer is not None:
             call.timer.cancel()
-        # The exception of a task that nobody waits for is asked for here.
+        # Retrieves the exception of a task without clients.
         if call.task.cancelled() or call.task.exception() is not None:
             self._num_refused += call.num_clients
             self._known[name].remove(call)
@@ -147,7 +147,7 @@ class Calls:
 
 
 def name_of(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, Kind]:
-    """By what equal calls are known, and how a request says that it is related to an earlier one."""
+    """A request's name, shared by equal requests, and its relation to an earlier one by its headers."""
     key = headers.get(b"idempotency-key", b"")
     number = headers.get(b"x-stainless-retry-count", b"0")
     is_retry = number.isdigit() and bool(number.strip(b"0"))

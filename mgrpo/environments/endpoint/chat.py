@@ -1,6 +1,6 @@
 """OpenAI's chat completions as turns of a session: bodies, replies, events and errors. Pure.
 
-What would sample from another distribution than the one that is trained is refused; what changes nothing is ignored.
+Fields that would change the distribution that is trained are refused; fields without an effect are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IGNORED = frozenset(
         "verbosity",
     ]
 )
-"""What changes neither the text that the model sees nor how it samples here."""
+"""Fields that change neither the model's text nor the sampling."""
 _OTHER_DISTRIBUTION = "it would sample from another distribution than the one that is trained"
 REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
     "n": ([1], "each call gets one turn; ask again for another"),
@@ -61,11 +61,11 @@ REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
     "moderation": ([], "nothing is moderated here"),
     "web_search_options": ([], "nothing is searched here"),
 }
-"""For each name the values that change nothing, besides null, and why all others are refused."""
+"""Values without an effect, besides null, and the reason why others are refused, by name."""
 
 
 def request(body: Mapping[str, Any]) -> TurnRequest:
-    """What a body of `POST /v1/chat/completions` asks for.
+    """The turn request in a body of `POST /v1/chat/completions`.
 
     Raises:
         Fault: 400, in OpenAI's words, with the field as `param`.
@@ -98,7 +98,7 @@ def request(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The completion that answers it."""
+    """The completion that answers a request."""
     message = turned.message
     shown = {**message, "content": message["content"] or (None if message.get("tool_calls") else ""), "refusal": None}
     choice = {
@@ -111,7 +111,7 @@ def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(turned: Turned, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream; the deltas put together are the message."""
+    """The reply as a stream; the deltas add up to the message."""
     head, message = _head(turned, body, "chat.completion.chunk"), turned.message
     has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
 

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer: the body within its limits, the wait for a turn, and whether the client got it."""
+"""One HTTP request and its answer: the body within its limits, the wait for a turn, and its delivery to the client."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 
 MAX_HELD_BYTES = 1 << 30
-"""Of the bodies of all requests that have not been answered; further ones are refused with status 503."""
+"""Most bytes of the bodies of all open requests; further ones are refused with status 503."""
 _JSON = (b"content-type", b"application/json")
 _MOST_DIGITS = 20
-"""Of a length; Python refuses to read numbers of thousands of digits."""
+"""Most digits of a length; Python refuses to read numbers of thousands of digits."""
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer."""
+    """The client disconnected."""
 
 
 _MOST_VALUES = 1 << 16
-"""Values of one body; to read one without a bound takes seconds, which all other calls wait for."""
+"""Most values of one body; reading one without a bound blocks all other calls for seconds."""
 
 
 class Held:
     """Bytes of the bodies of all requests, or of those of one trajectory."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, *, within: Held | None = None) -> None:
-        """`within`: where the bytes count as well."""
+        """`within`: a total to which the bytes are added as well."""
         self.num_bytes, self.max_bytes, self._within = 0, max_bytes, within
 
     def add(self, num_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Held:
             self._within.add(num_bytes)
 
     def check(self) -> None:
-        """Raise a Fault where there are too many."""
+        """Raise a Fault if there are too many."""
         if self._within is not None:
             self._within.check()
         if self.num_bytes > self.max_bytes and self._within is not None:
@@ -58,7 +58,7 @@ class Held:
 
 
 class Exchange:
-    """A request as ASGI gives it."""
+    """One request and its response over ASGI."""
 
     def __init__(self, scope: Event, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -67,12 +67,12 @@ class Exchange:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.has_begun = False
-        """Whether the head of the answer has been sent."""
+        """True once the head of the answer has been sent."""
         self._has_body_left = self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers
 
     @property
     def key(self) -> str:
-        """What the client says it is."""
+        """API key, from x-api-key or the bearer token."""
         if (given := self.headers.get(b"x-api-key")) is None:
             given = self.headers.get(b"authorization", b"")
             given = given[7:] if given[:7].lower() == b"bearer " else given
@@ -158,7 +158,7 @@ class Exchange:
         """Answer with a turn.
 
         Raises:
-            ClientGone: the client has not got it.
+            ClientGone: the client has not received it.
         """
         if is_stream:
             await self._begin_stream()
@@ -176,7 +176,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data})
 
     async def refuse(self, fault: Fault, value: Any, event: bytes) -> None:
-        """Answer with an error: `value`, or `event` where a stream has begun."""
+        """Answer with an error: `value`, or `event` if a stream has begun."""
         if self.has_begun:
             await self._send({"type": "http.response.body", "body": event})
             return
@@ -195,12 +195,12 @@ class Exchange:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is.
+    """The JSON object in a body.
 
     Raises:
-        BadRequest: it is none, or has too many values.
+        BadRequest: it is no JSON object, or has too many values.
     """
-    # Of a valid beginning, what stands outside of strings is found exactly; behind the first error nothing is read.
+    # In a valid beginning, the text outside of strings is found exactly; nothing is read behind the first error.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_values = plain.count(b'"') // 2
     if num_values <= 2 * _MOST_VALUES:
@@ -226,7 +226,7 @@ def _too_large(max_bytes: int) -> Fault:
 
 
 def _headers(fault: Fault) -> Iterator[tuple[bytes, bytes]]:
-    """What tells clients whether to try again."""
+    """Headers that make clients retry or stop."""
     if fault.status in (429, 503) and fault.code != "run_over":
         yield b"retry-after", b"1"
     elif fault.status != 408:

@@ -20,7 +20,7 @@ JOIN_S = 600.0
 
 
 def endpoint_command(argv: Sequence[str]) -> int:
-    """Serve until the run has ended; returns the exit status where it has not begun."""
+    """Serve until the run has ended; returns the exit status if serving cannot begin."""
     options = parser().parse_args(argv)
     host, _, port = options.join.rpartition(":")
     secret = os.environ.get(TOKEN)
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
     found = argparse.ArgumentParser(
         prog="mgrpo agent-endpoint",
-        description="Serves agents of a run that goes on elsewhere. Calls may come to any endpoint of a run: it passes them on to "
-        f"the one that has their session. {TOKEN} must be set as for the run.",
+        description="Serves agents of a run that goes on elsewhere, at an address of its own, which they must reach. "
+        f"{TOKEN} must be set as for the run.",
         allow_abbrev=False,
     )
     found.add_argument("--join", required=True, metavar="HOST:PORT", help="agent_endpoint_join of the run")

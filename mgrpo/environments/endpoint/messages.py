@@ -1,4 +1,4 @@
-"""Messages of requests: their keys, the form that chat templates take, and what a request is refused with."""
+"""Messages of requests: their keys, their form for chat templates, and the errors of refused requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mgrpo.environments.normal_form import Chat, calls_of, essence, text_of, too
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_FAULT_CHARS = 2000
-"""An error may quote a name that the client has chosen."""
+"""Most characters of an error, which may quote a name chosen by the client."""
 _MOST_TOOL_BYTES = 1 << 19
 """Bytes of a request's tools as JSON: languages of tools outlive the request."""
 
 
 class Fault(Exception):
-    """A request that is answered with an error; each API words it in its own way."""
+    """A request that is answered with an error, in the form of its API."""
 
     def __init__(self, status: int, kind: str, message: str, code: str | None = None, param: str | None = None) -> None:
         """
@@ -33,19 +33,19 @@ class Fault(Exception):
 
 
 class BadRequest(Fault, ValueError):
-    """A request that cannot be met as it is, with status 400."""
+    """An invalid request, with status 400."""
 
     def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(400, "invalid_request_error", message, code, param)
 
 
 class ContextFull(BadRequest):
-    """No token may follow."""
+    """No room for a further token."""
 
     def __init__(self, message: str, *, num_tokens: int, limit: int) -> None:
         """
         Args:
-            num_tokens: of the context.
+            num_tokens: tokens of the context.
             limit: the most that the context may have.
         """
         super().__init__(message, "context_length_exceeded", "messages")
@@ -75,7 +75,7 @@ def _as_json(value: Any) -> bytes:
 
 
 def checked(messages: Any) -> list[Chat]:
-    """A request's messages, once it is known that there is one and that each has a known role."""
+    """A request's messages, after a check that there is at least one and that each has a known role."""
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message", param="messages")
     for place, message in enumerate(messages):

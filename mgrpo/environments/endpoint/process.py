@@ -1,20 +1,20 @@
-"""The program that serves agents: `python -m mgrpo.environments.endpoint.process`, asked in JSON lines by the learner.
+"""The program that serves agents: `python -m mgrpo.environments.endpoint.process`, controlled in JSON lines by the learner.
 
-Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
+Every request has a number "id", which its answer repeats; answers come in any order. Requests and their answers:
 
-    load     language, host, port, public_url, number, limits, sampling_conflict, worker_key
-                                          ->  url, and direct: where other endpoints of the run reach this one
-    peers    urls                         ->  nothing: the direct address of each endpoint of the run by its number
+    load     language, host, port, public_url, number, limits, worker_key
+                                          ->  url: its address for agents, and port: where it listens
     open     max_tokens, max_model_length, per_turn_max_tokens, deadline_s, sampling; task, sets_reward
                                           ->  session, base_url, api_key, reward_key, task_key. With a task, a row, a worker plays it
-    wishes                                ->  wishes, cancelled; waits until there are any
+    wishes                                ->  wishes, cancelled: sampling requests; waits until there are some of either
+    worker                                ->  nothing; waits until a worker has asked for a task. Needs a worker_key
     sampled  session, number; tokens, logprobs, finish_reason, or error, is_over  ->  nothing
-    wait     session                      ->  status: waits until the trajectory is over, "ended", "late", "lost" where no worker
-                                              came, "gone" where it is silent; left: what it said, see `tasks.left_by`
-    end      session                      ->  what `Session.report` says; its calls are cancelled and its keys are forgotten
+    wait     session                      ->  status: waits until the trajectory is over, "ended", "late", "lost" if no worker
+                                              came, "gone" if it is silent; left: its report, see `tasks.left_by`
+    end      session                      ->  the result of `Session.report`; its calls are cancelled and its keys are forgotten
 
-An answer may be {"error": text} instead. The process ends with its learner, and at once: no call is waited for. One that has
-joined from another machine (joined.py) is asked in the same way, over a connection.
+An answer may be {"error": text} instead. The process ends with its learner, at once, without waiting for calls. One that has
+joined from another machine (joined.py) is controlled in the same way, over a connection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from typing import Any, BinaryIO
 import uvicorn
 
 from mgrpo.environments.endpoint.app import EndpointApp
-from mgrpo.environments.endpoint.passing import Passing
 from mgrpo.environments.endpoint.session import NUM_READERS, EndpointLimits, LongReader
 from mgrpo.environments.endpoint.sessions import Sessions, bounds_of
 from mgrpo.environments.endpoint.tasks import Tasks
@@ -46,7 +45,7 @@ from mgrpo.sandbox.connection import HEAD_LIMIT_S, BoundedConnection, listen
 
 MAX_QUESTION_BYTES = 1 << 30
 _SWITCH_S = 0.0005
-"""Seconds for which a thread that reads a long request keeps the loop waiting; Python's own is 0.005."""
+"""Seconds for which a thread that reads a long request blocks the loop; Python's default is 0.005."""
 
 
 def main() -> None:
@@ -71,20 +70,19 @@ class AskedEndpoint:
     """The endpoint of this process, once it is loaded."""
 
     def __init__(self, *, host: str | None = None, port: int | None = None) -> None:
-        """`host`, `port`: where to serve; None: where the learner says."""
+        """`host`, `port`: address to listen at; None: from the learner's `load`."""
         _take_descriptors()
         self._host, self._port = host, port
         self._wishes = Wishes()
-        self._passing: Passing | None = None
         self._server: asyncio.Task[None] | None = None
         self._loaded: Sessions | None = None
         self._tasks: Tasks | None = None
 
     async def serve(self, questions: asyncio.StreamReader, write: Callable[[bytes], object]) -> None:
-        """Answer until no more is asked. What it serves goes on until the process ends.
+        """Answer requests until their stream ends. The HTTP server runs until the process ends.
 
         Args:
-            write: sends an answer, sooner or later.
+            write: sends an answer, without blocking.
         """
         tasks = set()
         while line := await questions.readline():
@@ -107,14 +105,14 @@ class AskedEndpoint:
         match question["ask"]:
             case "load":
                 return await self._load(question)
-            case "peers":
-                assert self._passing is not None, "the first question is load"
-                self._passing.urls = {int(number): url for number, url in question["urls"].items()}
-                return {}
             case "open":
                 return self._open(question)
             case "wishes":
                 return await self._wishes.take()
+            case "worker":
+                assert self._tasks is not None, "workers need a worker_key"
+                await self._tasks.was_asked.wait()
+                return {}
             case "sampled":
                 known = ("session", "number", "tokens", "logprobs", "finish_reason", "error", "is_over")
                 self._wishes.settle(**{name: question[name] for name in known if name in question})
@@ -139,7 +137,7 @@ class AskedEndpoint:
         if row is not None:
             assert self._tasks is not None, "tasks need a worker_key"
             kept = {name: opened[name] for name in ("base_url", "api_key", "task_key")}
-            # Whoever may not say how good it was gets no key for that.
+            # Without the right to set the reward there is no key for it.
             reward_key = opened["reward_key"] if question.get("sets_reward", True) else None
             silence_s = self._sessions.limits.worker_silence_s
             limits = {"deadline_s": bounds.deadline_s, "silence_s": silence_s}
@@ -147,8 +145,8 @@ class AskedEndpoint:
             self._tasks.add(opened["session"], task)
         return opened
 
-    async def _load(self, question: Message) -> dict[str, str]:
-        """Serve; returns the address for agents, and the one for other endpoints."""
+    async def _load(self, question: Message) -> dict[str, Any]:
+        """Serve; returns the answer to `load`."""
         spec = LanguageSpec.from_json(question["language"])
         if not spec.format.startswith("vllm:"):
             _do_without_torch()
@@ -164,20 +162,22 @@ class AskedEndpoint:
                 f"cannot listen at {host} port {port}: {err.strerror}; choose another agent_endpoint_port (mgrpo agent-endpoint: "
                 "--port), or 0 for any free one"
             ) from err
-        direct = _url(host, listening)
-        url = (question.get("public_url") or direct).rstrip("/")
-        limits = EndpointLimits(**question["limits"], refuses_sampling=question["sampling_conflict"] == "refuse")
+        url = (question.get("public_url") or _url(host, listening)).rstrip("/")
+        limits = EndpointLimits(**question["limits"])
         self._loaded = Sessions(
             language, self._wishes, reader=LongReader(others), number=question["number"], url=url, limits=limits
         )
-        self._passing = Passing(question["number"])
         if (worker_key := question.get("worker_key")) is not None:
             self._tasks = Tasks(
-                worker_key, begin=self._loaded.begin, lose=self._loaded.lose, silence_s=limits.worker_silence_s
+                worker_key,
+                url=url,
+                begin=self._loaded.begin,
+                lose=self._loaded.lose,
+                silence_s=limits.worker_silence_s,
             )
         server = _Server(
             uvicorn.Config(
-                EndpointApp(self._loaded, self._passing, tasks=self._tasks),
+                EndpointApp(self._loaded, tasks=self._tasks),
                 http=BoundedConnection,
                 ws="none",
                 lifespan="off",
@@ -195,14 +195,14 @@ class AskedEndpoint:
             if self._server.done():
                 self._server.result()
             await asyncio.sleep(0.01)
-        # What is there now stays; the collector need not look at it again and again while clients wait.
+        # The present objects stay; the collector need not scan them repeatedly while clients wait.
         gc.collect()
         gc.freeze()
-        return {"url": url, "direct": direct}
+        return {"url": url, "port": listening.getsockname()[1]}
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, which they end at once: an orderly end would wait for open calls."""
+    """A server without signal handlers: signals end the process at once, as an orderly end would wait for open calls."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -218,13 +218,13 @@ def _url(host: str, listening: socket.socket) -> str:
 
 
 def _do_without_torch() -> None:
-    """Have transformers not find it: tokenizers and templates do not need it, and it takes 260 MB and two seconds."""
+    """Hide torch from transformers: tokenizers and templates do not need it, and it takes 260 MB and two seconds."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def _take_descriptors() -> None:
-    """Have as many connections as the system allows."""
+    """Raise the limit of open files to the most that the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

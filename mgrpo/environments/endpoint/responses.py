@@ -1,7 +1,7 @@
 """OpenAI's Responses as turns of a session: bodies, replies, events and errors. Pure; no HTTP and no ids of tokens.
 
-Input items become messages of a chat: what one turn has said (reasoning, text, calls) is one message of the assistant again.
-`previous_response_id` names a recorded turn, whose history the session puts in front; `store` changes nothing, as every turn is
+Input items become messages of a chat: the items of one turn (reasoning, text, calls) are one message of the assistant.
+`previous_response_id` names a recorded turn, whose history the session prepends; `store` changes nothing, as every turn is
 recorded for as long as its trajectory lasts.
 """
 
@@ -55,7 +55,7 @@ IGNORED = frozenset(
         "background_options",
     ]
 )
-"""What changes neither the text that the model sees nor how it samples here."""
+"""Fields that change neither the model's text nor the sampling."""
 REFUSED = {
     "background": "a call waits for its turn here",
     "conversation": "send the whole history in input, or a previous_response_id",
@@ -71,7 +71,7 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def request(body: Mapping[str, Any]) -> TurnRequest:
-    """What a body of `POST /v1/responses` asks for.
+    """The turn request in a body of `POST /v1/responses`.
 
     Raises:
         BadRequest: in OpenAI's words, with the path of the field as `param`.
@@ -103,7 +103,7 @@ def request(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The response that answers it."""
+    """The response that answers a request."""
     output = _output(turned, with_logprobs="message.output_text.logprobs" in _included(body))
     is_cut = turned.node.finish_reason == "length"
     return _response(turned, body) | {
@@ -116,7 +116,7 @@ def reply(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def events(turned: Turned, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream, of which each event has its number."""
+    """The reply as a stream of numbered events."""
     whole, numbers = reply(turned, body), itertools.count()
 
     def event(kind: str, **fields: Any) -> bytes:
@@ -140,7 +140,7 @@ def events(turned: Turned, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def error_event(fault: Fault) -> bytes:
-    """The end of a stream that has begun. The inner error is what clients raise."""
+    """The end of a stream that has begun. Clients raise the inner error."""
     flat = {"type": "error", "sequence_number": 0, "code": fault.code, "message": fault.message, "param": fault.param}
     return _sse("error", flat | error(fault))
 
@@ -154,7 +154,7 @@ def _check_text(text: Any) -> None:
 
 
 def _previous(name: Any) -> int | None:
-    """The number of the turn that it names."""
+    """The number of the turn in `previous_response_id`."""
     if name is None:
         return None
     found = _ID.fullmatch(name) if isinstance(name, str) else None
@@ -170,7 +170,7 @@ def not_found(name: object) -> BadRequest:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Messages of the items: neighbours that one turn has said are put together."""
+    """Messages of the items: neighbours of one turn are merged."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -195,7 +195,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _said(kind: object, item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The part of a turn that an item is."""
+    """The part of a turn in an item."""
     if kind == "message" and item.get("role") == "assistant":
         return {"content": _text(item.get("content"), f"{where}.content")}
     if kind == "reasoning":
@@ -213,7 +213,7 @@ def _said(kind: object, item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _goes_on(turn: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Whether a turn that has said the first may also have said this: first it reasons, then it speaks, then it calls."""
+    """True if `said` may belong to the same turn as the parts before it: reasoning, then text, then calls."""
     if "tool_calls" in said:
         return True
     return "tool_calls" not in turn and not turn["content"] and ("content" in said or "reasoning_content" not in turn)
@@ -242,7 +242,7 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """The tools as a chat names them."""
+    """The tools as JSON schemas of a chat."""
     if not isinstance(given, list | None):
         raise _refusal("tools", "expected a list")
     tools = []
@@ -275,7 +275,7 @@ def _included(body: Mapping[str, Any]) -> list[Any]:
 
 
 def _response(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A response that has said nothing yet."""
+    """A response without output."""
     return {
         "id": f"resp_{turned.node.number}",
         "object": "response",
@@ -300,14 +300,14 @@ def _response(turned: Turned, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(given: Any) -> dict[str, str]:
-    """A request's metadata as far as OpenAI's API takes it; each event repeats it."""
+    """A request's metadata within the limits of OpenAI's API; each event repeats it."""
     if not isinstance(given, Mapping) or len(given) > _MOST_METADATA:
         return {}
     return {name[:64]: value[:512] for name, value in given.items() if isinstance(value, str)}
 
 
 def _output(turned: Turned, *, with_logprobs: bool) -> list[dict[str, Any]]:
-    """The items of a turn. One that said and called nothing has an empty message, so that its history repeats it."""
+    """The items of a turn. One without text and calls has an empty message, so that its history repeats it."""
     message, number = turned.message, turned.node.number
     status = "incomplete" if turned.node.finish_reason == "length" else "completed"
     items: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""One trajectory at the endpoint: its turns, its bounds, and what is told of it at its end. No HTTP."""
+"""One trajectory at the endpoint: its turns, its bounds, and its report at the end. No HTTP."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
 }
-"""Values that are the same as none."""
+"""Values without an effect, by the setting's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What a call asks for, in any API's words."""
+    """A call's request for a turn, independent of the API."""
 
     messages: Any
-    """As JSON; checked by the tree."""
+    """Messages as JSON; checked by the tree."""
     tools: Any = ()
-    """As chat templates take them; checked by the tree."""
+    """Tools as chat templates take them; checked by the tree."""
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     """Strings at which the turn ends."""
     reads_calls: bool = True
-    """False: what looks like a call stays text."""
+    """False: calls stay text."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """How the client would have the turn sampled, by OpenAI's names."""
+    """The client's sampling parameters, by OpenAI's names."""
     previous: int | None = None
     """The number of the turn that the messages follow; None: they are the whole conversation."""
     instructions: str | None = None
-    """A system prompt in front of everything; that of the turn before does not count."""
+    """System prompt before all messages; it replaces that of the previous turn."""
 
 
 class TokenUsage(NamedTuple):
@@ -66,13 +66,13 @@ class TokenUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turned:
-    """A turn for the client that asked for it."""
+    """A turn for the client that requested it."""
 
     node: Node
     token_logprobs: np.ndarray
     """`[sampled]` float32."""
     text_of_token: Callable[[int], str]
-    """The text of an id, also of a special one; ValueError where the tokenizer has none."""
+    """The text of an id, also of a special one; ValueError if the tokenizer has none."""
 
     @property
     def message(self) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ class Turned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryBounds:
-    """What one trajectory may use."""
+    """Limits and sampling parameters of one trajectory."""
 
     max_tokens: int
     """Sampled tokens and those between turns, of all branches."""
@@ -116,46 +116,44 @@ class TrajectoryBounds:
     deadline_s: float | None = None
     """Seconds from its beginning, which `Sessions` counts."""
     sampling: Mapping[str, float | None] = field(default_factory=dict)
-    """How all its turns are sampled; what is missing is neutral."""
+    """Sampling parameters of all its turns; missing ones are neutral."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLimits:
-    """What holds for every trajectory."""
+    """Limits of every session."""
 
     max_turns: int = 1024
     max_open_calls: int = 64
     max_branches: int = 1024
     body_bytes: int = 10 << 20
-    """Above `held_bytes` with room for tools and fields: what has more could not be recorded."""
+    """Most bytes of a body: `held_bytes` with room for tools and fields, as a larger one could not be recorded."""
     body_s: float = 10.0
     retry_s: float = 10.0
-    """How long a call whose client has gone waits for a retry; client libraries begin one within 8 s."""
+    """Seconds that a call without a client waits for a retry; client libraries begin one within 8 s."""
     comment_s: float = 5.0
     """Seconds between signs of life in a stream whose turn is being sampled; clients limit the time between reads."""
     held_bytes: int = 8 << 20
-    """Bytes of messages, as JSON, that a trajectory's record may hold; what repeats a recorded turn's history is not counted again."""
+    """Most bytes of messages, as JSON, in a trajectory's record; a recorded turn's repeated history is not counted again."""
     open_body_bytes: int = 1 << 25
     """Bytes of the bodies of a trajectory's calls that are open at once."""
     worker_silence_s: float = 60.0
-    """How long a worker that says that it is alive may say nothing; then its task is taken from it."""
-    refuses_sampling: bool = False
-    """Calls with sampling settings of their own are refused; False: the trajectory's are used."""
+    """Seconds without a heartbeat after which a worker that sends them loses its task."""
 
 
 class Counts:
-    """What happened besides turns."""
+    """Counters of events other than turns."""
 
     def __init__(self) -> None:
         self.plain = Counter(retries=0, abandoned=0, other_model=0)
         self.refused: Counter[str] = Counter()
-        """By the code or the status of the error."""
+        """Refused requests by the code or the status of the error."""
         self.overridden: Counter[str] = Counter()
-        """By the name of the setting."""
+        """Overridden sampling parameters by name."""
 
 
 class LongReader:
-    """Reads long requests in threads, each with a tokenizer of its own: a tokenizer is locked while it encodes."""
+    """Reader of long requests in threads, each with a separate tokenizer: a tokenizer is locked while it encodes."""
 
     def __init__(self, languages: Sequence[ProgramLanguage]) -> None:
         """`languages`: one for each thread, for long requests and for huge ones; no other thread uses them."""
@@ -170,8 +168,8 @@ class LongReader:
 class Session:
     """The turns of one trajectory. Belongs to one event loop.
 
-    A turn may use all tokens that are left although others are being sampled, as nobody knows how long these will be. One that
-    has become too long meanwhile is refused, so that what clients have read never exceeds the bounds.
+    A turn may use all tokens that are left although others are being sampled, as the length of these is unknown. One that no
+    longer fits when it is done is refused, so that the turns read by clients never exceed the bounds.
     """
 
     def __init__(
@@ -187,8 +185,8 @@ class Session:
     ) -> None:
         """
         Args:
-            language: of chats without tools.
-            say: tells the user a text, once for each key.
+            language: language of chats without tools.
+            say: shows the user a text, once for each key.
         """
         self.name, self.bounds, self.limits = name, bounds, limits
         self.counts = Counts()
@@ -196,31 +194,31 @@ class Session:
         self.metrics: dict[str, float] = {}
         self.tree = Tree(language)
         self.ended = asyncio.Event()
-        """Set once no further turn may be asked for."""
+        """Set once no further turn may be requested."""
         self.why_over: str | None = None
-        """"ended", "late", "lost" where no worker has come, or "gone" where its worker is silent."""
+        """"ended", "late", "lost" if no worker has come, or "gone" if its worker is silent."""
         self.left: Mapping[str, Any] = {}
-        """What was said of its agent at the end, see `tasks.left_by`."""
+        """The report about its agent at the end, see `tasks.left_by`."""
         self._language, self._wishes, self._say = language, wishes, say
         self._reader, self._reading = reader, asyncio.Lock()
         self._num_asked = self._num_branches = self._num_used = self._num_held = 0
         self._continued: set[int] = set()
-        """Turns after which another one was asked for."""
+        """Turns after which another one was requested."""
         self._instructed: set[int] = set()
         """Turns whose conversation begins with instructions."""
 
     def close(self, why: str) -> None:
-        """Let no further turn be asked for."""
+        """End the session: refuse further turns."""
         self.why_over = self.why_over or why
         self.ended.set()
 
     async def turn(self, request: TurnRequest, *, num_bytes: int) -> Turned:
-        """Have the turn sampled that a call asks for, and record it. Cancelled, nothing is recorded.
+        """Sample the turn of a request, and record it. Cancelled, nothing is recorded.
 
         Args:
-            num_bytes: of the call's body.
+            num_bytes: bytes of the request's body.
         Raises:
-            Fault: there is no such turn.
+            Fault: the request is refused, or its turn cannot be sampled.
         """
         self._check_open()
         self._pin(request.settings)
@@ -253,7 +251,7 @@ class Session:
             raise
 
     async def ask(self, request: TurnRequest, *, num_bytes: int) -> Ask:
-        """What would be sampled for a request."""
+        """The context and the place in the tree of a request's turn; records nothing."""
         messages, room = self._whole(request), self.bounds.max_model_length
         if num_bytes <= LONG_BYTES:
             return self.tree.ask(messages, request.tools, request.previous, room=room)
@@ -266,7 +264,7 @@ class Session:
             return await self._reader.read(ask, is_huge=num_bytes > HUGE_BYTES)
 
     def report(self) -> dict[str, Any]:
-        """What the learner is told at the end."""
+        """The report for the learner at the end."""
         nodes = sorted(self.tree.nodes.values(), key=lambda node: node.number)
         counts: dict[str, Any] = dict(self.counts.plain)
         counts["undelivered"] = sum(not node.delivered for node in nodes)
@@ -314,7 +312,7 @@ class Session:
             raise over("it has ended")
 
     def _pin(self, settings: Mapping[str, Any]) -> None:
-        """Use the trajectory's settings instead."""
+        """Check a client's sampling parameters; the trajectory's are used instead."""
         for name, value in settings.items():
             finite(value, name)
             own = self.bounds.sampling.get(name)
@@ -322,21 +320,15 @@ class Session:
             if value == own or (value in neutral and (own is None or own in neutral)):
                 continue
             used = "none" if own is None else f"{own:g}"
-            if self.limits.refuses_sampling:
-                raise BadRequest(
-                    f"Invalid value for '{name}': turns of this run are sampled with {used}; leave it out.",
-                    "invalid_value",
-                    name,
-                )
             self.counts.overridden[name] += 1
             self._say(
                 f"overridden {name}",
                 f"an agent asks for {name}={value:g}; the run's is used instead ({used}), since another one would change the "
-                "distribution that is trained. Set sampling_conflict to refuse to have such calls refused.",
+                "distribution that is trained",
             )
 
     def _room(self, ask: Ask, max_tokens: int | None) -> int:
-        """The most tokens that the turn may have."""
+        """Most tokens of the turn."""
         if self._num_asked >= self.limits.max_turns:
             raise over(f"it has had all of its {self.limits.max_turns} turns")
         if self._num_used >= self.bounds.max_tokens:
@@ -344,7 +336,7 @@ class Session:
         left = self.bounds.max_tokens - self._num_used - self._own_tokens(ask)
         room = min(left, self.bounds.max_model_length - ask.length)
         if room < 1:
-            # What an agent makes shorter and sends anew is no longer counted.
+            # Tokens that an agent removes by compaction are no longer counted.
             limit = ask.length + room
             raise ContextFull(
                 f"This model's maximum context length is {limit} tokens. However, your messages resulted in {ask.length} "
@@ -356,11 +348,11 @@ class Session:
 
     @staticmethod
     def _own_tokens(ask: Ask) -> int:
-        """Tokens between the turn before and this one."""
+        """Tokens between the previous turn and this one."""
         return 0 if ask.parent is None or ask.rewrites else len(ask.added)
 
     def _begin(self, ask: Ask) -> int:
-        """The number of the turn, once it is known that its branch may be."""
+        """Count a turn and its branch; returns the turn's number."""
         goes_on = ask.parent is not None and not ask.rewrites and ask.parent.number not in self._continued
         if not goes_on and self._num_branches >= self.limits.max_branches:
             raise BadRequest(
@@ -397,12 +389,12 @@ class Session:
 
 
 def over(why: str) -> Fault:
-    """No turn may follow."""
+    """The error for a trajectory that may have no further turn."""
     return Fault(400, "invalid_request_error", f"This trajectory is over: {why}.", "trajectory_over")
 
 
 def finite(value: Any, name: str) -> float:
-    """A number that a client has sent.
+    """A number from a client.
 
     Raises:
         BadRequest: it is none, or float32 does not hold it.
@@ -414,5 +406,5 @@ def finite(value: Any, name: str) -> float:
 
 
 def _bytes_of(text: str) -> list[int] | None:
-    """None: the token is a part of a character."""
+    """The UTF-8 bytes of a token; None: it is part of a character."""
     return None if "\ufffd" in text else list(text.encode())

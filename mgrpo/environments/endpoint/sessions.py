@@ -1,4 +1,4 @@
-"""All open sessions of one endpoint, each with its keys: who may use which, from its beginning to its end."""
+"""All open sessions of one endpoint, each with its keys, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from mgrpo.environments.loop.program_language import ProgramLanguage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenSession:
-    """A session to which calls come."""
+    """An open session with its calls and keys."""
 
     session: Session
     calls: Calls
     api_key: str
     reward_key: str
-    """Of those who may set its reward."""
+    """Key for setting its reward."""
     task_key: str
     """Key of the worker that plays the task; the agent does not receive it."""
     held: Held
-    """The bodies of its calls that are open."""
+    """Bytes of the bodies of its open calls."""
 
     def close(self, why: str) -> None:
-        """Let no further turn be asked for, and cancel what is being sampled."""
+        """Refuse further turns, and cancel those that are being sampled."""
         self.session.close(why)
         self.calls.cancel()
 
 
 class Sessions:
-    """Those that have not been asked to end. Belongs to one event loop."""
+    """The sessions that have not been ended. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Sessions:
     ) -> None:
         """
         Args:
-            language: of chats without tools.
-            number: of this endpoint, with which its sessions' names begin.
-            url: of this endpoint, as agents know it.
+            language: language of chats without tools.
+            number: number of this endpoint, with which its sessions' names begin.
+            url: address of this endpoint for agents.
         """
         self._language, self._wishes, self._reader = language, wishes, reader
         self.held = Held()
-        """The bodies of all calls that are open."""
+        """Bytes of the bodies of all open calls."""
         self._number, self._url, self.limits = number, url, limits
         self._open: dict[str, OpenSession] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -73,7 +73,7 @@ class Sessions:
         """A new session: its name, its address and its keys.
 
         Args:
-            begins: whether its time runs from now on, and not from `begin`.
+            begins: True to start its time at once; False: at `begin`.
         """
         name = f"{self._number}-{secrets.token_hex(8)}"
         session = Session(
@@ -104,27 +104,37 @@ class Sessions:
         }
 
     def begin(self, name: str) -> None:
-        """Let the time of a session run, unless it has ended."""
+        """Start the time of a session, unless it has ended."""
         if (opened := self._open.get(name)) is not None and (limit_s := opened.session.bounds.deadline_s) is not None:
             self._timers[name] = asyncio.get_running_loop().call_later(limit_s, opened.close, "late")
 
     def lose(self, name: str, why: str) -> None:
-        """Nobody plays a session."""
+        """Mark a session as lost: no worker serves it."""
         if (opened := self._open.get(name)) is not None:
             opened.close(why)
 
     def find(self, name: str, key: str, *, also_others: bool = False, must_reward: bool = False) -> OpenSession:
-        """The session of a name, for those who have its key.
+        """The session with this name, if the key is valid for it.
 
         Args:
-            also_others: whether the key of rewards and that of the worker fit as well.
-            must_reward: whether the key of rewards fits alone.
+            also_others: True to accept the keys of rewards and of the worker as well.
+            must_reward: True to accept the key of rewards alone.
         Raises:
-            Fault: 401. It does not tell a wrong key from a session that has ended, or never was.
+            Fault: 421, the session is another endpoint's; else 401, equal for a wrong key and for a session that has ended or
+                never existed.
         """
+        number = name.partition("-")[0]
+        if number.isdecimal() and number != str(self._number):
+            raise Fault(
+                421,
+                "invalid_request_error",
+                f"This is endpoint {self._number}, and the session is one of endpoint {number:.20}: a balancer in front of several must "
+                f"send paths that begin with /s/{number:.20}- to that one.",
+                "wrong_endpoint",
+            )
         opened = self._open.get(name)
         keys = (opened.api_key, opened.reward_key, opened.task_key) if opened else (self._nobody,) * 3
-        # All are compared whatever the first gives, so that time tells nothing.
+        # All are compared in any case, so that time reveals nothing.
         is_own, is_reward, is_worker = (is_same(key, each) for each in keys)
         fits = (is_own and not must_reward, is_reward and (also_others or must_reward), is_worker and also_others)
         if opened is None or not any(fits):
@@ -139,14 +149,14 @@ class Sessions:
         return opened
 
     async def wait(self, name: str) -> dict[str, Any]:
-        """Wait until a session is over: its "status" is "ended", "late", "lost" or "gone", beside what was said at its end."""
+        """Wait until a session is over; "status": "ended", "late", "lost" or "gone"; "left": the agent's report if it ended."""
         session = self._open[name].session
         await session.ended.wait()
         status = session.why_over or "ended"
         return {"status": status, "left": dict(session.left) if status == "ended" else {}}
 
     async def end(self, name: str) -> dict[str, Any]:
-        """Cancel what goes on in a session and forget it; returns its report."""
+        """Cancel a session's calls and forget it; returns its report."""
         opened = self._open.pop(name)
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
@@ -167,7 +177,7 @@ def is_same(given: str, key: str) -> bool:
 
 
 def bounds_of(question: Mapping[str, Any]) -> TrajectoryBounds:
-    """The bounds that `open` asks for."""
+    """The bounds in a request `open`."""
     return TrajectoryBounds(
         max_tokens=question["max_tokens"],
         max_model_length=question["max_model_length"],

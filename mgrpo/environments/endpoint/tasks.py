@@ -1,4 +1,4 @@
-"""Tasks of agents that run elsewhere: sessions wait here until a worker asks for one."""
+"""Tasks of remote agents: the queue of sessions until a worker takes them."""
 
 from __future__ import annotations
 
@@ -12,75 +12,73 @@ from typing import Any
 from mgrpo.environments.endpoint.messages import BadRequest, Fault
 
 ASK_S = 10.0
-"""How long a worker is kept waiting for a task; then it asks again, perhaps another endpoint."""
+"""Longest wait of a worker's request for a task, in seconds; it then asks again, or asks the next endpoint."""
 _NOTICE_S = 30.0
 _MOST_OUTPUT_CHARS = 1 << 14
 _MOST_STATUS = 1 << 32
 BY_WORKERS = ("late", "lost", "gone")
-"""Endings that take the score away or have the trajectory played again, which no agent may say of itself."""
+"""Endings that remove the score or repeat the trajectory, which only a worker may report."""
 _ENDINGS = ("ended", "crashed", *BY_WORKERS)
 Task = dict[str, Any]
 
 
 class Tasks:
-    """Those of the open sessions, in their order. Belongs to one event loop."""
+    """Tasks of the open sessions, in order. Belongs to one event loop."""
 
     def __init__(
         self,
         worker_key: str,
         *,
+        url: str,
         begin: Callable[[str], None],
         lose: Callable[[str, str], None],
         silence_s: float,
         patience_s: float = 600.0,
-        ask_s: float = ASK_S,
     ) -> None:
         """
         Args:
-            worker_key: the key of those who may take tasks.
-            begin: called with a session whose task was taken: its time runs from now on.
-            lose: called with one for which no worker has come, "lost", or whose worker is silent, "gone".
+            worker_key: key of the workers.
+            url: address for workers, in a message to the user.
+            begin: called with a session whose task was received: its time starts.
+            lose: called with a session for which no worker has come, "lost", or whose worker is silent, "gone".
             silence_s: see `EndpointLimits.worker_silence_s`.
-            patience_s: time that a task waits while no worker asks for any.
+            patience_s: seconds that a task waits without a request of any worker.
         """
-        self._worker_key = worker_key.encode()
+        self._worker_key, self._url = worker_key.encode(), url
         self._begin, self._lose = begin, lose
-        self._silence_s, self._patience_s, self._ask_s = silence_s, patience_s, ask_s
+        self._silence_s, self._patience_s = silence_s, patience_s
         self._waiting: dict[str, tuple[Task, float]] = {}
-        """By session, with the time since when."""
+        """Tasks with the start of their wait, by session."""
         self._taken: dict[str, Task] = {}
         self._look_s = min(_NOTICE_S, patience_s / 4, silence_s / 4)
         self._silent_s: dict[str, float] = {}
-        """How long the worker of a session has not said that it is alive; of those that say it."""
+        """Seconds since the last heartbeat, by session; only for workers that send them."""
         self._news = asyncio.Event()
+        self.was_asked = asyncio.Event()
+        """Set once a worker has asked for a task."""
         self._asked_at = time.monotonic()
         self._watch: asyncio.TimerHandle | None = None
         self._has_said = False
 
-    @property
-    def has_waiting(self) -> bool:
-        """True if a worker that asks gets a task at once."""
-        return bool(self._waiting)
-
     def add(self, session: str, task: Task) -> None:
-        """Have a worker play a session."""
+        """Queue a session's task for a worker."""
         self._waiting[session] = task, time.monotonic()
         self._news.set()
         self._look_later()
 
     def remove(self, session: str) -> None:
-        """The session has ended; one that is played sees that by itself."""
+        """Forget the task of a session that has ended; its worker detects that by itself."""
         for known in (self._waiting, self._taken, self._silent_s):
             known.pop(session, None)
 
     def put_back(self, session: str) -> None:
-        """Whoever has taken the task did not get it. It goes before all others."""
+        """Put an undelivered task back at the head of the queue."""
         if (task := self._taken.pop(session, None)) is not None:
             self._waiting = {session: (task, time.monotonic()), **self._waiting}
             self._news.set()
 
-    async def next(self, worker_key: str | None) -> tuple[str, Task] | None:
-        """The session and the task that has waited longest, once there is one; None: ask again.
+    async def next(self, worker_key: str | None, wait_s: float = ASK_S) -> tuple[str, Task] | None:
+        """The session and the task that has waited longest, once there is one; None: there was none within `wait_s` seconds.
 
         Raises:
             Fault: 401, this is not the key of workers.
@@ -90,8 +88,9 @@ class Tasks:
                 401, "authentication_error", "This is not the key of this run's agent workers.", "invalid_api_key"
             )
         self._asked_at = time.monotonic()
+        self.was_asked.set()
         try:
-            async with asyncio.timeout(self._ask_s):
+            async with asyncio.timeout(wait_s):
                 while not self._waiting:
                     self._news.clear()
                     await self._news.wait()
@@ -103,10 +102,10 @@ class Tasks:
         return session, task
 
     def begun(self, session: str, *, says_alive: bool) -> None:
-        """The worker has the task.
+        """Start a session, whose task a worker has received.
 
         Args:
-            says_alive: whether it will say that it is alive.
+            says_alive: True if the worker will send heartbeats.
         """
         if self._taken.pop(session, None) is None:
             return
@@ -116,7 +115,7 @@ class Tasks:
             self._look_later()
 
     def alive(self, session: str) -> None:
-        """The worker of a session says so."""
+        """Record a heartbeat of a session's worker."""
         if session in self._silent_s:
             self._silent_s[session] = 0.0
 
@@ -125,7 +124,7 @@ class Tasks:
             self._watch = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _look(self) -> None:
-        """Give up tasks for which no worker asks, and take those of workers that are silent."""
+        """Abandon tasks that no worker requests, and tasks of silent workers."""
         self._watch = None
         now = time.monotonic()
         for session, silent_s in list(self._silent_s.items()):
@@ -139,7 +138,7 @@ class Tasks:
             self._has_said = True
             sys.stderr.write(
                 f"mgrpo: {len(alone_s)} trajectories wait for agent workers, and none has asked for a task in the last "
-                f"{_NOTICE_S:g} s; start some with: mgrpo agent-worker --url URL --agent COMMAND\n"
+                f"{_NOTICE_S:g} s; start some with: mgrpo agent-worker --url {self._url} --agent COMMAND\n"
             )
         for session in [session for session, waited_s in alone_s.items() if waited_s >= self._patience_s]:
             del self._waiting[session]
@@ -149,8 +148,8 @@ class Tasks:
 
 
 def left_by(body: Mapping[str, Any]) -> dict[str, Any]:
-    """How a worker says that its agent ended: {"ended", "status": exit status, "output": the last part of it}, all optional; "gone": the
-    worker has to stop, and gives the task back.
+    """A worker's report on its agent: {"ended", "status": exit status, "output": its last part}, all optional; "gone": the
+    worker has to stop, and returns the task.
 
     Raises:
         BadRequest: it is something else.

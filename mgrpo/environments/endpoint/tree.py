@@ -1,7 +1,7 @@
-"""The turns of one session as a tree: which recorded turn a request goes on from, and the tokens that it adds to it. Pure.
+"""The turns of one session as a tree: the recorded turn that a request continues, and the tokens that it adds. Pure.
 
-A node is a sampled turn. It keeps the ids between its parent and itself, so that what is held grows with what was said and not with
-its square. Ids of recorded turns come from here, never from a client's text.
+A node is a sampled turn. It keeps the ids between its parent and itself, so that memory grows with the conversation's length,
+not with its square. Ids of recorded turns come from here, never from a client's text.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ChatLanguage(Protocol):
 
     @property
     def strips(self) -> bool:
-        """Whether thinking is left out of earlier turns once a user speaks again."""
+        """True if thinking is removed from earlier turns after a new user message."""
 
     def with_tools(self, tools: Sequence[Tool]) -> ChatLanguage:
-        """The same for chats in which these may be called."""
+        """This language with these tools."""
 
     def opening(
         self, messages: Sequence[Mapping[str, Any]], untrusted: Sequence[int] = (), *, room: int | None = None
@@ -57,7 +57,7 @@ class ChatLanguage(Protocol):
     def rewritten(
         self, context: Sequence[int], turns: Sequence[tuple[int, int]], messages: Sequence[tuple[str, str, str]]
     ) -> list[int] | None:
-        """The whole context of the next turn, where the template leaves thinking out of these turns; None where it does not."""
+        """The whole context of the next turn, with thinking removed from these turns; None if the template keeps it."""
 
     def shown(self, tokens: np.ndarray, *, calls: bool, stop: Sequence[str] = ()) -> Shown:
         """A turn as a client sees it."""
@@ -65,16 +65,16 @@ class ChatLanguage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ask:
-    """What a request asks to be sampled."""
+    """The turn to sample for a request."""
 
     parent: Node | None
-    """The turn that it goes on from; None: its context was rendered."""
+    """The turn that it continues; None: its context was rendered."""
     key: bytes
-    """Of the whole conversation."""
+    """Key of the whole conversation."""
     added: list[int]
     """The ids after the parent's last one; all of the context without a parent, or where this rewrites it."""
     rewrites: bool
-    """Whether the parent's context is not the beginning of this one."""
+    """True if the parent's context is not the beginning of this one."""
     length: int
     """Tokens of the context."""
     messages: list[Chat]
@@ -83,9 +83,9 @@ class Ask:
     """Bytes of `messages` as JSON."""
     tools: Sequence[Tool]
     is_first: bool
-    """Whether no turn had begun: special tokens in what users and systems say are tokens."""
+    """True if no turn had begun: special tokens in messages of users and systems are tokens."""
     difference: str | None = None
-    """Why it goes on from no turn although there are some."""
+    """Reason why it continues no turn although there are some."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,17 +93,17 @@ class Node:
     """One sampled turn."""
 
     number: int
-    """In the order of asking, from 0."""
+    """Number in the order of requests, from 0."""
     parent: Node | None
     added: array[int]
     rewrites: bool
     tokens: list[int]
-    """What was sampled."""
+    """The sampled tokens."""
     length: int
-    """Tokens that it was sampled after."""
+    """Tokens of its context."""
     finish_reason: str
     messages: list[Chat]
-    """Those between its parent and itself."""
+    """Messages between its parent and itself."""
     message: dict[str, Any]
     """The turn as a message of a chat; arguments are JSON."""
     stop: str | None
@@ -111,9 +111,9 @@ class Node:
     num_unreadable: int
     """Calls that were begun and could not be read."""
     key: bytes
-    """Of the conversation with this turn."""
+    """Key of the conversation with this turn."""
     delivered: bool = False
-    """Whether a client has read it."""
+    """True once a client has read it."""
 
     @property
     def calls(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens up to and with its own."""
+        """Tokens of its context and its own."""
         return self.length + len(self.tokens)
 
 
@@ -130,13 +130,13 @@ class Tree:
     """All turns of one session."""
 
     def __init__(self, language: ChatLanguage) -> None:
-        """`language`: for chats without tools."""
+        """`language`: language of chats without tools."""
         self.language = language
         self.nodes: dict[int, Node] = {}
         self.num_rendered_again = 0
         """Contexts that were rendered although there were turns."""
         self.first_difference: str | None = None
-        """Why the first of them was."""
+        """Reason for the first of them."""
         self._by_key: dict[bytes, list[Node]] = {}
         self._own: frozenset[bytes] | None = None
         """Messages of the first conversation, in which special tokens are tokens; None: no turn has begun."""
@@ -144,7 +144,7 @@ class Tree:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a turn has begun."""
+        """True once a turn has begun."""
         return self._own is not None
 
     def ask(
@@ -156,13 +156,13 @@ class Tree:
         room: int | None = None,
         language: ChatLanguage | None = None,
     ) -> Ask:
-        """What a request asks to be sampled; nothing changes yet.
+        """The turn to sample for a request; records nothing.
 
         Args:
             messages, tools: of the request, as JSON.
-            previous: of several turns that fit equally well, the one that is meant.
-            room: the most tokens of a context; what cannot have so few is not tokenized.
-            language: the one to encode with, for chats without tools; None: this tree's, which belongs to the loop's thread.
+            previous: the preferred turn among those with equal text.
+            room: most tokens of a context; a text that would have more is not tokenized.
+            language: language to encode with, for chats without tools; None: this tree's, which belongs to the loop's thread.
         Raises:
             BadRequest: these cannot be shown to the model.
         """
@@ -194,7 +194,7 @@ class Tree:
         keys = [key_of_tools(tools)]
         for message in messages:
             keys.append(key_after(keys[-1], message))
-        # At least one message is added to what the model has said.
+        # At least one message is added to the model's turns.
         place = next((place for place in range(len(messages) - 1, 0, -1) if keys[place] in self._by_key), 0)
         why = None
         if place:
@@ -243,7 +243,7 @@ class Tree:
         )
 
     def begin(self, ask: Ask) -> None:
-        """A turn is about to be sampled for this; the first is the one whose messages may hold special tokens."""
+        """Record that a turn is being sampled; only the first one's messages may hold special tokens."""
         if self._own is None:
             self._own = frozenset(key_after(b"", message) for message in ask.messages)
 
@@ -260,10 +260,10 @@ class Tree:
         """Record the turn that was sampled for a request, which has begun.
 
         Args:
-            number: of the turn, not yet in the tree.
+            number: number of the turn, not yet in the tree.
             tokens: at least one.
             reads_calls: False: calls are text, or there are no tools.
-            stop: strings before the first of which the client's text ends; the tokens stay as they are.
+            stop: strings; the client's text ends before the first of them, and the tokens stay unchanged.
         """
         language = self.language.with_tools(ask.tools)
         shown = language.shown(np.array(tokens, np.int32), calls=reads_calls, stop=stop)
@@ -302,7 +302,7 @@ class Tree:
         return [message for part in reversed(parts) for message in part]
 
     def context(self, node: Node) -> list[int]:
-        """All ids that a turn was sampled after."""
+        """All ids of a turn's context."""
         parts: list[Sequence[int]] = []
         while node.parent is not None and not node.rewrites:
             parts += [node.added, node.parent.tokens]
@@ -312,14 +312,14 @@ class Tree:
     def _rewritten(
         self, language: ChatLanguage, node: Node, following: Sequence[tuple[str, str, str]]
     ) -> list[int] | None:
-        """The context after a turn where a user speaks again and the template leaves out earlier thinking; else None."""
+        """The context after a turn if a user message follows and the template removes earlier thinking; else None."""
         if not language.strips or "user" not in {role for role, _, _ in following}:
             return None
         turns: list[tuple[int, int]] = []
         one: Node | None = node
         while one is not None:
             turns.append((one.length, one.end))
-            # What the user has said before this turn has left out the thinking of those before it.
+            # A user message before this turn has removed the thinking of those before it.
             is_first = one.rewrites or any(message["role"] == "user" for message in one.messages)
             one = None if is_first else one.parent
         return language.rewritten([*self.context(node), *node.tokens], turns[::-1], following)
@@ -332,7 +332,8 @@ class Tree:
         return {"type": "function", "id": called, "function": {"name": name, "arguments": text}}
 
     def _meant(self, nodes: Sequence[Node], added: Sequence[Chat], previous: int | None) -> Node:
-        """Of turns that say the same, the one that is named, or whose calls are answered, or that was read, or the newest."""
+        """Choose the parent among turns with equal text: the requested one, else the one with most answered calls, else a
+        delivered one, else the newest."""
         answered = {called for message in added if isinstance(called := message.get("tool_call_id"), str) and called}
         return max(
             nodes,
@@ -340,7 +341,7 @@ class Tree:
         )
 
     def _difference(self, messages: Sequence[Chat], tools: Sequence[Tool]) -> str:
-        """How a conversation differs from that of the newest turn."""
+        """The first difference between a conversation and that of the newest turn."""
         known = self.history(max(self.nodes))
         for place, (now, was) in enumerate(zip(messages, known, strict=False)):
             if (one := essence(now)) != (other := essence(was)):
@@ -351,7 +352,7 @@ class Tree:
 
 
 def _untrusted(messages: Sequence[Chat], own: frozenset[bytes] | None) -> list[int]:
-    """The places of messages whose special tokens are text: what tools answer, and what the first conversation does not have."""
+    """Indices of messages whose special tokens are text: tool answers, and messages that are not in the first conversation."""
     return [
         place
         for place, message in enumerate(messages)

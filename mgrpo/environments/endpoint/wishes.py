@@ -1,4 +1,4 @@
-"""Turns that sessions wish for, on their way to the learner and back. Nothing is sampled here."""
+"""Queue of sampling requests between the endpoint's sessions and the controller."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from mgrpo.environments.endpoint.messages import Fault
 
 _MOST_IDS = 1 << 22
-"""Ids after which no further wish is taken in one line, which the learner bounds."""
+"""Ids after which no further request is put into a line, whose length the learner bounds."""
 Name = tuple[str, int]
 """A session, and the number of a turn in it."""
 
 
 class SampledTurn(NamedTuple):
-    """What was sampled."""
+    """A sampled turn."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -23,7 +23,7 @@ class SampledTurn(NamedTuple):
 
 
 class Wishes:
-    """Those that the learner has not taken yet, and those that it has not answered. Belongs to one event loop."""
+    """Sampling requests that the learner has not taken, or not answered. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._new: dict[Name, dict[str, Any]] = {}
@@ -36,7 +36,7 @@ class Wishes:
         return len(self._open)
 
     async def sample(self, session: str, number: int, wish: Mapping[str, Any]) -> SampledTurn:
-        """What the learner samples for a wish. Cancelled, it tells the learner so, if that knows of it.
+        """Request a turn from the learner. Cancellation is reported to the learner if it has taken the request.
 
         Raises:
             Fault: 503, it could not be sampled.
@@ -54,7 +54,8 @@ class Wishes:
                 self._changed.set()
 
     async def take(self) -> dict[str, Any]:
-        """Wishes that are new, as many as one line may hold; waits until there are any. One that was cancelled before is not among them."""
+        """New requests, as many as one line may hold, and cancelled ones; waits until there are any. Requests that were
+        cancelled before they were taken are in neither."""
         while not self._new and not self._cancelled:
             self._changed.clear()
             await self._changed.wait()
@@ -78,10 +79,10 @@ class Wishes:
         error: str | None = None,
         is_over: bool = False,
     ) -> None:
-        """Give a wish its answer; one that nobody waits for any more is dropped.
+        """Answer a request; the answer to a cancelled one is dropped.
 
         Args:
-            error: why it could not be sampled.
+            error: the reason why it could not be sampled.
             is_over: nothing will be sampled any more.
         """
         future = self._open.get((session, number))

@@ -27,7 +27,7 @@ class Parsed:
     """The text without calls, thoughts and end markers."""
     calls: tuple[Call, ...] = ()
     unreadable: tuple[str, ...] = ()
-    """For each call that was begun and cannot be read, the text that tells the model why."""
+    """For each call that was begun and cannot be read, an error text for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +47,24 @@ Reader = Callable[[str, int], Block | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """Reads the turns of one family of models. Made by `named`."""
+    """Reader of the turns of one family of models. Made by `named`."""
 
     name: str
     read: Reader
     example: str
     """A call, as the model should write it."""
     stop_strings: tuple[str, ...] = ()
-    """A turn ends with the first of these, which is part of it."""
+    """Stop strings; the turn includes the one that ends it."""
     stop_tokens: tuple[str, ...] = ()
     """Texts of tokens that end a turn besides the model's end token, as far as its tokenizer has them."""
     calls_in_thoughts: bool = False
-    """Whether a call in a thought counts: the turn ends there, and the thought goes on after the answer."""
+    """True if a call in a thought counts: the turn ends there, and the thought continues after the answer."""
     answer_tag: str = ""
     """Answers are put between tags of this name, in the turn that asked; "": the chat template writes them."""
 
     @property
     def tags(self) -> tuple[str, str] | None:
-        """What stands before and after an answer, in the turn that asked; None: the chat template writes answers."""
+        """Text before and after an answer, within the calling turn; None: the chat template writes answers."""
         return (f"<{self.answer_tag}>\n", f"\n</{self.answer_tag}>\n") if self.answer_tag else None
 
     def answer(self, texts: Sequence[str]) -> str | None:
@@ -101,7 +101,7 @@ class Format:
         return [thoughts.without_thoughts("\n".join(content), is_thinking=is_thinking)], blocks
 
     def _told(self, fault: str) -> str:
-        """A fault may quote a name that the model made up, of any length."""
+        """The error text for the model, with the fault cut: it may quote a name of any length."""
         return f"The tool call cannot be read: {fault[:_MAX_FAULT]}. Write it as {self.example}"
 
     def _split(self, text: str, at: int, *, has_thoughts: bool) -> tuple[list[str], list[Block]]:

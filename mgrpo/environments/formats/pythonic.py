@@ -1,7 +1,7 @@
 """Families that write calls as Python does: Llama 4 and the pythonic Llama 3.2, OLMo 3, LFM2.
 
-Only names, keywords and literals are read, by a reader that evaluates nothing: it finds the end of a call, and reads what
-models write though Python does not allow it, such as line breaks in a string, `true` or a keyword named `from`.
+Only names, keywords and literals are read, by a reader that evaluates nothing: it finds the end of a call, and accepts
+models' deviations from Python, such as line breaks in a string, `true` or a keyword named `from`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
-from mgrpo.environments.formats.xml_calls import schemas_of, typed
+from mgrpo.environments.formats.values import read_argument
 
 _CALL_TOOL = re.compile(r"<call_tool\b([^<>]*)>")
 _ATTRIBUTE = re.compile(r"(?<![\w-])([\w-]+)\s*=\s*\"([^\"]*)\"")
@@ -46,7 +46,7 @@ def tags(tools: Sequence[Tool]) -> Reader:
 def call_tool(tools: Sequence[Tool]) -> Reader:
     """`<call_tool name="..." key="value">text</call_tool>`; the other attributes are arguments also."""
     parameters = {tool.name: first_parameter(tool) for tool in tools}
-    schemas = schemas_of(tools)
+    named = {tool.name: tool for tool in tools}
 
     def read(text: str, at: int) -> Block | None:
         opens = _CALL_TOOL.search(text, at)
@@ -59,8 +59,7 @@ def call_tool(tools: Sequence[Tool]) -> Reader:
         if ends < 0 or not name:
             fault = 'the attribute name="..." is missing' if ends >= 0 else f"{_CALL_TOOL_ENDS} is missing"
             return Block(start=opens.start(), end=end, faults=(fault,))
-        schema = schemas.get(name, {})
-        arguments = {key: typed(value, schema.get(key)) for key, value in attributes.items()}
+        arguments = {key: read_argument(named.get(name), key, value) for key, value in attributes.items()}
         arguments[parameters.get(name, "text")] = text[opens.end() : ends].strip()
         return Block(start=opens.start(), end=end, calls=(Call(name=name, arguments=arguments),))
 

@@ -25,7 +25,7 @@ def end_of_thought(text: str, at: int) -> int:
 
 
 def end_of_earlier_thought(text: str) -> tuple[int, int]:
-    """The span of the mark that ends a thought begun before the text; (0, 0): there is none."""
+    """The span of the mark that ends a thought begun before the text; (0, 0): no such mark."""
     mark = _MARK.search(text)
     return mark.span() if mark and (mark[1] or mark[2]) else (0, 0)
 

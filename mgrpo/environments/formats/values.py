@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats.format import Block
+from mgrpo.environments.offered.call_arguments import read_value
 
 MAX_DEPTH = 100
 """Most values in values; the arguments of a call are written out again, with more frames on the stack than here."""
@@ -13,7 +15,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Fault(ValueError):
-    """A call cannot be read; the text says why."""
+    """A call that cannot be read; the text is the reason."""
 
     def __init__(self, why: str, *, at: int) -> None:
         super().__init__(why)
@@ -65,6 +67,12 @@ def arguments_of(value: Any, *, at: int = 0) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Fault("its arguments are not an object", at=at)
     return value
+
+
+def read_argument(tool: Tool | None, name: str, text: str) -> Any:
+    """The value of an argument that is written as plain text; the text itself where the tool's schema gives it no other type."""
+    value = text if tool is None else read_value(tool, name, text)
+    return text if _depth(value) > MAX_DEPTH else value
 
 
 def unreadable(text: str, start: int, fault: Fault, *, closing: str) -> Block:

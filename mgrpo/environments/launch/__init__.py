@@ -1,1 +1,1 @@
-"""How agents that are commands start, and how they are judged: in boxes, by workers of the run or of another cluster."""
+"""Start and judgement of agents that are commands: in boxes, by workers of the run or of another cluster."""

@@ -1,4 +1,4 @@
-"""`mgrpo agent-worker`: takes tasks of a run that goes on elsewhere, and has a command play them on this machine."""
+"""`mgrpo agent-worker`: takes tasks of a run on another machine, and plays them with a command on this one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ import os
 import shlex
 import signal
 import sys
+import urllib.parse
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import httpx
+import aiohttp
 
 from mgrpo.environments.launch.command import CommandAgent
 from mgrpo.environments.offered.agent import Endpoint, Outcome
+from mgrpo.processes.reply_bodies import PLAIN, plain_body
 
 KEY = "MGRPO_WORKER_KEY"
 """The variable that holds the run's key for workers, there and here."""
 _ANSWER_S = 30.0
-"""Longer than an endpoint keeps those waiting who ask for a task."""
+"""Seconds for a call, longer than an endpoint holds a request for a task."""
+_WAIT_S, _LEAST_WAIT_S = 10.0, 1.0
+"""Seconds for which a slot waits for a task at all endpoints together, and the least at each."""
 _LONGEST_PAUSE_S = 30.0
+_KEEP_ALIVE_S = 5.0
+"""Seconds for which an idle connection is reused; an endpoint closes it after 10 s."""
 _NO_DEADLINE_S = 86_400.0
 _LAST_WORDS_S = 5.0
 _ALIVE_SHARE = 6
-"""Signs of life within the time after which the run takes a task away."""
+"""Heartbeats within the time after which the run takes a task away."""
 _LEAST_PAUSE_S = 0.5
 _MOST_TASK_BYTES = 1 << 26
+_MOST_REFUSAL_BYTES = 1 << 16
+_OVER = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.MISDIRECTED_REQUEST)
+"""Answers after which a task is no longer played."""
 _FORM: Mapping[str, Any] = {
     "row": (dict,),
     "base_url": (str,),
@@ -45,23 +55,25 @@ _FORM: Mapping[str, Any] = {
 
 
 class WorkerRefused(Exception):
-    """The run does not know this worker's key."""
+    """The run rejects this worker's key."""
 
 
 class AgentWorker:
-    """Plays tasks with one kind of command, several at a time."""
+    """A worker that plays tasks with one kind of command, several at a time."""
 
     def __init__(self, urls: Sequence[str], key: str, settings: Mapping[str, Any]) -> None:
         """
         Args:
-            urls: of the run's endpoints; one name may stand for many.
-            settings: of `CommandAgent`.
+            urls: addresses of the run's endpoints, each with its own tasks, or of the balancer before them.
+            settings: arguments of `CommandAgent`.
         """
         self._urls, self._key, self._settings = [url.rstrip("/") for url in urls], key, settings
-        self._is_silent = False
+        self._silent: set[str] = set()
+        """URLs whose silence has been reported."""
+        self._has_strayed = False
 
     async def work(self, num_at_once: int) -> None:
-        """Until it is cancelled. What is being played then is lost, and the run is told.
+        """Play tasks until cancelled. Tasks in progress are then lost, which is reported to the run.
 
         Raises:
             WorkerRefused: the key is wrong.
@@ -69,52 +81,52 @@ class AgentWorker:
         """
         first = CommandAgent(**self._settings)
         await first.setup()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_at_once)
-        async with httpx.AsyncClient(timeout=_ANSWER_S, limits=limits) as client:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=_ANSWER_S),
+            auto_decompress=False,
+        ) as client:
             agents = [first, *(CommandAgent(**self._settings) for _ in range(num_at_once - 1))]
             slots = [asyncio.create_task(self._play_all(client, agent, place)) for place, agent in enumerate(agents)]
             try:
                 await asyncio.gather(*slots)
             finally:
-                # A second one would cut short what the first has them do.
+                # A second cancellation would cut short the clean-up of the first.
                 for slot in slots:
                     if not slot.cancelling():
                         slot.cancel()
                 await asyncio.gather(*slots, return_exceptions=True)
 
-    async def _play_all(self, client: httpx.AsyncClient, agent: CommandAgent, place: int) -> None:
+    async def _play_all(self, client: aiohttp.ClientSession, agent: CommandAgent, place: int) -> None:
         pause_s = 1.0
         # Others begin at other endpoints.
         for number in itertools.count(place):
             url = self._urls[number % len(self._urls)]
             try:
                 task = await self._next(client, url)
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, RecursionError, ValueError) as err:
+            except (aiohttp.ClientError, TimeoutError, RecursionError, ValueError) as err:
                 self._say_silent(url, err)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            pause_s, self._is_silent = 1.0, False
+            pause_s = 1.0
+            self._silent.discard(url)
             if task is not None:
                 await self._play(client, agent, task)
 
-    async def _next(self, client: httpx.AsyncClient, url: str) -> Mapping[str, Any] | None:
-        # Not decompressed: a small answer may become any number of bytes.
-        headers = _bearer(self._key) | {"Accept-Encoding": "identity"}
-        async with (
-            asyncio.timeout(_ANSWER_S),
-            client.stream("GET", f"{url}/tasks/next?alive=1", headers=headers) as answer,
-        ):
-            data = bytearray()
-            async for piece in answer.aiter_raw():
-                data += piece
-                if len(data) > _MOST_TASK_BYTES:
-                    raise ValueError(f"its answer has more than {_MOST_TASK_BYTES} bytes")
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
+    async def _next(self, client: aiohttp.ClientSession, url: str) -> Mapping[str, Any] | None:
+        headers = _bearer(self._key) | PLAIN
+        wait_s = max(_WAIT_S / len(self._urls), _LEAST_WAIT_S)
+        asked = f"{url}/tasks/next?alive=1&wait_s={wait_s:g}"
+        async with client.get(asked, headers=headers, allow_redirects=False) as answer:
+            data = await plain_body(answer.headers, answer.content.iter_any(), _MOST_TASK_BYTES)
+        if answer.status == HTTPStatus.UNAUTHORIZED:
             raise WorkerRefused(f"the run at {url} does not take this key; give the one that it has in {KEY}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
+        if answer.status == HTTPStatus.NOT_FOUND:
             raise ValueError(f"the run at {url} hands out no tasks; start it with agent=remote")
-        answer.raise_for_status()
+        if answer.status != HTTPStatus.OK:
+            where = f", Location {to!r:.200}" if (to := answer.headers.get("Location")) is not None else ""
+            raise ValueError(f"it answered {answer.status}{where}; expected 200")
         found = json.loads(data)
         if not isinstance(found, dict) or "task" not in found:
             raise ValueError(f"expected an object with a task, not {found!r:.80}")
@@ -122,10 +134,10 @@ class AgentWorker:
             _check_task(task)
         return task
 
-    async def _play(self, client: httpx.AsyncClient, agent: CommandAgent, task: Mapping[str, Any]) -> None:
+    async def _play(self, client: aiohttp.ClientSession, agent: CommandAgent, task: Mapping[str, Any]) -> None:
         outcome: dict[str, Any] | None = {"ended": "gone", "output": "its worker was stopped"}
         playing = asyncio.create_task(self._played(agent, task))
-        wanted = asyncio.create_task(_while_wanted(client, task))
+        wanted = asyncio.create_task(self._while_wanted(client, task))
         try:
             await asyncio.wait({playing, wanted}, return_when=asyncio.FIRST_COMPLETED)
             if not playing.done():
@@ -157,9 +169,20 @@ class AgentWorker:
         await agent.reset(task["row"], seed=0)
         return await agent.run(endpoint, truth={}, limit_s=task["deadline_s"] or _NO_DEADLINE_S)
 
+    async def _while_wanted(self, client: aiohttp.ClientSession, task: Mapping[str, Any]) -> None:
+        """Send heartbeats for a task until the run reports its end, or they reach another endpoint."""
+        while True:
+            status, sentence = await _tell(client, task, "alive", {})
+            if status == HTTPStatus.MISDIRECTED_REQUEST and not self._has_strayed:
+                self._has_strayed = True
+                sys.stderr.write(f"mgrpo agent-worker: {task['base_url']} answered 421: {sentence!r:.500}\n")
+            if status in _OVER:
+                return
+            await asyncio.sleep(max(task["silence_s"] / _ALIVE_SHARE, _LEAST_PAUSE_S))
+
     def _say_silent(self, url: str, err: Exception) -> None:
-        if not self._is_silent:
-            self._is_silent = True
+        if url not in self._silent:
+            self._silent.add(url)
             sys.stderr.write(f"mgrpo agent-worker: no task from {url} ({type(err).__name__}: {err}); trying again\n")
 
 
@@ -174,9 +197,9 @@ def _check_task(task: Any) -> None:
             raise ValueError(f"{name} of the task is {value!r:.80}; expected seconds above 0")
         if name.endswith("_key") and value is not None and not _is_plain(value):
             raise ValueError(f"{name} of the task cannot be sent; expected printable ASCII")
-    url = httpx.URL(task["base_url"])
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"base_url of the task is {task['base_url']!r:.80}; expected http:// or https://")
+    url = urllib.parse.urlsplit(task["base_url"])
+    if url.scheme not in ("http", "https") or not url.hostname or not task["base_url"].isprintable():
+        raise ValueError(f"base_url of the task is {task['base_url']!r:.80}; expected a URL, http://... or https://...")
 
 
 def _is_plain(key: str) -> bool:
@@ -184,22 +207,28 @@ def _is_plain(key: str) -> bool:
     return key.isascii() and key.isprintable()
 
 
-async def _while_wanted(client: httpx.AsyncClient, task: Mapping[str, Any]) -> None:
-    """Say again and again that the task is played, until the run says that it is over."""
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            answer = await client.post(f"{task['base_url']}/alive", headers=_bearer(task["task_key"]))
-            if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNAUTHORIZED):
-                return
-        await asyncio.sleep(max(task["silence_s"] / _ALIVE_SHARE, _LEAST_PAUSE_S))
-
-
-async def _tell(client: httpx.AsyncClient, task: Mapping[str, Any], what: str, values: Mapping[str, Any]) -> None:
-    """Tell the session, unless it is over: then the run knows better."""
-    # The agent knows the trajectory's own key.
+async def _tell(
+    client: aiohttp.ClientSession, task: Mapping[str, Any], what: str, values: object
+) -> tuple[int | None, str]:
+    """Report to the session; one that has ended ignores it. Returns the answer's status, None: no answer, and with status 421 the
+    endpoint's message."""
+    # The agent holds the trajectory's own key.
     key = task["reward_key"] if what == "reward" else task["task_key"]
-    with contextlib.suppress(httpx.HTTPError):
-        await client.post(f"{task['base_url']}/{what}", json=values, headers=_bearer(key))
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        url, headers = f"{task['base_url']}/{what}", _bearer(key) | PLAIN
+        async with client.post(url, json=values or None, headers=headers, allow_redirects=False) as answer:
+            is_strayed = answer.status == HTTPStatus.MISDIRECTED_REQUEST
+            return answer.status, await _sentence(answer) if is_strayed else ""
+    return None, ""
+
+
+async def _sentence(answer: aiohttp.ClientResponse) -> str:
+    """The message of an endpoint's refusal; "" if it cannot be read."""
+    try:
+        data = await plain_body(answer.headers, answer.content.iter_any(), _MOST_REFUSAL_BYTES)
+        return str(json.loads(data)["error"]["message"])
+    except (aiohttp.ClientError, TimeoutError, RecursionError, ValueError, TypeError, LookupError):
+        return ""
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -245,7 +274,7 @@ async def _until_stopped(worker: AgentWorker, num_at_once: int) -> int:
 
 
 def _key(file: str | None) -> str:
-    """The run's key. Never a word of the command line, which every user of the machine may read."""
+    """The run's key, from a variable: every user of the machine may read command lines."""
     try:
         key = os.environ.get(KEY, "") if file is None else Path(file).read_text().strip()
     except OSError as err:
@@ -271,7 +300,7 @@ def parser() -> argparse.ArgumentParser:
         f"The run's key is read from the variable {KEY} or from --key_file.",
         allow_abbrev=False,
     )
-    found.add_argument("--url", action="append", required=True, help="of an endpoint of the run; may be repeated")
+    found.add_argument("--url", action="append", required=True, help="of an endpoint of the run; repeated: of all")
     found.add_argument("--agent", required=True, type=_command, help='the command, such as "python agent.py"')
     found.add_argument("--at_once", type=int, default=4, metavar="N", help="tasks at a time, 4")
     found.add_argument("--key_file", metavar="FILE", help=f"holds the run's key, in place of the variable {KEY}")

@@ -1,6 +1,6 @@
-"""An agent that is a command: any program that is told its model's address by variables of its environment.
+"""An agent that is a command: any program that reads its model's address from environment variables.
 
-It runs in a box of its own, which ends with the trajectory, together with everything that it has started or written.
+It runs in a separate box, which ends with the trajectory, together with its processes and files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mgrpo.environments.offered.agent import CHECK_S, ENDING_S, MOST_OUTPUT_CHAR
 _TASK, _RESULT = "task.json", "result.json"
 _PYTHON = re.compile(r"python[0-9.]*")
 _checked: set[tuple[str, Bounds]] = set()
-"""Kinds of boxes that this process has opened before."""
+"""Kinds of boxes that this process has checked."""
 
 
 class CommandAgent(Agent):
@@ -71,7 +71,7 @@ class CommandAgent(Agent):
         self._bounds = Bounds(
             image=image,
             network=network,
-            # In an image they name what that holds.
+            # With an image these are paths in it.
             readable=() if image is not None else tuple(sorted(absolute)),
             memory_bytes=memory_mb * MIB,
             disk_bytes=disk_mb * MIB,
@@ -82,7 +82,7 @@ class CommandAgent(Agent):
         self._box: Box | None = None
 
     async def setup(self) -> None:
-        """Raises ValueError where there cannot be such boxes."""
+        """Check that such boxes can be opened; ValueError if not."""
         if (kind := (self._where, self._bounds)) not in _checked:
             await check_box(*kind)
             _checked.add(kind)
@@ -99,9 +99,7 @@ class CommandAgent(Agent):
     @property
     def _takes_images(self) -> bool:
         """True if a row's column `image` names a container image; in a local box it would be a folder of this machine."""
-        if self._where in ("local", "none"):
-            return False
-        return not self._where.startswith(("http://", "https://")) or self._bounds.image is not None
+        return self._where not in ("local", "none")
 
     async def run(self, endpoint: Endpoint, *, truth: Mapping[str, Any], limit_s: float) -> Outcome:
         """See `Agent.run`.
@@ -116,7 +114,7 @@ class CommandAgent(Agent):
             self._words, env={**await self._addresses(endpoint), **self._own, **task.variables}
         )
         done = await process.wait(limit_s)
-        # Nothing of it may change what a check sees.
+        # No process of the agent may change the files under a check.
         await self._box.end_processes()
         output = _shown(done, hidden)
         if done.timed_out:
@@ -149,12 +147,13 @@ class CommandAgent(Agent):
         await self.end()
 
     async def _verdict(self, truth: Mapping[str, Any]) -> OwnWord:
-        """Judge what the agent has left, from a folder of its own: what the agent has put into its folder, which is its home as well,
-        would be imported by a check that starts there.
+        """Judge the agent's files, from a separate folder: a check that started in the agent's folder, its home as well,
+        would import the agent's modules.
 
         Raises:
-            ResultError: the agent has left a folder in which it cannot be judged.
-            BoxLost, Unjudged: the check did not run to its end.
+            ResultError: the check's files cannot be written.
+            BoxLost: the box has ended.
+            Unjudged: the check did not run to its end, or wrote an invalid result.
         """
         box = self._box
         assert box is not None and self._check is not None
@@ -196,7 +195,7 @@ class CommandAgent(Agent):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """A command's task, and where it may write a result."""
+    """A command's task file, and the file for its result."""
 
     result: str
     variables: Mapping[str, str]
@@ -218,7 +217,7 @@ def _words(name: str, command: str) -> list[str]:
 
 
 def check_remarks(command: str, words: Sequence[str], files: Files) -> tuple[str, ...]:
-    """Sentences about a check that an agent can answer for, or that does not find what the agent leaves."""
+    """Warnings about a check that the agent could control, or that does not find the agent's files."""
     found = []
     if _is_open_python(words):
         found.append(

@@ -21,7 +21,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files by their paths, relative to a box's working folder. Read once: what changes later is not for this run."""
+    """Files by their paths, relative to a box's working folder. Read once: later changes are ignored."""
 
     by_path: Mapping[str, File]
 
@@ -29,7 +29,7 @@ class Files:
         """Write all of them to a folder; None: the working folder.
 
         Raises:
-            OSError: the box does not let them be written.
+            OSError: they cannot be written.
         """
         for path, file in self.by_path.items():
             await box.put(path if folder is None else f"{folder}/{path}", file.data, mode=file.mode)

@@ -1,4 +1,4 @@
-"""The word about a reward that a command leaves in a file. It is not trusted."""
+"""The reward that a command writes to a file. Untrusted."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from mgrpo.environments.offered.agent import checked_metrics, checked_reward
 
 _MOST_BYTES = 1 << 16
 _NOT_RUN = (126, 127)
-"""Exit statuses with which a shell says that it could not start a command."""
+"""Exit statuses of a shell that could not start a command."""
 
 
 class ResultError(ValueError):
-    """The file cannot be taken as a result; the text says why."""
+    """A file that is no valid result; the text is the reason."""
 
 
 class Unjudged(RuntimeError):
-    """A check did not run to its end, so that there is no verdict."""
+    """A check without a verdict: it did not run to its end, or wrote an invalid result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWord:
-    """A command's own word."""
+    """A command's own reward and metrics."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 async def result_in(box: Box, path: str) -> OwnWord:
-    """The result that was written to a file of the box; an empty one where there is no file.
+    """The result in a file of the box; an empty one without a file.
 
     Raises:
         ResultError: it is too long, no file, or not `{"reward": number, "metrics": {name: number}}`.

@@ -1,1 +1,1 @@
-"""The loop of a trajectory: turns, the tokens between them, and who drives: the loop itself or a program of the user's."""
+"""The loop of a trajectory: turns and the tokens between them, driven by the loop itself or by a user program."""

@@ -40,7 +40,7 @@ class _Known:
 
 
 class Bridges:
-    """Bridges of one chat template, with the tools that the model is told of.
+    """Bridges of one chat template, with the tools in its prompts.
 
     A turn ends with the template's end token or with another stop token. After any other token, where a turn was cut, a
     bridge begins with the end token.
@@ -55,7 +55,7 @@ class Bridges:
         tools: Sequence[Tool],
         stop_token_ids: Sequence[int],
     ) -> None:
-        """Nothing is rendered yet.
+        """Store the settings; templates are rendered on first use.
 
         Args:
             tools: the tools in the prompts.
@@ -63,23 +63,23 @@ class Bridges:
         """
         self._tokenizer, self._template, self._kwargs = tokenizer, template, template_kwargs
         self._tools = [tool.schema for tool in tools]
-        # OLMo's templates have a role of their own for what tools answer.
+        # OLMo's templates have a separate role for tool answers.
         self._tool_roles = ("tool", "environment") if "'environment'" in template else ("tool",)
         self._stop_ids = frozenset(stop_token_ids)
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: number for number, token in added.items()}
         self._before = next((token.content for token in added.values() if token.special and not token.rstrip), "")
-        """Text of a token behind which answers in a turn are encoded, as no text is encoded alone."""
+        """Text of the token that precedes tool answers when they are encoded: no text is encoded alone."""
         # White space is a token of its own in some vocabularies, and a letter may be: neither can be kept out of a text.
         guarded = {content: number for content, number in self._added.items() if len(content.strip()) > 1}
         self._guarded_ids = frozenset(guarded.values())
         words = sorted(guarded, key=len, reverse=True)
         self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        """Finds the tokens that no observation may contain."""
+        """Pattern of the tokens that no observation may contain."""
         self.has_marked_tools = bool(self.guarded.search(json.dumps(self._tools, ensure_ascii=False)))
         """True if a tool's schema contains such tokens, so that a conversation needs `guarded_opening`."""
         self._known: dict[tuple[str, ...], _Known | str] = {}
-        """By the roles of what follows a turn; a text: why such messages cannot be followed."""
+        """Frames by the roles of the messages after a turn; a text: the reason why the template cannot be followed."""
 
     def check(self, *roles: str) -> None:
         """Raise BridgeError unless the template can be followed after a turn and messages of these roles."""
@@ -97,14 +97,14 @@ class Bridges:
         bos: str = "",
         check: Callable[[Sequence[str]], None] = lambda texts: None,
     ) -> list[int]:
-        """The ids of a conversation up to the opening of the model's turn, in which some messages and all tools hold nothing but text.
+        """Token ids of a conversation up to the opening of the model's turn; untrusted messages and all tools are plain text.
 
         Args:
-            untrusted: the places of messages of whose text nothing becomes a token that was added to the vocabulary.
+            untrusted: indices of messages whose text must not become a token that was added to the vocabulary.
             bos: stands before the text.
             check: called with the pieces of the text before they are tokenized.
         Raises:
-            ValueError: the template refuses the conversation; what `check` raises.
+            ValueError: the template refuses the conversation. Errors of `check` pass through.
         """
         messages = [self._fitted(message) for message in messages]
         mark = _absent([messages, self._tools])
@@ -130,7 +130,7 @@ class Bridges:
         return bool(self._tools) and sum(one in self._guarded_ids for one in ids) > len(self.guarded.findall(text))
 
     def _fitted(self, message: Message) -> Message:
-        """A message as this template writes it: some have no place for calls, or for what tools answer."""
+        """A message as this template writes it: some templates have no form for calls, or for tool answers."""
         if message["role"] == "tool":
             return message if self._tool_role == "tool" else {**message, "role": self._tool_role}
         if (calls := message.get("tool_calls")) and not self._writes_calls:
@@ -140,7 +140,7 @@ class Bridges:
 
     @cached_property
     def _tool_role(self) -> str:
-        """The role in which this template writes what tools answer."""
+        """The role in which this template writes tool answers."""
         return next((role for role in self._tool_roles if _MARK in self._probed(role)), "user")
 
     @cached_property
@@ -206,7 +206,7 @@ class Bridges:
         return frame.end + _text(frame.filled([text], []))
 
     def ends(self, last: int) -> bool:
-        """Whether this id ends a turn."""
+        """True if this id ends a turn."""
         return last in self._stop_ids or last == self._of(("user",)).end_id
 
     def _of(self, roles: tuple[str, ...]) -> _Known:
@@ -271,7 +271,7 @@ class Bridges:
         return ids if is_ended else [known.end_id, *ids]
 
     def _without_others(self, spans: Sequence[TextSpan], before: str, guarded: Sequence[int]) -> list[int]:
-        """The ids of a text behind the token `before`, whose guarded ones are these of its own spans."""
+        """Token ids of a text behind the token `before`; its guarded ids are exactly those of the template's own spans."""
         ids = self._behind(before, self._pieces(spans))
         if [one for one in ids if one in self._guarded_ids] != guarded:
             # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.

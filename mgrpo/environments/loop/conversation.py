@@ -1,44 +1,75 @@
-"""The talk of a program and the model in one trajectory: the program's wishes become ids, and turns become its answers."""
+"""A user program's conversation with the model: its messages to token ids, sampled turns to replies."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.loop import episodes
-from mgrpo.environments.loop.path import Path, Strays
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.environments.normal_form import Chat, text_of, tool_of
+from mgrpo.environments.normal_form import Chat, essence, text_of, tool_of
 
 
 class Chats(episodes.Language, Protocol):
     """A language for chats with the model."""
 
     def with_tools(self, tools: Sequence[Tool]) -> Chats:
-        """The same for chats in which these may be called."""
+        """This language with these tools."""
 
     def opening(self, messages: Sequence[Chat]) -> list[int]:
         """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
 
     def written(self, ids: Sequence[int]) -> str:
-        """Their text, with special tokens; ValueError for ids that the tokenizer does not have."""
+        """The text of token ids, with special tokens; ValueError for ids that the tokenizer does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A wish of the program that the model can answer."""
+    """A sampling request of the program that can be met."""
 
     ids: list[int]
     """The ids after the model's last turn; at first, the whole opening."""
     messages: list[Chat] | None = None
-    """The whole chat; None: the program goes on by ids."""
+    """The whole chat; None: the program continues by ids."""
     tools: list[Chat]
     added: list[Chat]
     """Messages of the chat that are new to the trajectory."""
     chats: Chats
     max_tokens: int | None
+
+
+class Strays(ValueError):
+    """A sampling request that does not continue the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The conversation up to the model's last turn. It only grows, and every chat must repeat it."""
+
+    messages: Sequence[Chat]
+    tools: Sequence[Chat]
+    """Schemas, the same in every chat."""
+
+    def added(self, messages: Sequence[Chat], tools: Sequence[Chat]) -> list[Chat]:
+        """The messages that a chat adds to it, at least one.
+
+        Raises:
+            Strays: the chat does not repeat the conversation.
+            ValueError: a message has content that the model cannot read.
+        """
+        if list(tools) != list(self.tools):
+            raise Strays("its tools are others than those of the first chat")
+        for place, known in enumerate(self.messages):
+            if place >= len(messages):
+                raise Strays(f"it leaves out the last {len(self.messages) - place} of {len(self.messages)} messages")
+            if (now := essence(messages[place])) != (was := essence(known)):
+                raise Strays(f"its message {place} is {_shown(now)}, and was {_shown(was)}")
+        if len(messages) == len(self.messages):
+            raise Strays("it adds no message to what the model has said")
+        return list(messages[len(self.messages) :])
 
 
 class Conversation:
@@ -50,15 +81,15 @@ class Conversation:
         self.opening = list(known)
         """The ids that the first turn follows."""
         self._path: Path | None = None
-        """None: nothing has been said, or the program goes on by ids."""
+        """None: no turn yet, or the program continues by ids."""
         self._step: Step | None = None
         self._turn: Sampled | None = None
 
     def step(self, wish: Mapping[str, Any]) -> Step:
-        """Read a wish of the program; nothing changes yet.
+        """Read a sampling request of the program, without changing the trajectory.
 
         Raises:
-            ValueError: the model cannot be asked this.
+            ValueError: the request cannot be met.
         """
         if "ids" in wish:
             return self._by_ids(wish["ids"], wish["max_tokens"])
@@ -73,7 +104,7 @@ class Conversation:
         return Step(ids=ids, messages=messages, tools=schemas, added=added, chats=chats, max_tokens=wish["max_tokens"])
 
     def take(self, step: Step) -> None:
-        """The model is asked this; its turn is `heard` next."""
+        """Append the step to the trajectory; the model's turn, passed to `heard`, follows."""
         self._step = step
         self.trajectory.has_tools |= bool(step.tools)
         if self._turn is None:
@@ -134,7 +165,7 @@ class Conversation:
             raise self._strays(str(err)) from None
 
     def _strays(self, why: str) -> Strays:
-        """Here a branch of the trajectory would begin, with ids of its own."""
+        """The error for a request that does not extend the trajectory (a new branch would begin here)."""
         return Strays(
             f"this does not go on from where the trajectory is: {why}; repeat all messages as they were, those of the model as "
             "chat returned them, and add to them"
@@ -179,3 +210,8 @@ class Conversation:
             num_unknown=sum(name not in known for name in calls),
             num_unreadable=num_unreadable,
         )
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    text = json.dumps(message, ensure_ascii=False)
+    return text if len(text) <= 160 else f"{text[:80]} ... {text[-70:]}"

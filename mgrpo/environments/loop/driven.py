@@ -1,4 +1,4 @@
-"""Trajectories driven by a program of the user's: it asks for turns, and its messages become the text between them.
+"""Trajectories driven by a user program: it requests turns, and its messages become the text between them.
 
 The first turns of all samples of a prompt are one request, as they are with environments.
 """
@@ -22,11 +22,11 @@ from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 _MOST_REFUSALS = 10
-"""Most refusals in one trajectory: a program that repeats a wish which cannot be met would never end."""
+"""Most refusals in one trajectory: a program that repeats a request which cannot be met would never end."""
 
 
 class ContextFull(ValueError):
-    """No token may follow."""
+    """No room for a further token."""
 
 
 class Driven(Episodes):
@@ -39,7 +39,7 @@ class Driven(Episodes):
         self.chats = language
 
     async def run(self, task: Task) -> RolloutGroup:
-        """All trajectories of one prompt. The caller has entered it in the gathering, as one.
+        """Run all trajectories of one prompt. The caller has entered it in the gathering, as one.
 
         Raises:
             ValueError: the program begins the samples of one prompt with different messages.
@@ -89,7 +89,7 @@ class _Drive:
         self.trajectory = Trajectory(context=task.prompt.tokens, has_tools=False)
         self.talk = Conversation(driven.chats, self.trajectory, task.prompt.tokens.tolist())
         self.max_tokens = 0
-        """Most tokens of the turn that the program wants."""
+        """Most tokens of the requested turn."""
         self.reward: float | None = None
         self.shown: Mapping[str, object] = {}
         self.num_refusals = 0
@@ -97,7 +97,7 @@ class _Drive:
         self.began_at = time.monotonic()
 
     async def begin(self) -> None:
-        """Run the program until it wants its first turn."""
+        """Run the program until its first sampling request."""
         if self.instance is None:
             self.trajectory.ended_by = "error"
             return
@@ -106,7 +106,7 @@ class _Drive:
             self._fail("it has ended without a turn of the model")
 
     async def run(self, prompt: Prompt, turn: Sampled) -> Completion:
-        """From the first turn, which has been sampled, to the end of the trajectory."""
+        """Run the trajectory to its end; its first turn has been sampled."""
         trajectory, gathering = self.trajectory, self.driven.gathering
         trajectory.context = prompt.tokens
         try:
@@ -127,12 +127,12 @@ class _Drive:
         )
 
     async def release(self) -> None:
-        """Give the instance back; the program must not go on there."""
+        """Release the instance; the program must not continue in it."""
         if self.instance is not None:
             await self.instance.release(broken=self.trajectory.ended_by in (None, "error"))
 
     async def _go_on(self, instance: Instance, answer: Mapping[str, Any]) -> None:
-        """Run the program until it wants a turn that can be sampled, or is over."""
+        """Run the program until its next request that can be met, or its end."""
         began, trajectory = time.monotonic(), self.trajectory
         try:
             while True:
@@ -156,7 +156,7 @@ class _Drive:
             self._note_seconds(time.monotonic() - began)
 
     def _refusal(self, wish: Mapping[str, Any]) -> dict[str, str] | None:
-        """Append the wish of the program to the trajectory; else the refusal to tell it."""
+        """Append the program's request to the trajectory, or return the refusal to send back."""
         try:
             step = self.talk.step(wish)
             self.max_tokens = self._room_after(step)

@@ -39,11 +39,11 @@ class Said(Protocol):
 
     @property
     def unreadable(self) -> Sequence[str]:
-        """For each other call, the text that tells the model why."""
+        """For each unreadable call, an error text for the model."""
 
 
 class Language(Protocol):
-    """Reads the model's turns, and writes the answers to them."""
+    """Reader of the model's turns, and writer of the answers to them."""
 
     def read(self, turn: Sampled, *, calls: bool) -> Said:
         """A turn, read with its calls or as a whole."""
@@ -78,7 +78,7 @@ class EpisodeBounds:
     scored_text: ScoredText = "final"
 
     def longest(self, task: Task) -> int:
-        """Most tokens of a context and what was sampled after it. An evaluation's completions may be longer than those of packs."""
+        """Most tokens of a context plus its completion. An evaluation's completions may be longer than those of packs."""
         if self.max_prompt_length is None:
             return self.max_model_length
         return min(self.max_model_length, self.max_prompt_length + task.max_tokens)
@@ -105,7 +105,7 @@ class Task:
     truth: Mapping[str, Any] = field(default_factory=dict)
     """The columns that environments must not see, for a check after the end."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """How its turns are sampled, by the names of the settings."""
+    """Sampling parameters of its turns, by the names of the settings."""
 
 
 class Episodes:
@@ -122,13 +122,13 @@ class Episodes:
         self.losses = Losses()
 
     async def start(self) -> None:
-        """Open what trajectories need beside their environments; ValueError where it cannot be."""
+        """Open the resources that trajectories need besides their environments; ValueError if they cannot be opened."""
 
     async def close(self) -> None:
         """Close it."""
 
     async def run(self, task: Task) -> RolloutGroup:
-        """All trajectories of one prompt. The caller has entered it in the gathering, as one.
+        """Run all trajectories of one prompt. The caller has entered it in the gathering, as one.
 
         Raises:
             ValueError: the row cannot be read, or the environment shows the samples of one prompt different texts, or one that
@@ -180,7 +180,7 @@ class Episodes:
         return prompt
 
     def ask(self, task: Task, prompt: Prompt, trajectory: Trajectory, sample: int, num_samples: int) -> Ask:
-        """The next turn of a trajectory."""
+        """The request for a trajectory's next turn."""
         limit = self.room(task, trajectory.num_tokens, trajectory.num_preceding)
         per_turn = self.bounds.per_turn_max_tokens
         return Ask(
@@ -212,7 +212,7 @@ class _Episode:
         self.began_at = time.monotonic()
 
     async def run(self, turn: Sampled) -> Completion:
-        """From the first turn, which has been sampled, to the end of the trajectory."""
+        """Run the trajectory to its end; its first turn has been sampled."""
         trajectory, gathering = self.trajectory, self.episodes.gathering
         ending = Ending()
         try:
@@ -309,7 +309,7 @@ class _Episode:
 
     @property
     def _may_call(self) -> bool:
-        """Whether the turn may call. After its last call a model has one more turn, for its answer."""
+        """True if the turn may call. After its last call a model has one more turn, for its answer."""
         most = self.bounds.max_calling_turns
         trajectory = self.trajectory
         return trajectory.num_calls < self.max_calls and (most is None or trajectory.num_calling_turns < most)

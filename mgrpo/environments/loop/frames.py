@@ -1,4 +1,4 @@
-"""The text that a chat template writes between two turns of the model, with places for what is observed.
+"""The text that a chat template writes between two turns of the model, with places for observations.
 
 It is found from conversations with stand-ins, which differ only before the turn: the text after the turn's end must be the
 same for all of them, and hold every stand-in. Tokens are the work of `bridge`.
@@ -53,7 +53,7 @@ class TextSpan:
 
     text: str
     is_own: bool
-    """Whether it is the template's; otherwise it comes from a tool, an environment or the model."""
+    """True for the template's text; otherwise it comes from a tool, an environment or the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class TurnFrame:
     end: str
     """The token that ends a turn."""
     is_header: bool
-    """Whether the end token is the header of the next message: a last turn is written without it."""
+    """True if the end token is the header of the next message: a last turn is written without it."""
     parts: tuple[str | tuple[str, int], ...]
     """The parts after the end token; ("text", 1) and ("name", 1) are the places of the second text and of its tool's name."""
     forms: tuple[Form, ...]

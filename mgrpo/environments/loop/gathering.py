@@ -1,4 +1,4 @@
-"""The turns that trajectories ask of the engines, gathered into batches: in rounds, or as they come.
+"""Sampling requests of trajectories to the engines, gathered into batches: in rounds, or on arrival.
 
 In rounds a batch is sent when every trajectory that is alive waits for its next turn: an engine's batch then depends on the
 prompts and answers alone, not on how long a tool took. Otherwise no trajectory waits for another one's tools.
@@ -38,7 +38,7 @@ class Ask:
 Send = Callable[[Sequence[Ask]], None]
 """Sends these asks to the engines; called in the loop."""
 Withdraw = Callable[[Ask], None]
-"""Nobody waits for an ask that was sent; called in the loop."""
+"""Cancel an ask that was sent; called in the loop."""
 
 
 class Gathering:
@@ -51,11 +51,11 @@ class Gathering:
         self.asked: list[Ask] = []
 
     def enter(self, count: int) -> None:
-        """`count` more trajectories are alive."""
+        """Count more trajectories as alive."""
         self.alive += count
 
     def leave(self) -> None:
-        """A trajectory asks for nothing more."""
+        """Count a trajectory as over: it asks for nothing more."""
         self.alive -= 1
         self._flush_if_whole()
 
@@ -63,7 +63,7 @@ class Gathering:
         """The `num_samples` answers to an ask."""
         self.asked.append(ask)
         if not self.in_rounds and len(self.asked) == 1:
-            # With what others ask in this turn of the loop.
+            # Together with other requests of this turn of the loop.
             asyncio.get_running_loop().call_soon(self._flush)
         self._flush_if_whole()
         try:

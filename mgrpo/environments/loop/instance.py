@@ -16,40 +16,40 @@ class Ending:
     reward: float | None = None
     """The reward of the whole trajectory; None: it leaves that to others."""
     snapshot: Mapping[str, Any] = field(default_factory=dict)
-    """Its public attributes that JSON can hold."""
+    """JSON-serializable public attributes of the environment."""
 
 
 class Instance(Protocol):
     """An environment while it serves one trajectory. Always `release` it."""
 
     opening: str
-    """Text for the prompt's last user message; "": nothing."""
+    """Text for the prompt's last user message; "": none."""
     metrics: Mapping[str, float]
     """Metrics of the reset."""
     active: frozenset[str]
     """Names that this trajectory may call."""
     acts: bool
-    """Whether a turn as a whole is one action: the call "act" with the argument "text"."""
+    """True if a turn as a whole is one action: the call "act" with the argument "text"."""
 
     async def step(self, calls: Sequence[Call]) -> list[Answered]:
         """Answers to all calls of one turn, in their order.
 
-        A call that fails, or takes longer than its limit, has a failed observation, which tells the model why. When a call
-        hangs and cannot be ended, those after it fail as well.
+        A call that fails or exceeds its time limit has a failed observation with the reason as its text. When a call hangs
+        and cannot be ended, those after it fail as well.
 
         Raises:
             EnvironmentLost: the environment is gone, not through a call of this trajectory.
         """
 
     async def resume(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Have the trajectory's program go on, see `Program.resume`; its next wish, or its result.
+        """Resume the trajectory's program, see `Program.resume`; its next sampling request, or its result.
 
         Raises:
             EnvironmentLost: it has failed, or was late.
         """
 
     async def run_agent(self, endpoint: dict[str, Any], *, truth: dict[str, Any], limit_s: float) -> Mapping[str, Any]:
-        """Have the trajectory's agent play to its end; how that came, see `Outcome`.
+        """Run the trajectory's agent to its end; its outcome, see `Outcome`.
 
         Args:
             endpoint: the fields of `offered.agent.Endpoint`.
@@ -59,14 +59,14 @@ class Instance(Protocol):
         """
 
     async def ending(self) -> Ending:
-        """The reward and the state at the end; to be asked once, after the last step.
+        """The reward and the state at the end; called once, after the last step.
 
         Raises:
-            EnvironmentLost: there is no answer, although there would have been a reward or a state.
+            EnvironmentLost: no answer from an environment with a reward or a state.
         """
 
     async def release(self, broken: bool = False) -> None:
-        """Give it back; never raises, and may be called twice.
+        """Release it; never raises, and may be called twice.
 
         Args:
             broken: it must not serve another trajectory.
@@ -77,7 +77,7 @@ class Environments(Protocol):
     """The source of instances."""
 
     async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Instance:
-        """An instance of its own for a new trajectory, in the order of the requests.
+        """A separate instance for a new trajectory, in the order of the requests.
 
         Args:
             row: the prompt's columns, without its ground truth; those that JSON cannot hold are left out.

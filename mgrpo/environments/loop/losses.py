@@ -14,7 +14,7 @@ _MOST_OF_A_KIND = 10
 
 
 class EnvironmentLost(RuntimeError):
-    """A trajectory's environment is gone, or cannot say how the trajectory ended."""
+    """A trajectory's environment is gone, or cannot report how the trajectory ended."""
 
 
 class TrajectoryTimeout(EnvironmentLost):
@@ -39,6 +39,6 @@ class Losses:
         self._said[kind] += 1
         if self._said[kind] <= _MOST_OF_A_KIND:
             is_last = self._said[kind] == _MOST_OF_A_KIND
-            # It may quote what an agent has printed, which a terminal would obey.
+            # It may quote an agent's output, with control characters for the terminal.
             text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
             _log.warning("%s%s", text, " (further ones of this kind are not logged)" if is_last else "")

@@ -25,10 +25,10 @@ _MOST_KNOWN = 64
 
 
 class TextTooLong(ValueError):
-    """A text that is not tokenized, as it has too many tokens in any case."""
+    """A text that is not tokenized, as it would have too many tokens."""
 
     def __init__(self, num_tokens: int) -> None:
-        """`num_tokens`: the fewest that it can have."""
+        """`num_tokens`: lower bound of its tokens."""
         super().__init__(f"a text has at least {num_tokens} tokens")
         self.num_tokens = num_tokens
 
@@ -39,7 +39,7 @@ class Shown:
 
     parsed: Parsed
     thought: str
-    """"" where there is none."""
+    """Thinking of the turn; "" without any."""
     stop: str | None
     """The client's string that ended it."""
 
@@ -48,7 +48,7 @@ class ProgramLanguage(TemplateLanguage):
     """Implements `environments.loop.conversation.Chats`."""
 
     spec: LanguageSpec | None = None
-    """What it was made of."""
+    """Specification from which it was built."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class ProgramLanguage(TemplateLanguage):
     ) -> None:
         """
         Args:
-            strips: whether thinking is left out of earlier turns where the template does so.
+            strips: remove thinking from earlier turns if the template does so.
             longest_token_bytes: bytes of the longest token of the vocabulary; 0: looked up.
-            format_of, bridges_of: the format and the bridges of a chat in which these tools may be called.
+            format_of, bridges_of: the format and the bridges of a chat with these tools.
         """
         bridges = bridges_of(tools)
         super().__init__(
@@ -83,7 +83,7 @@ class ProgramLanguage(TemplateLanguage):
         self._text_of_token: dict[int, str] = {}
 
     def with_tools(self, tools: Sequence[Tool]) -> ProgramLanguage:
-        """The same for chats in which these may be called."""
+        """This language with these tools."""
         if not tools:
             return self
         key = json.dumps([tool.schema for tool in tools], sort_keys=True)
@@ -156,13 +156,13 @@ class ProgramLanguage(TemplateLanguage):
 
     @property
     def strips(self) -> bool:
-        """Whether thinking is left out of earlier turns once a user speaks again."""
+        """True if thinking is removed from earlier turns after a new user message."""
         return self.stripping is not None
 
     def rewritten(
         self, context: Sequence[int], turns: Sequence[tuple[int, int]], messages: Sequence[tuple[str, str, str]]
     ) -> list[int] | None:
-        """The whole context of the next turn, where thinking is left out of earlier ones; None where there is none in them.
+        """The whole context of the next turn, with thinking removed from earlier ones; None if they have none.
 
         Args:
             context: everything up to and with the last turn.
@@ -182,7 +182,7 @@ class ProgramLanguage(TemplateLanguage):
             if past is None:
                 continue
             found += [*context[at : start - len(self.stripping.opening_ids)], *past]
-            # The template's end of a turn follows, with what stands behind it.
+            # The template's end of a turn follows, with the text after it.
             at = end if end == len(context) else end - is_ended
             last = -1 if end == len(context) else last
         if not at:
@@ -194,8 +194,8 @@ class ProgramLanguage(TemplateLanguage):
 
         Args:
             tokens: `[len]` int32.
-            calls: whether calls are read.
-            stop: strings before the first of which the text ends.
+            calls: True to read calls.
+            stop: strings; the text ends before the first of them.
         """
         text = self._written(tokens)
         places = [(place, one) for one in stop if (place := text.find(one)) >= 0]
@@ -212,14 +212,14 @@ class ProgramLanguage(TemplateLanguage):
         return Shown(parsed=parsed, thought=thought, stop=None if cut is None else cut[1])
 
     def written(self, ids: Sequence[int]) -> str:
-        """Their text, with special tokens; ValueError for ids that the tokenizer does not have."""
+        """The text of token ids, with special tokens; ValueError for ids that the tokenizer does not have."""
         unknown = [number for number in ids if not 0 <= number < len(self.tokenizer)]
         if unknown:
             raise ValueError(f"the id {unknown[0]} is not among the tokenizer's {len(self.tokenizer)}")
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def text_of_token(self, number: int) -> str:
-        """The text of one id, which is kept; ValueError as for `written`."""
+        """The text of one id, cached; ValueError as for `written`."""
         if (text := self._text_of_token.get(number)) is None:
             text = self._text_of_token[number] = self.written([number])
         return text
@@ -227,7 +227,7 @@ class ProgramLanguage(TemplateLanguage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageSpec:
-    """All that a `ProgramLanguage` needs, as JSON: for a process that has neither the run's configuration nor its objects."""
+    """Specification of a `ProgramLanguage`, as JSON: for processes without the run's configuration and its objects."""
 
     tokenizer: str
     """A folder."""
@@ -241,7 +241,7 @@ class LanguageSpec:
     add_bos: bool
     max_observation_tokens: int
     shows_tools: bool = True
-    """Whether the template is given the tools."""
+    """True if the template receives the tools."""
     strips: bool = False
     """See `ProgramLanguage`."""
 

@@ -1,4 +1,4 @@
-"""The context of a turn where the chat template leaves thinking out of earlier turns once a user speaks again.
+"""The context of a turn if the chat template removes thinking from earlier turns after a new user message.
 
 Such a context is written once, from the one before it: the last turn's opening and tokens are replaced by the template's text
 for an earlier turn, and a bridge follows. That text is found from conversations with stand-ins, as bridges are.
@@ -23,13 +23,13 @@ _NEXT: Message = {"role": "user", "content": "qznextzq"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripping:
-    """One template that does so."""
+    """The texts of one such template."""
 
     bridges: Bridges
     begins: str
     """A conversation up to the last added token with which both an earlier turn and a new one open."""
     token: str
-    """That token."""
+    """The last added token of `begins`."""
     opening: str
     """The rest of a new turn's opening."""
     opening_ids: list[int]
@@ -53,7 +53,7 @@ class Stripping:
         return [*kept, *past, *self.bridges.after_user(text, last=None)]
 
     def past_ids(self, before: Sequence[int], said: str) -> list[int] | None:
-        """What stands for an earlier turn in place of its opening and its tokens; None if the template leaves it as it was sampled.
+        """Token ids that replace an earlier turn's opening and tokens; None if the template leaves it as it was sampled.
 
         Args:
             before: the context of the turn.
@@ -82,10 +82,10 @@ class Stripping:
 
 
 def find_stripping(bridges: Bridges) -> Stripping | None:
-    """The way in which the template leaves thinking out of earlier turns; None if it does not.
+    """Find how the template removes thinking from earlier turns; None if it keeps it.
 
     Raises:
-        BridgeError: it does, but in another way than turn by turn.
+        BridgeError: it removes thinking, but not turn by turn.
     """
     new = bridges.render([_ASK], True)
     earlier = bridges.render([_ASK, {"role": "assistant", "content": _ANSWER}, _NEXT], True)
@@ -115,7 +115,7 @@ def find_stripping(bridges: Bridges) -> Stripping | None:
 
 
 def _is_local(found: Stripping, thinks: str) -> bool:
-    """Whether each of two earlier turns is written as if it were the only one."""
+    """True if each of two earlier turns is written as if it were the only one."""
     if not found.follows.endswith(found.opening):
         return False
     between = found.follows[: len(found.follows) - len(found.opening)]

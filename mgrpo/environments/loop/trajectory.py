@@ -36,7 +36,7 @@ class Sampled:
     kept: KeptTokens | None = None
     """One entry for each token, see `Completion.kept`."""
     routes: Routes | None = None
-    """Of all that it was sampled after and its tokens but the last, see `Completion.routes`."""
+    """Routes of its context and of its tokens except the last, see `Completion.routes`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,18 +50,18 @@ class Trajectory:
     branches: list[Branch] = field(default_factory=list)
     """Branches that have ended."""
     routes: list[Routes | None] = field(default_factory=list)
-    """Those of the branches that have ended."""
+    """Routes of the branches that have ended."""
     routed: Routes | None = None
-    """Those of the present branch: of each token the turn's that read it first, under which what follows it was sampled."""
+    """Routes of the present branch; for each token those of the turn that read it first, which sampled the tokens after it."""
     parent: int = -1
     after: int = -1
-    """Of the present branch, see `Branch`."""
+    """Position of the present branch, see `Branch`."""
     branch_messages: tuple[Mapping[str, object], ...] = ()
-    """Of the present branch, see `Branch`."""
+    """Messages of the present branch, see `Branch`."""
     num_opening: int = 0
-    """Messages of the first branch that are its first context's."""
+    """Messages of the first branch within its first context."""
     has_own_context: bool = False
-    """Whether the first branch's context may be another than the prompt: then it is recorded even if there is no other."""
+    """True if the first branch's context may differ from the prompt: it is then recorded even if it is the only one."""
     parts: list[Sampled] = field(default_factory=list)
     """Turns and bridges by turns; a bridge has the finish reason ""."""
     turns: list[Turn] = field(default_factory=list)
@@ -73,13 +73,13 @@ class Trajectory:
     last_content: str = ""
     """The last turn without its calls and thinking."""
     is_calling: bool = False
-    """Whether the last turn calls a tool, or tries to."""
+    """True if the last turn calls a tool, or tries to."""
     has_tools: bool = True
-    """Whether the model could call any."""
+    """True if the model could call tools."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_sampled(self, sampled: Sampled) -> None:
-        """A turn that the model has sampled."""
+        """Append a turn that the model has sampled."""
         if sampled.routes is not None:
             num_read = self.num_preceding + len(sampled.tokens) - 1
             assert len(sampled.routes) == num_read, f"routes of {len(sampled.routes)} tokens, the turn read {num_read}"
@@ -89,7 +89,7 @@ class Trajectory:
         self.turns.append(Turn(start=self.num_tokens - len(sampled.tokens), end=self.num_tokens))
 
     def add_bridge(self, tokens: Sequence[int]) -> None:
-        """The tokens between the last turn and the next one."""
+        """Append the tokens between the last turn and the next one."""
         length = len(tokens)
         self._add(
             Sampled(
@@ -122,7 +122,7 @@ class Trajectory:
         after: int | None = None,
         messages: Sequence[Mapping[str, object]] = (),
     ) -> None:
-        """Let the next turn follow this, `[len]` int32, and nothing else.
+        """Begin a branch: the next turn is sampled after this context, `[len]` int32, alone.
 
         Args:
             parent, after, messages: see `Branch`; None: the present branch, and its last turn.
@@ -167,7 +167,7 @@ class Trajectory:
 
         Args:
             text_of: each array of tokens as text.
-            scored_text: the text to score: the last turn, if the trajectory ended with an answer; all that was sampled; or all.
+            scored_text: the text to score: the last turn, if the trajectory ended with an answer; all sampled; or all.
             reward: see `TrajectoryRecord`.
         """
         assert self.ended_by is not None, "a trajectory that goes on"
@@ -206,7 +206,7 @@ class Trajectory:
         return (first, *others)
 
     def _routes(self) -> tuple[Routes, ...]:
-        """Those of all branches, or of the only one."""
+        """Routes of all branches, or of the only one."""
         found = [*self.routes, self.routed]
         known = next((routes for routes in found if routes is not None), None)
         if known is None or not self.turns:
@@ -225,7 +225,7 @@ class Trajectory:
         return KeptTokens.joined([part.kept or KeptTokens.none(len(part.tokens)) for part in self.parts])
 
     def _answer(self) -> str:
-        """The last turn's text; "" where it waits for an answer to its calls."""
+        """The last turn's text if the trajectory ended with an answer; else ""."""
         is_answer = self.ended_by in ("stop", "done") or (self.ended_by == "length" and not self.is_calling)
         return self.last_content if is_answer else ""
 
@@ -234,5 +234,5 @@ class Trajectory:
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    """Arrays end to end; there may be none."""
+    """Arrays end to end, possibly none."""
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

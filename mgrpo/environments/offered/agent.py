@@ -1,4 +1,4 @@
-"""An agent that plays a trajectory by itself: it is given the address of the model, and what it did is told at its end.
+"""An agent that drives a trajectory through the address of the model, and reports its outcome at the end.
 
 It runs in a worker process. Standard library only.
 """
@@ -20,9 +20,9 @@ Run = Callable[..., Awaitable[float | None]]
 CHECK_S = 300.0
 """Longest time of a check, after the agent's own limit."""
 ENDING_S = CHECK_S + 30.0
-"""The same with what is cleaned up around it."""
+"""`CHECK_S` plus time to clean up."""
 MOST_OUTPUT_CHARS = 1 << 14
-"""Kept of what an agent prints: the last part."""
+"""Most characters kept of an agent's output, from its end."""
 _LEAST_MASKED_CHARS = 6
 """Shorter values of variables are words that occur anywhere."""
 _MOST_METRICS = 64
@@ -31,10 +31,10 @@ _METRIC = re.compile(r"[\w./:@-]{1,80}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the model of one trajectory is reached."""
+    """The address and keys of one trajectory's model."""
 
     base_url: str
-    """For clients of Anthropic's API; OpenAI's take it with /v1 behind it."""
+    """URL for clients of Anthropic's API; with /v1 appended for OpenAI's."""
     api_key: str
     model: str = "policy"
     """A name for the model; any other means the same."""
@@ -43,9 +43,9 @@ class Endpoint:
     trajectory: str = ""
     """The trajectory's id."""
     seed: int = 0
-    """The same for all samples of a prompt."""
+    """Seed, the same for all samples of a prompt."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Reported as env/{agent}/{metric}."""
+    """Metrics, reported as env/{agent}/{metric}."""
 
     @property
     def openai_url(self) -> str:
@@ -55,15 +55,15 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an agent ended."""
+    """The result of an agent's run."""
 
     ended: Literal["ended", "crashed", "late"]
     status: int | None = None
     """Exit status of its process."""
     output: str = ""
-    """The last part of what it printed, or of its error."""
+    """The last part of its output, or of its error."""
     reward: float | None = None
-    """By its own word or that of a check; None: verifiers and reward functions decide."""
+    """Reward from the agent or its check; None: verifiers and reward functions decide."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class Outcome:
 
 
 class Agent(Environment):
-    """Plays one trajectory at a time. A subclass has `run`."""
+    """An agent that plays one trajectory at a time. A subclass has `run`."""
 
     ending_s: float = 0.0
-    """Time that `run` may take beyond its limit; then it is cancelled, and late."""
+    """Seconds that `run` may take beyond its limit; it is then cancelled as late."""
     remarks: tuple[str, ...] = ()
     """Sentences for the user, before a run starts."""
     row: Mapping[str, Any]
@@ -123,7 +123,7 @@ class FunctionAgent(Agent):
 
 
 def masked(text: str, hidden: Sequence[str]) -> str:
-    """A text without these values, of which one may hold another."""
+    """A text without these values, which may contain each other."""
     for value in sorted(hidden, key=len, reverse=True):
         if len(value) >= _LEAST_MASKED_CHARS:
             text = text.replace(value, "***")

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mgrpo.environments.environment import Tool
@@ -18,7 +19,7 @@ Schema = Mapping[str, Any]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,300}(\.0+)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SHOWN = 100
-"""Characters of a wrong value that are shown."""
+"""Most characters shown of a wrong value."""
 _MAX_STEPS = 20_000
 """Most parts of schemas that are read for one call: references may multiply a short schema without end."""
 _MAX_NESTED_KINDS = 8
@@ -26,7 +27,7 @@ _MAX_NESTED_KINDS = 8
 
 
 class ArgumentError(Exception):
-    """The arguments do not fit; the text tells the model what is expected."""
+    """Arguments that do not fit the schema; the text, for the model, names the expected values."""
 
 
 class _Root(dict[str, Any]):
@@ -42,7 +43,7 @@ class _Root(dict[str, Any]):
 
 
 class _Unfit(Exception):
-    """A value does not fit: its place, as in `.names[0]`, and what is expected there."""
+    """A value that does not fit: its place, as in `.names[0]`, and the problem there."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path, self.problem = path, problem
@@ -67,6 +68,60 @@ def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"{tool.name}: {err}; {_expected(parameters)}") from err
     except RecursionError as err:
         raise ArgumentError(f"{tool.name}: the arguments are nested too deeply; {_expected(parameters)}") from err
+
+
+def read_value(tool: Tool, name: str, text: str) -> Any:
+    """The value of an argument that a model wrote as plain text; the text itself where it has none of the argument's types.
+
+    Where a string is allowed too, another type is written as in JSON, an integer without a point: "3" is an integer, but
+    "03", "3.0" and "True" are strings.
+    """
+    root = _Root(tool.parameters)
+    try:
+        parts = _parts((_properties(root) or {}).get(name), root)
+        others = [part for part in parts if not _takes_text(part)]
+        if len(others) < len(parts) and not isinstance(json.loads(text), int):
+            others = [part for part in others if _type(part) != "integer"]
+        for part in others:
+            root.count(1 + len(text) // _SHOWN)
+            with suppress(_Unfit):
+                return _read_part(part, text, root)
+    except (ArgumentError, ValueError, RecursionError):
+        pass
+    return text
+
+
+def _parts(schema: Any, root: _Root) -> list[Schema]:
+    """The schemas, without further alternatives, of which one must fit."""
+    root.count()
+    schema = _resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return [{}]
+    alternatives = _alternatives(schema)
+    return [part for each in alternatives for part in _parts(each, root)] if alternatives else [schema]
+
+
+def _takes_text(schema: Schema) -> bool:
+    kind = _type(schema)
+    return kind == "string" or (kind is None and not _choices(schema))
+
+
+def _read_part(schema: Schema, text: str, root: _Root) -> Any:
+    kind = _type(schema)
+    if kind == "null" and text.strip().lower() == "null":
+        return None
+    if kind in ("array", "object"):
+        value = _parsed(text, list if kind == "array" else dict)
+        with suppress(_Unfit):
+            return _KINDS[kind](schema, value, root)
+        if value is not None:
+            return value  # `coerced` says which part of it does not fit
+    elif kind is not None:
+        return _KINDS[kind](schema, text.strip(), root)
+    for choice in _choices(schema):
+        if text == choice or text.strip() == _text(choice):
+            return choice
+    raise _unfit(kind or "one of its choices", text)
 
 
 def _expected(parameters: _Root) -> str:
@@ -98,10 +153,20 @@ def _fitted(schema: Any, value: Any, root: _Root) -> Any:
         return value
     if alternatives := _alternatives(schema):
         return _one_of(alternatives, value, root)
-    kind = schema.get("type")
-    fitted = _KINDS[kind](schema, value, root) if isinstance(kind, str) and kind in _KINDS else value
-    choices = [schema["const"]] if "const" in schema else _listed(schema, "enum")
+    kind = _type(schema)
+    fitted = value if kind is None else _KINDS[kind](schema, value, root)
+    choices = _choices(schema)
     return _chosen(choices, fitted) if choices else fitted
+
+
+def _type(schema: Schema) -> str | None:
+    """The declared type, if it is one of JSON schemas' own."""
+    kind = schema.get("type")
+    return kind if isinstance(kind, str) and kind in _KINDS else None
+
+
+def _choices(schema: Schema) -> Sequence[Any]:
+    return [schema["const"]] if "const" in schema else _listed(schema, "enum")
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
@@ -236,7 +301,7 @@ def _parsed(value: Any, kind: type) -> Any:
 
 
 def _resolved(schema: Any, root: _Root) -> Any:
-    """The target of a reference within the tool's schema; None, which anything fits, where there is none."""
+    """The target of a reference within the tool's schema; None, which anything fits, if it has no target."""
     seen: set[str] = set()
     while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
         if path in seen or not path.startswith("#/"):

@@ -18,11 +18,11 @@ _MAX_ERROR_CHARS = 1000
 
 
 class Failed(Exception):
-    """The environment did not answer; the text says why."""
+    """The environment did not answer; the text is the reason."""
 
 
 class Late(Failed):
-    """There was no answer in time."""
+    """The environment did not answer in time."""
 
 
 class NumberRefused(Failed):
@@ -41,18 +41,18 @@ class WorkerLimits:
     """Longest wait for an environment, counted anew whenever any trajectory is given one. Time in which no environment is asked
     anything counts a tenth: the model is sampled or trained then, and its trajectories keep the environments that they need."""
     grace_s: float = 30.0
-    """Time for the other trajectories of a worker to go on when a call in it hangs and cannot be cancelled."""
+    """Seconds that a worker's other trajectories may continue when a call in it hangs and cannot be cancelled."""
     idle_s: float = 300.0
     """An environment that serves no trajectory for so long is closed; longer than most training phases, as set-up is costly."""
     output_bytes: int = 1 << 16
-    """Length of an observation's text in UTF-8; a longer one is cut in the middle."""
+    """Most bytes of an observation's text in UTF-8; the middle of a longer one is cut."""
 
 
 class TimedCalls:
-    """Calls of one environment's code, each under a limit of time. `is_stuck` tells whether one cannot be ended."""
+    """Calls of one environment's code, each under a time limit. `is_stuck` is true while one cannot be ended."""
 
     def __init__(self, limits: WorkerLimits | None = None, *, is_in_thread: Callable[[], bool] = lambda: False) -> None:
-        """`is_in_thread`: whether a thread works for the environment."""
+        """`is_in_thread`: true while a thread works for the environment."""
         self.limits = limits or WorkerLimits()
         self._is_in_thread = is_in_thread
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -60,7 +60,7 @@ class TimedCalls:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call that was cut off goes on: a thread, or a coroutine that ignores being cancelled."""
+        """True while a call that was cut off continues: a thread, or a coroutine that ignores its cancellation."""
         return self._was_cut and (bool(self._tasks) or self._is_in_thread())
 
     async def within(self, limit_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -84,7 +84,7 @@ class TimedCalls:
         raise err if isinstance(err, Exception | SystemExit) else Failed(said(err)) from err
 
     async def cancel(self) -> None:
-        """Cancel the calls that go on."""
+        """Cancel the running calls."""
         await self._cancel(self._tasks)
 
     async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -109,7 +109,7 @@ async def called(method: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 async def outcome(method: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, BaseException | None]:
-    """The same with the exception returned, whatever it is: as a task's exception it could end the loop."""
+    """Like `called`, with any exception returned: as a task's exception it could end the loop."""
     try:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **named), None
@@ -120,7 +120,7 @@ async def outcome(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
 
 
 def _plain_outcome(method: Callable[..., Any], arguments: Any, named: Any) -> tuple[Any, BaseException | None]:
-    """The same for a plain method, in a thread: no asyncio future can hold a StopIteration."""
+    """Like `outcome` for a plain method, in a thread: no asyncio future can hold a StopIteration."""
     try:
         return method(*arguments, **named), None
     except BaseException as err:
@@ -138,7 +138,7 @@ def written(value: object, write: Callable[[Any], str] = str) -> str:
     """A value of the user's code as text, by `str` or `repr`, whatever its own methods do."""
     try:
         return write(value).encode(errors="replace").decode()
-    # They may raise a KeyboardInterrupt, or return what is no text.
+    # They may raise a KeyboardInterrupt, or return no text.
     except BaseException:
         return f"a {type(value).__name__} that cannot be written"
 

@@ -1,4 +1,4 @@
-"""The offers of environments, as plain data: enough to check rows, and to know which tools a row's trajectories may call."""
+"""The offers of environments, as plain data: enough to check rows and to list the tools that a row's trajectories may call."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _MAX_SCHEMA_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One environment, as it is offered."""
+    """The offer of one environment: its tools and properties."""
 
     name: str
     """The environment's name in metrics and in rows."""
     entry: str
-    """The user's own words for it, for errors."""
+    """The user's entry for it, for errors."""
     tools: tuple[Tool, ...]
     """Tools under their call names; none: a turn as a whole is one action."""
     is_repeatable: bool
     gives_reward: bool
-    """Whether it decides the reward of a trajectory."""
+    """True if it decides the reward of a trajectory."""
     is_alternative: bool
-    """Whether it is one of those among which a row's column `environment` chooses."""
+    """True if a row's column `environment` may choose it."""
     is_program: bool = False
-    """Whether it drives the model by itself, in chats that it asks of us."""
+    """True if it is a program that drives the model with sampling requests."""
     is_agent: bool = False
-    """Whether it does so by an address of the model."""
+    """True if it is an agent that drives the model through its address."""
     remarks: tuple[str, ...] = ()
     """Sentences for the user, before a run starts."""
 
     @property
     def names(self) -> frozenset[str]:
-        """The names by which rows may mean it or its tools."""
+        """Names by which rows may refer to it or its tools."""
         return frozenset((self.name, *(tool.name for tool in self.tools)))
 
 
@@ -81,22 +81,22 @@ class Description:
 
     @property
     def acts(self) -> bool:
-        """Whether there is an environment that takes a turn as a whole."""
+        """True if an environment takes a turn as a whole."""
         return not self.is_driven and not all(offer.tools for offer in self.offers)
 
     @property
     def is_program(self) -> bool:
-        """Whether a program drives the model; it is then the only entry."""
+        """True if a program drives the model; it is then the only entry."""
         return any(offer.is_program for offer in self.offers)
 
     @property
     def is_agent(self) -> bool:
-        """Whether an agent does; it is then the only entry."""
+        """True if an agent drives the model; it is then the only entry."""
         return any(offer.is_agent for offer in self.offers)
 
     @property
     def is_driven(self) -> bool:
-        """Whether a program or an agent drives the model."""
+        """True if a program or an agent drives the model."""
         return self.is_program or self.is_agent
 
     @property
@@ -139,7 +139,7 @@ class Description:
         return [tool.schema for tool in self.tools if tool.name in active]
 
     def refuse_clashes(self) -> None:
-        """ValueError where two have the same name, or tools that cannot be told apart."""
+        """Raise ValueError for clashing names of environments or tools."""
         for number, offer in enumerate(self.offers):
             for other in self.offers[:number]:
                 names = {offer.name} & {other.name} | _clashing(offer, other)

@@ -28,7 +28,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """A function or a bound method, as the model is told of it.
+    """The tool specification of a function or a bound method.
 
     Raises:
         ValueError: all hints and descriptions that are missing, with the function's file and line.
@@ -84,7 +84,7 @@ class FunctionTool(Environment):
         """The answer of a plain function, or the awaitable of an async one, for `finished`."""
         try:
             result = self._function(**call.arguments, **self._filled_in)
-        # A user's function may raise anything; the model is told.
+        # A user's function may raise anything; the model receives the error.
         except (Exception, SystemExit) as err:
             return failure(err)
         return result if inspect.isawaitable(result) else _answer(result)
@@ -170,7 +170,7 @@ def _described(schema: Schema, text: str) -> Schema:
 
 
 def _returns(hints: Mapping[str, Any], text: str | None) -> Schema | None:
-    """Only what has a JSON form: the model does not need it."""
+    """The schema of the return value; None without a hint that has a JSON form, as the model does not need it."""
     if "return" not in hints:
         return None
     try:

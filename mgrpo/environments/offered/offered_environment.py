@@ -41,14 +41,14 @@ class OfferedEnvironment:
         self._call_name = call_name
         self._is_alternative = is_alternative
         self._tools: dict[str, Tool] = {}
-        """By call name, the tools under its own names."""
+        """Tools under their original names, by call name."""
 
         self.offer = self._described()
-        """Without tools before `set_up`."""
+        """The offer, without tools before `set_up`."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether an earlier call goes on that cannot be ended. To be asked between turns: within one, calls may go on."""
+        """True while an earlier call continues and cannot be ended. Valid between turns only: within one, calls may go on."""
         return self._calls.is_stuck
 
     async def set_up(self) -> None:
@@ -138,7 +138,7 @@ class OfferedEnvironment:
 
     @property
     def ends(self) -> bool:
-        """Whether it has something to do at the end of a trajectory."""
+        """True if its class overrides `end`."""
         return type(self.environment).end is not Environment.end
 
     async def end(self) -> None:

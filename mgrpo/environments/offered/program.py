@@ -1,7 +1,7 @@
-"""A program of the user's that drives the model: `async def rollout(row, model, **settings) -> float | None`.
+"""A user program that drives the model: `async def rollout(row, model, **settings) -> float | None`.
 
-It runs in a worker process, between questions of the learner: each question brings the model's turn, and is answered with the
-program's next wish or with its result. Standard library only.
+It runs in a worker process, between requests of the learner: each carries the model's turn, and is answered with the program's
+next sampling request or with its result. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mgrpo.environments.offered.functions import tool_of
 from mgrpo.environments.offered.row_columns import is_plain, sendable
 
 Wish = dict[str, Any]
-"""A program's wish to the model, or the answer to one, as JSON."""
+"""A program's sampling request, or the answer to one, as JSON."""
 Rollout = Callable[..., Awaitable[float | None]]
 
 
 class Refused(ValueError):
-    """The model cannot be asked this; the text says why. The trajectory is unchanged."""
+    """A request that cannot be met; the text is the reason. The trajectory is unchanged."""
 
 
 class NoRoom(RuntimeError):
-    """No further token may follow. A program that does not catch it ends there, without a reward of its own."""
+    """No room for a further token. A program that does not catch it ends there, without setting a reward."""
 
 
 class Message(dict[str, Any]):
@@ -36,9 +36,9 @@ class Message(dict[str, Any]):
     def __init__(self, values: Mapping[str, Any], *, finish_reason: str, unreadable: Sequence[str]) -> None:
         super().__init__(values)
         self.finish_reason = finish_reason
-        """"stop", or "length" where the turn was cut."""
+        """"stop", or "length" if the turn was cut."""
         self.unreadable = tuple(unreadable)
-        """For each call that was begun and cannot be read, the text that tells the model why."""
+        """For each call that was begun and cannot be read, an error text for the model."""
 
     @property
     def content(self) -> str:
@@ -58,15 +58,15 @@ class Model:
         self.trajectory = trajectory
         """The trajectory's id."""
         self.seed = seed
-        """The same for all samples of a prompt."""
+        """Seed, the same for all samples of a prompt."""
         self.ids: list[int] = []
         """All tokens: at first the row's prompt, then everything up to the model's last token."""
         self.is_sampled: list[bool] = []
-        """For each token, whether the model has sampled it."""
+        """Per token, True if the model sampled it."""
         self.logprobs: list[float] = []
-        """For each token; 0 for those that were not sampled."""
+        """Log-probability per token; 0 for those that were not sampled."""
         self.metrics: dict[str, float] = {}
-        """Reported as env/{name}/{metric}."""
+        """Metrics, reported as env/{name}/{metric}."""
         self.shown: dict[str, Any] = {}
         """Values for reward functions, as attributes of their `environments`; those that JSON cannot hold are left out."""
         self.last: Message | None = None
@@ -137,14 +137,14 @@ class Model:
         self._add(0, ids, (), ())
 
     async def wish(self) -> Wish:
-        """The next wish."""
+        """The next sampling request."""
         while True:
             wish, self._asking = await self._wishes.get()
             if not self._asking.done():
                 return wish
 
     def answer(self, answer: Wish) -> None:
-        """Answer the last wish, also if the program no longer waits for it."""
+        """Answer the last sampling request, also if the program no longer awaits it."""
         assert self._asking is not None
         if "sampled" in answer:
             self._add(answer["keep"], answer["before"], answer["sampled"], answer["logprobs"])
@@ -180,10 +180,10 @@ class Program(Environment):
         self._row, self._model = row, Model(trajectory=self.trajectory, seed=seed)
 
     async def resume(self, answer: Wish) -> Wish:
-        """Go on until the program has a wish, or is over.
+        """Run the program until its next sampling request or its end.
 
         Args:
-            answer: the answer to its last wish; at first the row's prompt, {"begin": ids}.
+            answer: the answer to its last request; at first the row's prompt, {"begin": ids}.
         Returns:
             {"wish": ...}, or {"returned": reward, "metrics": ..., "shown": ...}.
         """

@@ -1,4 +1,4 @@
-"""Rows of the data as environments have them: as JSON, and with wishes in the columns `tools`, `env_config`, `environment`."""
+"""Rows of the data as environments receive them: JSON, with choices in the columns `tools`, `env_config`, `environment`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def sendable(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value, and a worker read it."""
+    """True if JSON can hold a value and a worker can read it."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         if not level:

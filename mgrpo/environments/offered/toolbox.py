@@ -28,7 +28,7 @@ class Toolbox:
         self.active: frozenset[str] = frozenset()
         """Names of the tools that the trajectory may call."""
         self.acts = False
-        """Whether each turn of the trajectory is the call `ACT`."""
+        """True if each turn of the trajectory is the call `ACT`."""
 
     async def setup(self) -> None:
         await _all_ended(each.set_up() for each in self._environments.values())
@@ -40,14 +40,14 @@ class Toolbox:
 
     @property
     def program(self) -> Program:
-        """The program that drives the model, where the description says so."""
+        """The program that drives the model, if the description has one."""
         (only,) = self._environments.values()
         assert isinstance(only.environment, Program)
         return only.environment
 
     @property
     def agent(self) -> Agent:
-        """The agent that drives the model, where the description says so."""
+        """The agent that drives the model, if the description has one."""
         (only,) = self._environments.values()
         assert isinstance(only.environment, Agent)
         return only.environment
@@ -101,7 +101,7 @@ class Toolbox:
 
     @property
     def tells(self) -> bool:
-        """Whether there is a reward or a snapshot at the end of this trajectory."""
+        """True if this trajectory ends with a reward or a snapshot."""
         return any(each.offer.gives_reward or hasattr(each.environment, "snapshot") for each in self._playing)
 
     async def reward(self) -> float | None:
@@ -114,7 +114,7 @@ class Toolbox:
 
     @property
     def ends(self) -> bool:
-        """Whether `end` does anything after this trajectory."""
+        """True if `end` does anything after this trajectory."""
         return any(each.ends for each in self._playing)
 
     async def end(self) -> None:

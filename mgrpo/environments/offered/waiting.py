@@ -1,6 +1,6 @@
-"""An agent that does nothing itself: it says where the model of its trajectory is, and waits until whoever plays has ended.
+"""Placeholder agent of `mgrpo serve-agent`: writes the endpoint of its trajectory and waits for an external agent to end.
 
-It runs in a worker, and speaks to `mgrpo serve-agent` by files in a folder of that command. Standard library only.
+It runs in a worker, and communicates with that command by files in its folder. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from mgrpo.environments.offered.agent import Endpoint
 
 SERVED, TASK, DONE = ".served", ".json", ".done"
-"""Endings of a trajectory's files: its endpoint, once it can be called; its row; made when the agent has ended."""
+"""Suffixes of a trajectory's files: its endpoint, once it can be called; its row; the mark that the agent has ended."""
 _POLL_S = 0.1
 
 
 async def wait(row: Mapping[str, Any], endpoint: Endpoint, *, folder: str) -> None:
-    """Have somebody else play the trajectory.
+    """Offer the trajectory to an external agent and wait for its end.
 
     Args:
         folder: where the files are.

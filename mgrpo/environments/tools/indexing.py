@@ -20,7 +20,7 @@ from mgrpo.environments.tools.search import APPLICATION_ID, INDEX_VERSION, query
 
 _TOKENIZER = "porter unicode61 remove_diacritics 2"
 _FREQUENT_SHARE = 0.1
-"""Words in more than this share of the documents say little and cost most of the time of a query."""
+"""Words in more than this share of the documents are left out of queries: they rank little and cost most of the time."""
 _FEW_DOCUMENTS = 10_000
 """No word of a smaller index is left out of queries: they are fast anyway."""
 _SAMPLE = 2_000
@@ -123,7 +123,7 @@ def _document(line: bytes, where: str, *, title_field: str, text_field: str) -> 
 
 
 def _storable(text: str) -> str:
-    """JSON may hold halves of characters, which SQLite cannot store."""
+    """The text without lone surrogates, which JSON may hold and SQLite cannot store."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

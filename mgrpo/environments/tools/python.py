@@ -7,17 +7,14 @@ import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.processes.reply_bodies import PLAIN, plain_body
+from mgrpo.processes.reply_bodies import KEEP_ALIVE_S, PLAIN, plain_body
 from mgrpo.sandbox.clipped import Clipped
 from mgrpo.sandbox.interpreters import CellOutput, Kernel
 from mgrpo.sandbox.local import borrow_kernels, give_back_kernels
 from mgrpo.sandbox.walled import LostError
-
-if TYPE_CHECKING:
-    import httpx
 
 _LONGEST_LIMIT_S = 300.0
 # Beside the call's own limit: to open an interpreter, and to wait for a place at a busy service.
@@ -45,10 +42,10 @@ class Python(Environment):
     ) -> None:
         """
         Args:
-            stateful: whether names last from call to call; None: yes, but for a code service that has no sessions.
+            stateful: True keeps names from call to call; None: True, except for a code service without sessions.
             timeout: seconds of a call.
             memory_mb: of the interpreter and the processes that it starts.
-            output_limit: bytes of what is printed, and of an error; more is cut in the middle.
+            output_limit: most bytes of printed output, and of an error; the middle of longer text is cut.
             accept_risk: run code even where this machine cannot isolate it.
             endpoint: URL of a code service, .../execute; none: this machine.
             api_endpoint: the same, as Open Instruct's tools call it.
@@ -166,13 +163,15 @@ class _CodeService:
     """A session of a code service; a service without sessions runs each call for itself."""
 
     def __init__(self, url: str, limit_s: float, output_bytes: int) -> None:
-        import httpx
+        import aiohttp
 
         self._url, self._limit_s, self._output_bytes = url, limit_s, output_bytes
-        self._client: httpx.AsyncClient = httpx.AsyncClient(timeout=limit_s + _REPLY_MARGIN_S)
+        timeout = aiohttp.ClientTimeout(total=limit_s + _REPLY_MARGIN_S)
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+        self._client = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self._has_sessions = False
         self._session = ""
-        """Empty before the first call."""
+        """Id of the session; "" before the first call."""
 
     async def choose(self, stateful: bool | None) -> bool:
         """Ask the service whether it has sessions, and decide whether to use them. ValueError where it does not answer as it should."""
@@ -209,16 +208,17 @@ class _CodeService:
 
     async def close(self) -> None:
         await self.forget()
-        await self._client.aclose()
+        await self._client.close()
 
     async def _end(self, session: str) -> None:
-        """The service also ends it by itself, later."""
+        """End the service's session; without this the service ends it later."""
         with contextlib.suppress(Exception):
-            await self._client.delete(f"{self._url}/{session}", timeout=5.0)
+            async with asyncio.timeout(5.0), self._client.delete(f"{self._url}/{session}", allow_redirects=False):
+                pass
 
     async def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The service's answer; where it is too busy or cannot be reached, it is asked again: the code has not run."""
-        import httpx
+        import aiohttp
 
         for pause_s in (*_PAUSES_S, None):
             try:
@@ -227,18 +227,18 @@ class _CodeService:
                     return _read(data)
                 problem = f"the code service answered {status}: {data[:300].decode('utf-8', 'replace')}"
                 may_repeat = status == 503
-            except httpx.HTTPError as err:
+            except (aiohttp.ClientError, TimeoutError) as err:
                 problem = f"the code service cannot be reached: {type(err).__name__}: {err}"
-                may_repeat = isinstance(err, httpx.ConnectError | httpx.ConnectTimeout)
+                may_repeat = isinstance(err, aiohttp.ClientConnectorError)
             if pause_s is None or not may_repeat:
                 raise RuntimeError(problem)
             await asyncio.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
 
     async def _post(self, question: Mapping[str, Any]) -> tuple[int, bytes]:
-        async with self._client.stream("POST", self._url, json=question, headers=PLAIN) as response:
+        async with self._client.post(self._url, json=question, headers=PLAIN, allow_redirects=False) as response:
             try:
-                return response.status_code, await plain_body(response.headers, response.aiter_raw(), _REPLY_BYTES)
+                return response.status, await plain_body(response.headers, response.content.iter_any(), _REPLY_BYTES)
             except ValueError as err:
                 raise RuntimeError(f"the code service's reply cannot be read: {err}") from None
 

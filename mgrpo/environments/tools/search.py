@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.processes.reply_bodies import PLAIN, plain_body
+from mgrpo.processes.reply_bodies import KEEP_ALIVE_S, PLAIN, plain_body
 
 APPLICATION_ID = 0x6D677270
-"""Marks a SQLite file as one of `mgrpo index`."""
+"""Id of SQLite files of `mgrpo index`."""
 INDEX_VERSION = 1
 _WORD = re.compile(r"\w+")
 _MAX_QUERY_WORDS = 32
@@ -85,6 +85,10 @@ class Search(Environment):
         """
         if bool(index) == bool(endpoint):
             raise ValueError(f"search: got index={index!r} and endpoint={endpoint!r}, expected exactly one of them")
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"search: endpoint={endpoint!r}, expected an address, for example http://localhost:8000/search"
+            )
         for field, value in (("num_results", num_results), ("max_words", max_words)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"search: {field}={value!r}, expected a whole number of at least 1")
@@ -163,11 +167,12 @@ class SearchService:
     """A search service over HTTP. Results are texts, objects with a text, or massive-serve's {"passages"}."""
 
     def __init__(self, endpoint: str, parameters: Mapping[str, Any]) -> None:
-        """Needs a running loop."""
+        """Create the client, within a running loop."""
         import aiohttp
 
         self._endpoint, self._parameters = endpoint, parameters
-        self._session = aiohttp.ClientSession(headers=PLAIN, auto_decompress=False)
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
 
     async def ask(self, query: str, num_results: int) -> list[Passage]:
         import aiohttp

@@ -1,4 +1,4 @@
-"""Forms of a worker's answers: the tools in its process may have changed anything there."""
+"""Forms of a worker's answers, which are untrusted: tools run in its process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Claim = Callable[[Any], bool]
 
 
 def has_form(question: Message, answer: Message) -> bool:
-    """True for an answer that may be given to this question."""
+    """True for a valid answer to this request."""
     ask = question["ask"]
     if ask not in _FORMS:
         return True
@@ -92,4 +92,4 @@ _FORMS: dict[str, dict[str, Claim]] = {
     "close": {},
     "stuck": {"stuck": lambda value: isinstance(value, list)},
 }
-"""By the kind of the question."""
+"""Forms by the kind of the request."""

@@ -1,4 +1,4 @@
-"""Tools and environments by the users' words for them: names of this package, their own code, classes of TRL and Open Instruct."""
+"""Tools and environments by the users' entries: names of this package, their own code, classes of TRL and Open Instruct."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ NAMES = {
     "python": f"{_HOME}.tools.python:Python",
     "search": f"{_HOME}.tools.search:Search",
     "calculate": f"{_HOME}.tools.calculate:Calculate",
-    "counter": f"{_HOME}.tools.counter:Counter",
-    "guess_number": f"{_HOME}.tools.guess_number:GuessNumber",
     "mcp": f"{_HOME}.adaptors.mcp:Mcp",
     "openenv": f"{_HOME}.adaptors.openenv:OpenEnv",
     "gymnasium": f"{_HOME}.adaptors.gymnasium:Gymnasium",
@@ -39,16 +37,20 @@ NAMES |= {
     "s2_search": NAMES["search"],
     "generic_mcp": NAMES["mcp"],
 }
+_EXAMPLES = {
+    "counter": "examples/game/games.py:Counter",
+    "guess_number": "examples/game/games.py:GuessNumber",
+}
+"""Environments that Open Instruct has under these names, and the repository as examples."""
 _CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
 """Second names of tools, by which models call them as well."""
 TRL = "trl:"
 """Prefix of a class in TRL's form; with a call name it is for the rows that have this name in their column `environment`."""
-PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
-"""Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
+"""Prefix of a user's program that drives the model; it is then the only entry."""
 AGENTS = {
     "command": f"{_HOME}.launch.command:CommandAgent",
-    "verifiers": f"{_HOME}.adaptors.verifiers_v1:play",
+    "verifiers": f"{_HOME}.adaptors.verifiers:Verifiers",
 }
 AGENT = "agent:"
 """Prefix of an agent that is given an address of the model, a name of `AGENTS` or the user's; it is then the only entry."""
@@ -65,7 +67,7 @@ _RAISED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One tool or environment, as a user asks for it."""
+    """One tool or environment in a user's settings."""
 
     entry: str
     """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL` or `PROGRAM`."""
@@ -106,7 +108,7 @@ def _offered(spec: Spec, calls: TimedCalls | None) -> OfferedEnvironment:
     is_program = spec.entry.startswith(PROGRAM)
     is_agent = spec.entry.startswith(AGENT)
     entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM).removeprefix(AGENT)
-    found = _found(entry, PROGRAMS if is_program else AGENTS if is_agent else NAMES)
+    found = _found(entry, {} if is_program else AGENTS if is_agent else NAMES)
     make = _program if is_program else _agent if is_agent else _trl if is_trl else _environment
     try:
         environment = make(found, spec)
@@ -137,9 +139,10 @@ def _found(entry: str, names: Mapping[str, str]) -> Any:
         return _named(names[entry])
     near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(
-        f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
-    )
+    if names is NAMES and entry in _EXAMPLES:
+        meant = f"the repository has it as {_EXAMPLES[entry]}; "
+    choices = ", ".join([*names, "package.module:name"])
+    raise ValueError(f"there is no tool {entry}; {meant}give one of {choices} or path/to/file.py:name")
 
 
 def _named(entry: str) -> Any:

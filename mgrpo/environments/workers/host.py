@@ -17,23 +17,23 @@ from mgrpo.processes.stopwatch import Stopwatch
 _CLOSE_LIMIT_S = 5.0
 _STUCK = "held a call that could not be ended, and was killed"
 _IDLE_PACE = 0.1
-"""The queue's clock, while no environment is asked anything, goes at this pace."""
+"""Pace of the queue's clock while no request to an environment is open."""
 _LEAST_WAIT_S = 0.05
 
 
 class Tally:
-    """Questions of trajectories to their environments, over all workers."""
+    """Requests of trajectories to their environments, over all workers."""
 
     def __init__(self) -> None:
         self.asked_time, self.step_time = Stopwatch(), Stopwatch()
-        """While any question is unanswered, and while any step is."""
+        """Running while any request is unanswered; running while any step is."""
         self.num_late = 0
         """Calls and resets that took too long, since the start."""
         self._num_asked = self._num_steps = 0
 
     @contextlib.contextmanager
     def asked(self, *, is_step: bool = False) -> Iterator[None]:
-        """Around a question and its answer."""
+        """Context manager around one request to the worker."""
         self._count(1, is_step)
         try:
             yield
@@ -66,26 +66,26 @@ class Host:
     ) -> None:
         """
         Args:
-            grace_s: time that it goes on with a call that cannot be ended.
+            grace_s: seconds that it may continue with a call that cannot be ended.
             spawn: starts work in the loop.
             when_free: called whenever there may be `room` again.
         """
         self.link, self.capacity, self.tally = link, capacity, tally
         self._grace_s, self._spawn, self._when_free = grace_s, spawn, when_free
         self.is_ready = self.is_closed = False
-        """Whether it has loaded, and whether the pool has closed it."""
+        """True once it has loaded; true once the pool has closed it."""
         self.held: dict[int, tuple[str, float]] = {}
-        """The trajectory that each instance serves, and since when."""
+        """Trajectory and its start time, by instance."""
         self.stuck: set[int] = set()
         """Instances with a call that cannot be ended; while there are any, the worker takes no new trajectory."""
         self._alive: set[int] = {0}
         self._idle: list[tuple[int, float]] = [(0, time.monotonic())]
-        """Since when; the one that was idle longest comes first."""
+        """Idle instances with the time since when, the longest idle first."""
         self._next = 1
 
     @property
     def room(self) -> int:
-        """Number of further trajectories that it can serve now."""
+        """Number of further trajectories that it can serve."""
         if not self.is_ready or self.stuck or self.link.is_over:
             return 0
         return len(self._idle) + self.capacity - len(self._alive)
@@ -106,7 +106,7 @@ class Host:
         return number
 
     def give_back(self, number: int, *, broken: bool, ends: bool = False) -> None:
-        """A trajectory no longer needs the instance; `ends`: the instance has something to do then."""
+        """Return a trajectory's instance; `ends`: its end has work to do."""
         del self.held[number]
         if self.link.is_over:
             return
@@ -126,7 +126,7 @@ class Host:
             self._spawn(self._discard(number))
 
     def note(self, number: int, *, is_stuck: bool) -> None:
-        """Record whether a call in the instance goes on that cannot be ended."""
+        """Record the instance as stuck in a call that cannot be ended, or as free again."""
         if not is_stuck and number in self.stuck:
             self.stuck.remove(number)
             self._when_free()
@@ -136,7 +136,7 @@ class Host:
             self.stuck.add(number)
 
     async def close_instances(self) -> None:
-        """Give the environments some seconds to close, whatever they do; the process is to be ended then."""
+        """Close the environments, for at most some seconds; the process is to be ended afterwards."""
         numbers = self.instances if self.is_ready and not self.link.is_over else []
         closing = [asyncio.ensure_future(self._ask_to_close(number)) for number in numbers]
         try:
@@ -156,7 +156,7 @@ class Host:
         self._when_free()
 
     async def _end(self, number: int) -> None:
-        """Have the instance let go of what its trajectory left; it serves no other one before."""
+        """Release the resources that a trajectory left in the instance; until then it serves no other."""
         question = {"ask": "end", "instance": number, "limit_s": _CLOSE_LIMIT_S}
         try:
             with self.tally.asked():
@@ -182,7 +182,7 @@ class Host:
         self._when_free()
 
     def _end_if_hopeless(self) -> None:
-        """Kill a worker in which only calls go on that cannot be ended."""
+        """Kill a worker that only has calls which cannot be ended."""
         if self.stuck and not self.held:
             self.link.stop(_STUCK)
 
@@ -219,7 +219,7 @@ class Queue:
     """
 
     def __init__(self, timeout_s: float, asked_time: Stopwatch) -> None:
-        """`asked_time`: runs while any environment is asked anything."""
+        """`asked_time`: runs while any request to an environment is open."""
         self._timeout_s, self._asked_time = timeout_s, asked_time
         self._waiting: deque[tuple[asyncio.Future[Place], str]] = deque()
         self._served_at = 0.0
@@ -227,7 +227,7 @@ class Queue:
 
     @property
     def first(self) -> str | None:
-        """The trajectory that is the next one to be served."""
+        """The next trajectory to serve."""
         while self._waiting and self._waiting[0][0].done():
             self._waiting.popleft()
         return self._waiting[0][1] if self._waiting else None
@@ -243,7 +243,7 @@ class Queue:
         self._waiting.popleft()[0].set_result(place)
 
     def refuse(self, why: str) -> None:
-        """All that wait get a RuntimeError."""
+        """Raise RuntimeError in all waiting trajectories."""
         for place, _ in self._waiting:
             if not place.done():
                 place.set_exception(RuntimeError(why))

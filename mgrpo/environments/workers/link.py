@@ -1,4 +1,4 @@
-"""The connection of one loop to a worker process: any number of questions at a time, and one end."""
+"""The connection of one loop to a worker process: any number of requests at a time, and one end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mgrpo.processes.visible import TOOL_VARIABLES, without_secrets
 
 PROGRAM = "mgrpo.environments.workers.worker"
 PATIENCE_S = 10.0
-"""A worker keeps the limits of its questions itself; one that is this much later is frozen."""
+"""Seconds beyond a request's limit, which the worker keeps itself; one that is later is frozen."""
 _MAX_ANSWER_BYTES = 1 << 26
 _MALFORMED = "gave an answer that does not fit the question, as if a tool had changed its modules, and was killed"
 
 
 def new_child(folders: Sequence[str], python: str | None, variables: Collection[str] = ()) -> Child:
-    """A worker process, without the secrets of this one: its tools read untrusted text.
+    """Start a worker process without the secrets of this one, as its tools read untrusted text.
 
     Args:
-        variables: names of those that it is given all the same.
+        variables: names of those that it receives all the same.
     """
     named = {name: os.environ[name] for name in variables if name in os.environ}
     return Child(
@@ -39,7 +39,7 @@ def new_child(folders: Sequence[str], python: str | None, variables: Collection[
 
 
 class Frozen(EnvironmentLost):
-    """The worker did not answer this question in time, and is killed."""
+    """The worker did not answer this request in time, and is killed."""
 
 
 class Link:
@@ -54,7 +54,7 @@ class Link:
     ) -> None:
         """
         Args:
-            fits: whether a question may have this answer; a process that gives another one is killed.
+            fits: True if an answer is valid for a request; a process that sends an invalid one is killed.
             when_over: called once with the way it ended, unless `end` was called.
         """
         self._child, self._when_over, self._fits = child, when_over, fits
@@ -65,12 +65,12 @@ class Link:
         self._ending: asyncio.Task[None] | None = None
         self._end_lock = threading.Lock()
         self.is_over = False
-        """Whether it takes no more questions."""
+        """True once it accepts no more requests."""
         self._watch()
 
     @property
     def pid(self) -> int:
-        """Of a child."""
+        """Process id of a child; not for distant workers."""
         assert isinstance(self._child, Child)
         return self._child.process.pid
 
@@ -78,7 +78,7 @@ class Link:
         """The answer of the worker, which keeps the limit itself. It may be an error.
 
         Raises:
-            EnvironmentLost: the worker has ended or ends; `Frozen` for the question to which it was late.
+            EnvironmentLost: the worker has ended or ends; `Frozen` for the request that it answered late.
         """
         if self.is_over:
             raise EnvironmentLost("the environment's worker has ended")
@@ -109,7 +109,7 @@ class Link:
             future.cancel()
 
     def stop(self, why: str) -> None:
-        """Kill the process and everything that it has started; all that wait get an EnvironmentLost."""
+        """Kill the process and everything that it has started; all open requests raise EnvironmentLost."""
         if not self.is_over:
             self.is_over = True
             self._unwatch()
@@ -157,7 +157,7 @@ class Link:
                 future.set_result(answer)
 
     def _watch(self) -> None:
-        """Let the loop call when the pipes are ready."""
+        """Register callbacks with the loop for ready pipes."""
         wanted = {} if self.is_over else self._child.events()
         for pipe in self._watched.keys() - wanted.keys():
             self._remove(pipe)

@@ -1,4 +1,4 @@
-"""Environments in worker processes: each trajectory has one of its own, under limits of number, time and length."""
+"""Environments in worker processes: one per trajectory, under limits of number, time and length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRIES_TO_BEGIN = 2
 def describe(
     specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str | None = None, variables: Sequence[str] = ()
 ) -> Description:
-    """The offers of the environments, asked of one worker process, which then ends; prints their remarks. Blocks.
+    """Read the environments' offers from one worker process, which then ends; prints their remarks. Blocks.
 
     Raises:
         ValueError: one cannot be built or set up; the message names its entry.
@@ -64,14 +64,14 @@ class EnvironmentPool:
         python: str | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """Starts nothing.
+        """Store the settings; `start` starts the workers.
 
         Args:
             pool_size: environments that exist at a time, over all workers.
             num_workers: processes; no more than `pool_size` are started.
             folders: further folders in which the workers find modules.
             python: their interpreter; None: this one.
-            variables: names of variables of this process that they are given beside those without secrets.
+            variables: names of variables of this process that they receive besides those without secrets.
         """
         if pool_size < 1 or num_workers < 1:
             raise ValueError(f"pool_size={pool_size} and env_workers={num_workers} must be at least 1")
@@ -84,7 +84,7 @@ class EnvironmentPool:
         self._queue = Queue(self._limits.acquire_timeout_s, self._tally.asked_time)
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = "the environments are not started"
-        """The reason why no environment is given out."""
+        """The reason why no environment is available."""
         self._losses = Losses()
         self._waits: list[float] = []
         self._num_replaced = 0
@@ -118,7 +118,7 @@ class EnvironmentPool:
         return descriptions[0]
 
     async def close(self) -> None:
-        """End everything, within seconds whatever tools do; all that wait for an answer get an EnvironmentLost."""
+        """End everything, within seconds whatever tools do; open requests raise EnvironmentLost."""
         self._refuse("the environments are closed")
         for task in self._tasks:
             task.cancel()
@@ -132,7 +132,7 @@ class EnvironmentPool:
                 host.link.end()
 
     async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> WorkerInstance:
-        """An environment of its own for a trajectory, see `Environments.acquire`.
+        """A separate environment for a trajectory, see `Environments.acquire`.
 
         Raises:
             RuntimeError: the pool is closed, or workers cannot be started.
@@ -155,8 +155,8 @@ class EnvironmentPool:
         raise ResetFailed(f"no environment could begin {trajectory}, in {_TRIES_TO_BEGIN} tries: {why}")
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call: the mean wait for an environment, workers that were replaced, calls and resets that took too
-        long, and the seconds in which any call was waited for."""
+        """Metrics since the last call: the mean wait for an environment, replaced workers, calls and resets that took too
+        long, and the seconds with any open call."""
         tally = self._tally
         metrics = {
             "time/env_acquire": sum(self._waits) / len(self._waits) if self._waits else 0.0,
@@ -194,7 +194,7 @@ class EnvironmentPool:
         return place.result()
 
     def _hand_out(self) -> None:
-        """Give what is free to those that have waited longest."""
+        """Assign free instances to the trajectories that have waited longest."""
         while (trajectory := self._queue.first) is not None:
             host = max(self._hosts, key=lambda host: host.room, default=None)
             if host is None or not host.room:
@@ -206,13 +206,13 @@ class EnvironmentPool:
         held = sorted((since, name) for host in self._hosts for name, since in host.held.values())
         longest = ", ".join(f"{name} for {now - since:.0f} s" for since, name in held[:3]) or "nothing"
         return (
-            f"no environment became free for {trajectory} within env_acquire_timeout={limits.acquire_timeout_s:g} s: {len(held)} of "
+            f"no environment became free for {trajectory} within {limits.acquire_timeout_s:g} s: {len(held)} of "
             f"pool_size={sum(self._capacities)} are held, the longest by {longest}; raise pool_size, or lower tool_timeout or "
             "trajectory_timeout"
         )
 
     async def _close_idle(self) -> None:
-        """The most that were ever needed at once, as by an evaluation, are not kept for the whole run."""
+        """Close idle environments: those of a peak, such as an evaluation, are not kept for the whole run."""
         while True:
             await asyncio.sleep(self._limits.idle_s / 2)
             for host in self._hosts:
@@ -238,7 +238,7 @@ class EnvironmentPool:
         return description
 
     def _replace(self, host: Host, why: str) -> None:
-        """Another worker in place of one that has ended."""
+        """Start another worker in place of one that has ended."""
         if host not in self._hosts or not host.is_ready:
             return
         self._hosts.remove(host)
@@ -266,7 +266,7 @@ class EnvironmentPool:
         self._refuse(_not_started(self._specs, f"{why}, {_STARTS_BEFORE_GIVING_UP} times in a row"))
 
     def _refuse(self, why: str) -> None:
-        """Trajectories that wait for an environment, and those that ask for one from now on, get an error."""
+        """Raise an error in trajectories that wait for an environment, and in those that request one from now on."""
         self._refusal = why
         self._queue.refuse(why)
 
@@ -277,7 +277,7 @@ class EnvironmentPool:
 
 
 def _load_question(specs: Sequence[Spec], limits: WorkerLimits) -> Message:
-    """The first question to a worker; its first environment is then instance 0."""
+    """The first request to a worker; its first environment is then instance 0."""
     return {
         "ask": "load",
         "instance": 0,

@@ -1,4 +1,4 @@
-"""An environment in its worker process: one question at a time, under limits of time and length."""
+"""An environment in its worker process: one request at a time, under limits of time and length."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MAX_SNAPSHOT_BYTES = 1 << 22
 
 
 class Resident:
-    """One environment, which is built and set up when it is first asked anything."""
+    """One environment, built and set up at its first request."""
 
     def __init__(self, specs: Sequence[Spec], limits: WorkerLimits, *, is_in_thread: Callable[[], bool]) -> None:
-        """`is_in_thread`: whether a thread of the worker works for it."""
+        """`is_in_thread`: true while a thread of the worker works for it."""
         self._specs, self._limits = specs, limits
         self._calls = TimedCalls(limits, is_in_thread=is_in_thread)
         self._toolbox: Toolbox | None = None
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call that was cut off goes on."""
+        """True while a call that was cut off continues."""
         return self._calls.is_stuck
 
     @property
@@ -68,13 +68,13 @@ class Resident:
         return await self._calls.within(self._limits.reset_timeout_s, begin)
 
     async def resume(self, answer: Message) -> Message:
-        """The program's next wish, or its result, see `Program.resume`."""
+        """The program's next sampling request, or its result, see `Program.resume`."""
 
         self._refuse_if_stuck()
         return await self._calls.within(self._limits.tool_timeout_s, self.toolbox.program.resume, answer)
 
     async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
-        """How the trajectory's agent has ended, see `Agent.run`."""
+        """Run the trajectory's agent; the outcome, see `Agent.run`."""
         self._refuse_if_stuck()
         agent = self.toolbox.agent
         run = functools.partial(agent.run, Endpoint(**endpoint), truth=truth, limit_s=limit_s)
@@ -102,7 +102,7 @@ class Resident:
         await self._calls.within(limit_s, self.toolbox.end)
 
     async def close(self, limit_s: float) -> None:
-        """Cancel what goes on, and close the environment unless that goes on nevertheless.
+        """Cancel running calls, and close the environment unless one cannot be ended.
 
         Raises:
             Late: it does not close in time.

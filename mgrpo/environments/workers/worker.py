@@ -1,18 +1,18 @@
 """The program that holds environments: `python -m mgrpo.environments.workers.worker`, asked in JSON lines by `link`.
 
-Every question has a number "id", which its answer repeats; answers come in any order. Questions and their answers:
+Every request has a number "id", which its answer repeats; answers come in any order. Requests and their answers:
 
     load    instance, specs, limits, arguments, limit_s  ->  description: the first environment is built and set up
     reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  answers: an observation, seconds and timed_out for each call
-    resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
+    resume  instance, answer                  ->  wish, or returned and metrics: a program is resumed
     run     instance, endpoint, truth, limit_s  ->  ended, status, output, reward, metrics: an agent plays
     ending  instance                          ->  reward, snapshot
-    end     instance, limit_s                 ->  the trajectory has let go of everything
-    close   instance, limit_s                 ->  what still goes on in it is cancelled
-    stuck                                     ->  stuck: the instances of which something goes on that cannot be ended
+    end     instance, limit_s                 ->  the trajectory's resources are released
+    close   instance, limit_s                 ->  running calls of it are cancelled
+    stuck                                     ->  stuck: the instances with a call that cannot be ended
 
-An answer may be {"error": text, "timed_out": bool} instead; that about an instance says whether it "is_stuck".
+An answer may be {"error": text, "timed_out": bool} instead; an answer about an instance that exists has the flag "is_stuck".
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _EnvironmentWorker:
         os._exit(0)
 
     async def _serve(self, question: Message) -> None:
-        """Answer one question, whatever comes of it."""
+        """Answer one request, also if it fails."""
         number = question.get("instance", -1)
         _OWNER.set(number)
         answer: Message = {}
@@ -142,7 +142,7 @@ class _EnvironmentWorker:
 
 
 class _OwnedThreads(ThreadPoolExecutor):
-    """Threads that count for whom they run: one that hangs cannot be ended, only be known.
+    """Threads counted by the instance for which they run: one that hangs cannot be ended, only reported.
 
     As a loop's default executor it counts everything that runs by `asyncio.to_thread`.
     """
@@ -160,7 +160,7 @@ class _OwnedThreads(ThreadPoolExecutor):
         return future
 
     def is_busy(self, owner: int) -> bool:
-        """Whether a thread runs for `owner`."""
+        """True while a thread runs for `owner`."""
         with self._lock:
             return self._running[owner] > 0
 

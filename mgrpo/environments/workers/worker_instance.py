@@ -42,7 +42,7 @@ class WorkerInstance:
         """Reset it.
 
         Raises:
-            EnvironmentLost: it cannot begin; the text says why.
+            EnvironmentLost: it cannot begin; the text is the reason.
         """
         question = {"ask": "reset", "row": sendable(row), "seed": seed, "trajectory": trajectory}
         opened = await self._ask(question, self._limits.reset_timeout_s)
@@ -76,11 +76,11 @@ class WorkerInstance:
         return [next(rest) if was_sent else refusal for was_sent in is_sent]
 
     async def resume(self, answer: Message) -> Message:
-        """Have the trajectory's program go on: its next wish, or its result."""
+        """Resume the trajectory's program: its next sampling request, or its result."""
         return await self._ask({"ask": "resume", "answer": answer}, self._limits.tool_timeout_s)
 
     async def run_agent(self, endpoint: Message, *, truth: Message, limit_s: float) -> Message:
-        """Have the trajectory's agent play to its end, see `Instance.run_agent`."""
+        """Run the trajectory's agent to its end, see `Instance.run_agent`."""
         question = {"ask": "run", "endpoint": endpoint, "truth": sendable(truth), "limit_s": limit_s}
         return await self._ask(question, limit_s + ENDING_S)
 

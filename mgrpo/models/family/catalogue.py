@@ -1,4 +1,4 @@
-"""The families that can be built: in what each differs from a Llama, and the defaults of transformers."""
+"""The families that can be built: their differences from a Llama, and the defaults of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Family:
     fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelShape`."""
     layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
-    """Whether each layer attends to everything or to a window, or has a delta net."""
+    """Kind of each layer: full attention, a sliding window, or a delta net."""
     defaults: HfConfig = field(default_factory=dict)
     """Transformers' defaults for keys that config.json lacks."""
     windowed_rope: Callable[[HfConfig], HfConfig] | None = None
@@ -31,9 +31,9 @@ class Family:
     default_rope: HfConfig | None = None
     """Transformers' RoPE where config.json has no record; None: unscaled."""
     rotates_part: bool = False
-    """Whether transformers reads `partial_rotary_factor` in this family."""
+    """True if transformers reads `partial_rotary_factor` in this family."""
     biased_attention: Literal["refused", "qkv", "all"] = "refused"
-    """What has a bias where config.json says `attention_bias`: queries, keys and values, or the output projection as well."""
+    """Projections with a bias when config.json sets `attention_bias`: queries, keys and values, or the output projection as well."""
 
 
 def _all_sliding(hf: HfConfig) -> list[str]:
@@ -53,13 +53,13 @@ def _qwen_moe_layer_types(hf: HfConfig) -> list[str]:
 
 
 def _every(period: int, hf: HfConfig) -> Sequence[str]:
-    """As listed in config.json; else one layer in `period` attends to everything."""
+    """Layer types listed in config.json; else full attention in one layer of `period`."""
     layers = range(hf["num_hidden_layers"])
     return hf.get("layer_types") or [SLIDING if (layer + 1) % period else FULL for layer in layers]
 
 
 def _hybrid_layer_types(hf: HfConfig) -> Sequence[str]:
-    """As listed in config.json; else one layer in four attends and the others have delta nets."""
+    """Layer types listed in config.json; else attention in one layer of four, and delta nets in the others."""
     period, layers = hf.get("full_attention_interval", 4), range(hf["num_hidden_layers"])
     return hf.get("layer_types") or [LINEAR if (layer + 1) % period else FULL for layer in layers]
 
@@ -109,7 +109,7 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _sigmoid_experts(hf: HfConfig, *, dense: int) -> Experts:
-    """Of GLM and DeepSeek; the first `dense` layers have a plain MLP."""
+    """Experts of GLM and DeepSeek; the first `dense` layers have a plain MLP."""
     return Experts(
         count=hf["n_routed_experts"],
         top_k=hf["num_experts_per_tok"],

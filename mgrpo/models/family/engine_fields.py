@@ -1,6 +1,6 @@
-"""Fields of config.json that the installed vLLM reads and transformers does not: an engine with one of them samples from another model.
+"""Fields of config.json that the installed vLLM reads and transformers ignores: with one, an engine samples from another model.
 
-Learners compute what transformers computes. `tests/unit/models/test_engine_fields.py` compares these tables with the source of the
+Learners compute the same as transformers. `tests/unit/models/test_engine_fields.py` compares these tables with the source of the
 installed vLLM, and fails on a field that is in none of them.
 """
 
@@ -41,9 +41,9 @@ WINDOWED = frozenset(
 LATENT = frozenset(("deepseek_v3", "kimi_k2", "glm4_moe_lite"))
 HYBRID = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 TRANSFORMERS_BACKEND = frozenset(("seed_oss", "olmo2", "olmo3"))
-"""Families for which vLLM has no class of its own."""
+"""Families without a class in vLLM."""
 ABSENT = ()
-"""No value is harmless: vLLM asks only whether the key is there."""
+"""No value is harmless: vLLM checks only that the key is present."""
 EMPTY = (None,)
 OFF = (None, False)
 ALL = frozenset(ARCHITECTURES)
@@ -54,7 +54,7 @@ class EngineField:
     """A key of config.json that vLLM reads in these families."""
 
     harmless: tuple[Any, ...]
-    """Values with which vLLM computes what transformers computes."""
+    """Values under which vLLM computes the same as transformers."""
     families: frozenset[str] = ALL
 
 
@@ -102,18 +102,18 @@ ENGINE_FIELDS: Mapping[str, EngineField] = {
     "rotary_pct": EngineField(EMPTY),
     "rotary_emb_fraction": EngineField(EMPTY),
 }
-"""By key of config.json."""
+"""Fields by key of config.json."""
 ROPE_FIELDS: Mapping[str, EngineField] = {
     "mrope_section": EngineField(ABSENT, ALL - {"qwen3_5_text", "qwen3_5_moe_text"}),
     "rope_dim": EngineField((None, 0)),
     "use_fope": EngineField(OFF),
     "is_deepseek_v4": EngineField(OFF),
 }
-"""By key of a record of RoPE."""
+"""Fields by key of a record of RoPE."""
 
 
 def engine_field_problems(family: str, hf: HfConfig, ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Fields because of which an engine would compute something else than transformers, one sentence each."""
+    """Fields that make an engine compute differently from transformers, one sentence each."""
     expected = ARCHITECTURES[family]
     if (named := hf.get("architectures") or [expected]) != [expected]:
         yield f"architectures={named!r} (vLLM goes by it, transformers by model_type; expected [{expected!r}])"

@@ -1,4 +1,4 @@
-"""Why a model cannot be built exactly: a silently different model is worse than an error."""
+"""Reasons why a model cannot be built exactly: a silently different model is worse than an error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def problems(
 def _latent_problems(
     hf: HfConfig, latent: LatentAttention, experts: Experts | None, ropes: Iterable[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """What transformers or vLLM computes otherwise, or does not read at all."""
+    """Fields that transformers or vLLM computes otherwise, or ignores."""
     heads, kinds = hf["num_attention_heads"], hf.get("mlp_layer_types") or []
     for key, expected in (
         ("num_key_value_heads", heads),

@@ -1,1 +1,1 @@
-"""A checkpoint's files: what they hold, whether they are whole, and how they come from the Hub."""
+"""A checkpoint's files: contents, completeness, and download from the Hub."""

@@ -1,7 +1,7 @@
-"""Checksums beside a model: `mgrpo.sha256`, which `sha256sum` reads as well. Exports have it, other folders need not; a list of another
-name is somebody else's, of files that need not be there.
+"""Checksums of a model's files: `mgrpo.sha256`, which `sha256sum` also reads. Exports have it, other folders need not; a list of
+another name belongs to another tool, and may list absent files.
 
-It shows damage, of which safetensors and JSON show little: a flipped bit in a weight is another weight.
+It detects damage, most of which safetensors and JSON do not: a flipped bit in a weight is another weight.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LINE = re.compile(
 """`sha256sum` writes names with backslashes and line ends in another form; they are left out."""
 _CHUNK_BYTES = 16 << 20
 _TOLD_BYTES = 1 << 30
-"""Above so many, a line says what the wait is for."""
+"""Bytes above which a line explains the wait."""
 THREADS = 4
-"""That read and hash files at the same time."""
+"""Threads that read and hash files."""
 _REMEDY = f"copy the folder again, or, if you have changed it yourself, delete {SUMS}"
 
 
@@ -65,7 +65,7 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
 
 
 def sum_problems(folder: Path, *, of_weights: bool | None = None, rank: int = 0, world_size: int = 1) -> Iterator[str]:
-    """Why the files of a folder are not those that were written, one sentence each; none for a folder without checksums.
+    """Differences between a folder's files and their checksums, one sentence each; none for a folder without checksums.
 
     Args:
         of_weights: compare the weights, for which all of them are read, or everything else; None: both.

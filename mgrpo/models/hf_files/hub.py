@@ -1,6 +1,6 @@
 """Models by their names on the Hugging Face Hub: found in this machine's cache (`HF_HOME`), or downloaded into it.
 
-Only what training reads is downloaded: configurations, tokenizer, chat templates, safetensors; never code or pickles.
+Only files that training reads are downloaded: configurations, tokenizer, chat templates, safetensors; never code or pickles.
 `python -m mgrpo.models.hf_files.hub NAME COMMIT PART` prints the folder, for processes that must stay offline themselves.
 """
 
@@ -43,7 +43,7 @@ _PATTERNS: Mapping[Part, tuple[str, ...]] = {
     "adapter": ("adapter_config.json", "adapter_model.safetensors"),
 }
 _ELSEWHERE = ("*/*.safetensors", "consolidated*")
-"""Weights for other programs, beside the model's own."""
+"""Weights for other programs, in addition to the model's own."""
 _NEEDED: Mapping[Part, tuple[str, ...]] = {
     "model": ("config.json",),
     "served": ("config.json",),
@@ -60,7 +60,7 @@ _ANSWER_S = 30.0
 
 
 class HubError(ValueError):
-    """Why a name leads to no folder, in one sentence that begins with the name."""
+    """Reason why a name leads to no folder, in one sentence that begins with the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,10 @@ class HubSnapshot:
 
 
 def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> HubSnapshot:
-    """The snapshot of `name`, downloaded where this machine does not have all of it. Processes of a machine wait for each other.
+    """Snapshot of `name`, downloaded if this machine lacks part of it. Processes of a machine wait for each other.
 
     Args:
-        revision: branch, tag or commit; None: main. What is cached serves when the Hub does not answer.
+        revision: branch, tag or commit; None: main. The cache serves when the Hub does not answer.
     Raises:
         HubError: it could not be found or downloaded.
     """
@@ -144,7 +144,7 @@ def _download(
 
 
 def _compare(info: ModelInfo, arrived: Iterable[str]) -> None:
-    """Compare files with the repository's record of them. What differs is deleted, or the next start would take it for good."""
+    """Compare files with the repository's record of them, and delete those that differ: the next start would accept them."""
     assert info.sha is not None
     folder, wrong = _folder(info.id, info.sha), []
     for file in info.siblings or ():
@@ -171,7 +171,7 @@ def _is_as_recorded(path: Path, file: RepoSibling) -> bool:
 
 
 def _odd(info: ModelInfo) -> str:
-    """A part of an answer that is not of a form that the Hub gives; empty where all is well. Mirrors name commits otherwise, and no sizes."""
+    """Part of an answer in another form than the Hub's; empty if there is none. Mirrors name commits otherwise, and no sizes."""
     if not isinstance(info.sha, str) or not _FOLDER.fullmatch(info.sha):
         return f"commit {str(info.sha)[:60]}"
     for file in info.siblings or ():
@@ -181,7 +181,7 @@ def _odd(info: ModelInfo) -> str:
 
 
 def _remember(name: str, commit: str, revision: str | None) -> None:
-    """Keep the commit of a branch or tag for when the Hub does not answer; the client writes it only where it asks itself."""
+    """Record the commit of a branch or tag for when the Hub does not answer; the client records it only for its own requests."""
     path = _repository(name) / "refs" / (revision or "main")
     with suppress(OSError):
         if revision != commit and not (path.is_file() and path.read_text() == commit):
@@ -204,7 +204,7 @@ def _wanted(info: ModelInfo, part: Part) -> dict[str, int]:
 
 
 def _lacks(info: ModelInfo, sizes: Mapping[str, int], part: Part) -> str | None:
-    """Why a repository is not what it is wanted for."""
+    """Reason why a repository lacks the files of `part`."""
     everything = [file.rfilename for file in info.siblings or ()]
     if not any(name in sizes for name in _NEEDED[part]):
         needed = {"tokenizer": "files of a tokenizer (tokenizer.json)"}.get(part, _NEEDED[part][0])
@@ -262,7 +262,7 @@ def _cached(name: str, revision: str | None, part: Part) -> HubSnapshot | None:
 
 
 def _why_not(err: Exception, name: str, revision: str | None) -> tuple[str, str]:
-    """An error of the client in words for its user: a predicate of the name, and advice."""
+    """An error of the client as a message to its user: a predicate of the name, and advice."""
     from huggingface_hub import constants, errors
 
     log_in = "log in with hf auth login, or set HF_TOKEN"
@@ -303,7 +303,7 @@ def _has_token() -> bool:
 
 @contextmanager
 def _only_one(name: str) -> Iterator[None]:
-    """Within, no other process of this machine does the same; where the cache cannot be written to, nothing is waited for."""
+    """Hold this machine's lock of the model within the block; no lock where the cache cannot be written to."""
     from huggingface_hub.utils import WeakFileLock
 
     locks = _repository(name).parent / ".locks"
@@ -342,7 +342,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _line(err: object) -> str:
-    """The first line of what an error says."""
+    """First line of an error's message."""
     return next(iter(str(err).strip().splitlines()), "no message").rstrip(".")
 
 
@@ -351,7 +351,7 @@ def _say(text: str) -> None:
 
 
 def fetch_apart(snapshot: HubSnapshot) -> str:
-    """The folder of the same files on this machine, by a process of its own: engines are kept from the network.
+    """Folder of the same files on this machine, found by a separate process: engines have no network access.
 
     Raises:
         HubError: see `fetch`.

@@ -1,6 +1,6 @@
-"""Tensors and files of a checkpoint beyond those of its model: why it is refused with them, and what to do.
+"""Tensors and files of a checkpoint beyond those of its model: reasons to refuse it, and remedies.
 
-Training, evaluation and conversion take and refuse the same folders through `weight_files`, which asks here. Goes by names alone.
+Training, evaluation and conversion accept and refuse the same folders through `weight_files`, which calls this. By names alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mgrpo.models.shape import ModelShape
 
 HEAD = "lm_head.weight"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-"""Files of an adapter, which transformers loads on top of the weights beside them."""
+"""Files of an adapter, which transformers loads on top of the weights."""
 QUANTISED = "hf_quant_config.json"
 """A file by which vLLM takes weights for quantised."""
 
@@ -89,7 +89,7 @@ def _cures(missing: list[str], extra: list[str], shape: ModelShape) -> Iterator[
 
 
 def _inserted(names: list[str], longer: list[str]) -> str:
-    """The part, like "module.", without which `longer` has every one of `names`; empty: there is none."""
+    """The part, like "module.", without which `longer` has every one of `names`; empty if there is none."""
     first = names[0].split(".") if names else []
     for words in (name.split(".") for name in longer):
         more = len(words) - len(first)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: which holds which tensor, whether all are there and whole, and what lies beside.
+"""The files of a Hugging Face folder: the file of each tensor, completeness, damage, and further files.
 
 Of weights only headers are read, 8 bytes of length and then JSON, so that a model of any size is checked at once. Pure:
 no torch.
@@ -31,7 +31,7 @@ MEGATRON = "megatron.json"
 TORCH_DIST, TORCH_DIST_INDEX, COMMON = "metadata.json", ".metadata", "common.pt"
 """The files of one of Megatron-core's own checkpoints, in its format `torch_dist`."""
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file that says which checkpoint in its folder is the newest."""
+"""File with the name of the newest checkpoint in its folder."""
 _WEIGHTS = (
     ".safetensors",
     ".index.json",
@@ -49,7 +49,7 @@ _WEIGHTS = (
 _TEMPLATES = "additional_chat_templates"
 """A folder that transformers makes for tokenizers with several templates."""
 _MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The limit of the safetensors library."""
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -58,7 +58,7 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Bits of an element of each type that the library knows."""
+"""Bits of an element of each type that the library supports."""
 _BLOCK_BYTES = 8 << 20
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -75,7 +75,7 @@ class Tensor:
 
 
 def tensor_files(folder: str | Path) -> dict[str, Path]:
-    """The file of a Hugging Face folder that holds each tensor.
+    """File of a Hugging Face folder for each tensor.
 
     Raises:
         ValueError: there are no safetensors, or their index is damaged or names a file outside the folder.
@@ -106,7 +106,7 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
 
 
 def head_files(folder: str | Path, shape: ModelShape) -> dict[str, Path]:
-    """The file of each tensor of the heads that draft (`ModelShape.draft_layers`); none where the folder was written without them."""
+    """The file of each tensor of draft heads (`ModelShape.draft_layers`); none where the folder was written without them."""
     return {name: path for name, path in tensor_files(folder).items() if is_draft(name, shape)}
 
 
@@ -165,10 +165,10 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Collection[str] = FLOATS) -> Iterator[str]:
-    """Why the weights of a Hugging Face folder cannot be used, one sentence each; all begin with the folder.
+    """Reasons why the weights of a Hugging Face folder cannot be used, one sentence each; all begin with the folder.
 
     Args:
-        shape: what the tensors must be, those that are `left_out` aside; None: only that all files are whole.
+        shape: expected tensors, except those `left_out`; None: check only that all files are whole.
         dtypes: the types that are allowed.
     """
     try:
@@ -193,7 +193,7 @@ def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Col
     if shape is None:
         return
     expected, found = hf_tensors(shape), {name: header(path)[name] for name, path in files.items()}
-    # transformers and vLLM also load what an index does not list.
+    # transformers and vLLM also load tensors that an index does not list.
     stored: dict[str, tuple[Path, Tensor]] = {}
     for path in dict.fromkeys(files.values()):
         for name, tensor in header(path).items():
@@ -217,13 +217,13 @@ def _second_files(folder: Path, expected: Collection[str]) -> Iterator[str]:
 
 
 def left_out(folder: str | Path, shape: ModelShape) -> list[str]:
-    """Tensors of a whole folder that the model does without: see `is_left_out`, and the LM head of a tied model if it equals the embedding."""
+    """Tensors of a whole folder that the model does not use: see `is_left_out`, and the LM head of a tied model if it equals the embedding."""
     paths = dict.fromkeys(tensor_files(folder).values())
     return _left_out({name: (path, tensor) for path in paths for name, tensor in read_header(path).items()}, shape)
 
 
 def left_out_note(names: Collection[str], folder: str | Path) -> str:
-    """A line for the user that names what is `left_out`."""
+    """Line for the user that names the tensors `left_out`."""
     return (
         f"left out: {some(names)} of {folder}; layers that guess further tokens, tables of RoPE and an LM head equal to the "
         "embedding are no part of the model"
@@ -330,7 +330,7 @@ def files_beside(folder: Path) -> list[Path]:
 
 
 def _is_in_hub_cache(target: Path) -> bool:
-    """Whether this is where the Hub's cache keeps files, to which the folders of its models link."""
+    """True if this is in the Hub cache's folder of blobs, to which the folders of its models link."""
     return target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
 
 

@@ -1,4 +1,4 @@
-"""The part of the table of a layer's attention, or of what stands in its place."""
+"""Table part of a layer's attention, or of the delta net in its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_LATENT: dict[str, tuple[str, Callable[[str], Rule]]] = {
     "kv_b_proj": ("linear_kv_up_proj", Split),
     "o_proj": ("linear_proj", partial(Split, dim=1)),
 }
-"""Of latent attention: Megatron's name and the rule of each weight. Rows of what is split are head after head."""
+"""Latent attention: Megatron's name and the rule of each weight. Rows of split weights are head after head."""
 
 
 def attention_tensors(model: ModelShape, layer: int, at: str) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""Boxes as rows of numbers, for what is compared or sent by the hundred thousand, and which rank holds which. Pure."""
+"""Boxes as rows of numbers, for comparing and sending hundreds of thousands, and the ranks that hold them. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ COLUMNS = 1 + 2 * MAX_DIMS
 """The tensor's number, the start and the shape; dimensions that a tensor lacks begin at 0 and are of length 1."""
 
 WORD = np.dtype("<i4")
-"""Of a table that is packed."""
+"""Type of a packed table."""
 COMPRESSION = 3
-"""More takes longer and makes next to nothing of it."""
+"""Level of compression; higher ones take longer and save next to nothing."""
 
 Rows = np.ndarray
 """`[boxes, COLUMNS]` int64."""
 
 
 class Tensors:
-    """Tensors by number. Rows of boxes mean something only with them."""
+    """Tensors by number; rows of boxes refer to these."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.names = tuple(shapes)
@@ -82,14 +82,14 @@ def sizes(rows: Rows) -> np.ndarray:
 
 
 def common(a: Rows, b: Rows) -> tuple[Rows, np.ndarray]:
-    """For each pair of boxes of one tensor their common part, and whether there is one."""
+    """Common part of each pair of boxes of one tensor, and True where it is not empty."""
     start = np.maximum(starts(a), starts(b))
     length = np.minimum(starts(a) + lengths(a), starts(b) + lengths(b)) - start
     return np.concatenate((a[:, :1], start, length), axis=1), (length > 0).all(axis=1)
 
 
 def packed(table: np.ndarray) -> str:
-    """`[rows, columns]` whole numbers of 31 bits as text. Neighbouring rows differ by little, which is what is stored."""
+    """`[rows, columns]` whole numbers of 31 bits as text; differences between neighbouring rows are stored, which are small."""
     assert not len(table) or np.abs(table).max() < 1 << 30, "numbers do not fit"
     steps = np.diff(table, axis=0, prepend=0)
     return base64.b64encode(zlib.compress(steps.T.astype(WORD).tobytes(), COMPRESSION)).decode()
@@ -103,12 +103,12 @@ def unpacked(text: str, columns: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class HeldBoxes:
-    """Which rank holds which boxes. Ranks that hold the same, data-parallel replicas, share one table."""
+    """Boxes held by each rank. Ranks that hold the same, data-parallel replicas, share one table."""
 
     tensors: Tensors
     tables: Sequence[Rows]
     ranks: Sequence[Sequence[int]]
-    """For each table the ranks that hold it, ascending; every rank is in one of them."""
+    """Ranks that hold each table, ascending; every rank is in one of them."""
 
     def boxes(self, rank: int) -> list[Box]:
         """The boxes of a rank."""

@@ -1,4 +1,4 @@
-"""Slices of Hugging Face tensors, and where they lie in the parameters of a rank. Pure: no torch, no processes."""
+"""Slices of Hugging Face tensors, and their places in the parameters of a rank. Pure: no torch, no processes."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ Tensor = TypeVar("Tensor", bound=_Viewed)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box and the place in the local parameter where it lies.
+    """A box and its place in the local parameter.
 
     The parameter may lack dimensions of the HF tensor; those of the box are then of length 1.
     """
 
     box: Box
     local: Shape
-    """Where the region of the parameter begins."""
+    """First index of the region in the parameter."""
     dims: tuple[int, ...] | None = None
-    """For each dimension of the parameter the box's, ascending; None: they are the same."""
+    """Dimension of the box for each of the parameter's, ascending; None: they are the same."""
 
     @property
     def place(self) -> Box:
@@ -113,9 +113,9 @@ class LocalParameter:
     """The LM head of a tied model's last stage, a copy of the first stage's embedding."""
 
     def run(self, start: int, stop: int) -> Iterator[FlatPiece]:
-        """The pieces that elements `start` to `stop` hold, counted row by row: the shard of an optimizer that ignores rows.
+        """Pieces that elements `start` to `stop` hold, counted row by row: the shard of an optimizer that ignores rows.
 
-        Each box lies in a partial first row, whole rows, or a partial last row.
+        Each box is in a partial first row, whole rows, or a partial last row.
         """
         width = self.shape[1] if len(self.shape) == 2 else 1
         first_whole, last_whole = -(-start // width), stop // width

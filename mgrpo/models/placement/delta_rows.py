@@ -38,7 +38,7 @@ def delta_rules(delta: DeltaNet, at: str) -> dict[str, Rule]:
 
 
 def query_key_value(delta: DeltaNet, name: str) -> Sections:
-    """Of a tensor with the rows of all queries, all keys and all values: each rank has those of its own heads."""
+    """Rule of a tensor with the rows of all queries, all keys and all values: each rank has those of its own heads."""
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     return Sections(((Rows(name, 0, keys),), (Rows(name, keys, keys),), (Rows(name, 2 * keys, values),)))
 
@@ -51,7 +51,7 @@ def _inputs_apart(delta: DeltaNet, at: str) -> tuple[tuple[Rows, ...], ...]:
 
 
 def _inputs_by_head(delta: DeltaNet, at: str) -> tuple[tuple[Rows, ...], ...]:
-    """The same from two tensors, in which all rows of a key head and its value heads lie together."""
+    """The same from two tensors, in which all rows of a key head and its value heads are contiguous."""
     values = delta.value_heads // delta.key_heads
     parts = {
         "qkvz": (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim),

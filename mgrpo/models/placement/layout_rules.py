@@ -1,4 +1,4 @@
-"""How a Megatron parameter is laid out in Hugging Face tensors: the rules of which `table` is made."""
+"""Rules that map a Megatron parameter to Hugging Face tensors; `table` is made of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Split:
 class Stacked:
     names: tuple[str, ...]
     dim: int | None = 0
-    """Along which each tensor is cut before they are stacked; None: it is whole on every rank."""
+    """Dimension along which each tensor is cut before they are stacked; None: it is whole on every rank."""
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
         pieces, rows = [], 0
@@ -87,12 +87,12 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Those with the numbers `own` of a tensor's first dimension: vectors, or matrices one above the other."""
+    """Slices `own` of a tensor's first dimension: vectors, or matrices one above the other."""
 
     name: str
     own: range
     dim: int | None = None
-    """Of the tensor, along which each slice is cut; None: it is whole on every rank."""
+    """Dimension of the tensor along which each slice is cut; None: it is whole on every rank."""
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
         start, shape = (0,) * len(tensors[self.name]), tensors[self.name]

@@ -1,4 +1,4 @@
-"""The part of the table of a layer's MLP, or of the mixture of experts in its place."""
+"""Table part of a layer's MLP, or of the experts in its place."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def expert_rules(experts: Experts, own: range, at: str) -> dict[str, Rule]:
 
 
 def is_frozen(name: str) -> bool:
-    """Whether the HF tensor stays as it was loaded, in float32: it is never trained."""
+    """True if the HF tensor stays as loaded, in float32: it is never trained."""
     return name.endswith(CHOICE_BIAS)
 
 

@@ -1,4 +1,4 @@
-"""From the words of verl's and slime's commands to a `Config`, with every problem reported at once."""
+"""A `Config` from the words of verl's and slime's commands, with every problem reported at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AGGREGATIONS = {
 
 @dataclass(slots=True)
 class Read:
-    """The texts of a command by the trainer's names, the lines on which they stand, and what could not be read."""
+    """The texts of a command by the trainer's names, the lines on which they stand, and the problems of reading them."""
 
     texts: dict[str, Text] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Given:
 
     def __init__(self, trainer: str, read: Read, fields: Mapping[str, object]) -> None:
         self.trainer, self.texts, self.lines, self.fields = trainer, dict(read.texts), read.lines, fields
-        """`fields`: settings of this project that the caller gives beside them."""
+        """`fields`: settings of this project that the caller gives in addition."""
         self.problems: list[str] = list(read.problems)
         self.notes: list[str] = []
         self.values: Values = {}
@@ -58,11 +58,11 @@ class Given:
         return f" (line {self.lines[name]})" if self.lines.get(name) else ""
 
     def has(self, name: str) -> bool:
-        """Whether the command gives a value under that name."""
+        """True if the command gives a value under that name."""
         return name in self.texts and self.text(name).lower() not in NOTHING
 
     def is_on(self, name: str) -> bool:
-        """Whether a switch is on; a problem where the text is neither."""
+        """True if a switch is on; a problem where the text is neither on nor off."""
         text = self.text(name).lower()
         if text in NOTHING or UNKNOWN in text:
             return False
@@ -71,7 +71,7 @@ class Given:
         return BOOLEANS.get(text, False)
 
     def number(self, name: str) -> float | None:
-        """The number under that name; None where there is none, which is a problem if text is there."""
+        """The number under that name; None for text that is not a number, which is a problem, and without a value."""
         text = self.text(name)
         if text.lower() in NOTHING or UNKNOWN in text:
             return None
@@ -90,7 +90,7 @@ class Given:
         return None if number is None else int(number)
 
     def whole(self, setting: str, default: int) -> int:
-        """The whole number that a setting is given, or else `default`, also where its text is no number, which is reported later."""
+        """The whole number that a setting is given, or else `default`, also where its text is not a number, which is reported later."""
         text = str(self.values.get(setting, default))
         return int(text) if text.removeprefix("-").isdecimal() else default
 
@@ -122,7 +122,7 @@ class Given:
             self.problems.append(f"{word.name}={text} is refused{self.at(word.name)}: {why}")
 
     def leave_out(self, names: Sequence[str], why: str) -> None:
-        """Note that those among the names that are given have no effect beside the others."""
+        """Note that the given ones among the names have no effect, for this reason."""
         if found := [name for name in names if self.has(name) and name not in self.left_out]:
             self.idle.setdefault(why, []).extend(found)
 
@@ -162,16 +162,16 @@ def clip_bounds(given: Given, low: str, high: str) -> None:
 
 
 def precision_of_moments(given: Given, name: str) -> None:
-    """Adam's moments in fewer bits, which an optimizer in host memory does not have."""
+    """Set Adam's moments in fewer bits, which an optimizer in host memory does not have."""
     if given.is_on(name) and str(given.values.get("optimizer_cpu_offload", "false")).lower() != "true":
         given.values["use_precision_aware_optimizer"] = True
 
 
 def config_of(trainer: str, read: Read, fields: Mapping[str, object], *, combine: Callable[[Given], None]) -> Config:
-    """The config that what was read comes to, with `fields` on top.
+    """The config of the texts in `read`, with `fields` on top.
 
     Raises:
-        ConfigError: everything in them that cannot be done here.
+        ConfigError: every problem in them.
     """
     given = Given(trainer, read, fields)
     for word in words(trainer).values():
@@ -286,11 +286,10 @@ CONVERT: dict[str, Callable[[Text], object]] = {
     "none_is_all": lambda text: "-1" if _text(text).lower() in NOTHING else text,
     "top_k": lambda text: max(int(_text(text)), 0),
     "turns": lambda text: int(_text(text)) - 1,
-    "rounds": lambda text: int(_text(text)) or None,
     "parser": lambda text: f"vllm_{text}",
     "learner": lambda text: "learner" if _text(text).lower() == "true" else None,
     "rollout": lambda text: "rollout" if _text(text).lower() == "true" else None,
     "routing": lambda text: {"disabled": "none", "r2": "learner", "r3": "rollout"}[_text(text).lower()],
     "fp16": lambda text: "float16" if _text(text).lower() == "true" else None,
 }
-"""From a text to the value of the targets, a list to one value for each; None leaves a target as it is."""
+"""Conversions of a text to the value of the targets, a list to one value for each; None leaves a target unchanged."""

@@ -1,6 +1,6 @@
 """The words that a launch script gives to a trainer: from a command line or a script as text, or from its words.
 
-`Shell` reads the text; here the trainer's command is told from others, and from launchers, which take it behind `--`.
+`Shell` reads the text; here the trainer's command is distinguished from others, and from launchers, which take it behind `--`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def arguments_in(given: str | Path | Sequence[str], *, trainer: str, is_flag: Ca
     """The words that a command line, a script, or the words of a command give to a trainer.
 
     Args:
-        trainer: a part of the program's name, which tells it from others that the text starts.
-        is_flag: whether a word has the form of the trainer's flags.
+        trainer: a part of the program's name, which distinguishes it from others that the text starts.
+        is_flag: True for a word in the form of the trainer's flags.
     Returns:
-        `Placed` words, with marks of what only a shell could compute.
+        `Placed` words, with marks of parts that only a shell could compute.
     Raises:
         ConfigError: no flag, several trainers, or a script that cannot be read.
     """
@@ -152,7 +152,7 @@ def arguments_of(words: Sequence[str]) -> list[str]:
 
 
 def _program_at(words: Sequence[str]) -> int | None:
-    """Where the trainer's program stands: the first that starts no other."""
+    """Index of the trainer's program: the first that starts no other."""
     return next((i for i, word in enumerate(words) if _is_program(word) and not _is_launcher(word)), None)
 
 

@@ -25,12 +25,12 @@ SETTING = ("read", "mapfile", "readarray", "unset", "getopts", "let", "printf")
 
 
 class Shell:
-    """Follows the commands of a script, and keeps what they set."""
+    """Follows the commands of a script, and keeps the values that they set."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.values = Values(environment)
         self.is_certain = True
-        """Whether the next command runs whatever those before it do."""
+        """True if the next command runs independently of those before it."""
 
     def commands(self, text: str, *, joins_lines: bool = False) -> Iterator[list[str]]:
         """The words of each command, in order, as far as the script is read; those of assignments alone are left out."""
@@ -66,7 +66,7 @@ class Shell:
     def _command(
         self, command: Sequence[Token], blocks: list[str], function: str, *, ends_in: str
     ) -> Generator[list[str], None, bool]:
-        """The words of one command, if it has some; returns whether the script ends with it."""
+        """The words of one command, if it has some; returns True if the script ends with it."""
         tokens = self._without_grammar(list(command), blocks, function)
         is_whole = self.is_certain and ends_in not in ("|", "|&", "&")
         outer = next((block for block in blocks if block != "("), blocks[0] if blocks else "")
@@ -109,7 +109,7 @@ class Shell:
         return bool(tokens) and all(ASSIGNED.match(token.text) for token in tokens)
 
     def _simple(self, tokens: list[Token], where: str, *, in_function: bool) -> Generator[list[str], None, bool]:
-        """One command: what it sets, or its words."""
+        """One command: apply its assignments, or yield its words."""
         values = self.values
         own = [token for i, token in enumerate(tokens) if not self._only_assigns(tokens[: i + 1])]
         while own and own[0].text in ("command", "builtin"):
@@ -152,7 +152,7 @@ class Shell:
 
 
 def sets_arguments(words: Sequence[str]) -> bool:
-    """Whether `set` with these words gives the script other arguments."""
+    """True if `set` with these words gives the script other arguments."""
     of_option = False
     for word in words:
         if word == "--" or not (of_option or word.startswith(("-", "+"))):
@@ -162,5 +162,5 @@ def sets_arguments(words: Sequence[str]) -> bool:
 
 
 def blocks_pattern(blocks: Sequence[str]) -> bool:
-    """Whether a bracket belongs to a pattern of `case`."""
+    """True if a bracket belongs to a pattern of `case`."""
     return bool(blocks) and blocks[-1] == "case"

@@ -1,4 +1,4 @@
-"""The words and operators of a shell script as they are written, each with its line, and marks for what was not computed."""
+"""The words and operators of a shell script as they are written, each with its line, and marks for parts that were not computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mgrpo.config.errors import ConfigError
 
 UNKNOWN = "\0"
-"""Begins, divides and ends a mark: reason and text of what was not computed."""
+"""Begins, divides and ends a mark: reason and text of a part that was not computed."""
 MARK = re.compile(r"\0([^\0]*)\0([^\0]*)\0")
 OPERATORS = re.compile(r"&&|\|\||;;&|;;|;&|\|&|;|\||&|\(|\)|\n")
 REDIRECTION = re.compile(r"\d*(?:<<<|<<-|<<|<&|<>|<|>>|>&|>\||>)|&>>|&>")
@@ -46,12 +46,12 @@ def line_of(word: str) -> int:
 
 
 def known(word: str) -> str:
-    """The word as it was written, without marks of what was not computed."""
+    """The word as it was written, without marks of parts that were not computed."""
     return MARK.sub(r"\2", word)
 
 
 def reasons(word: str) -> str:
-    """Why parts of the word were not computed."""
+    """Reasons why parts of the word were not computed."""
     return "; ".join(dict.fromkeys(why for why, _ in MARK.findall(word)))
 
 
@@ -67,7 +67,7 @@ class Lexer:
         self.text, self.joins_lines = text.replace(UNKNOWN, ""), joins_lines
         self.breaks = [i for i, letter in enumerate(self.text) if letter == "\n"]
         self.documents: list[tuple[str, bool]] = []
-        """Ends of here-documents whose text follows the line, and whether tabs before them do not count."""
+        """Ends of here-documents whose text follows the line, and True if tabs before them do not count."""
 
     def tokens(self) -> Iterator[Token]:
         """All of them; a redirection is an operator, and the word behind it a word."""
@@ -143,7 +143,7 @@ class Lexer:
         return at
 
     def after(self, at: int, *, within: bool = False) -> int:
-        """The place behind a letter, or behind what is quoted or substituted there; `within` double quotes."""
+        """The place behind a letter, quotation or substitution; `within` double quotes."""
         text = self.text
         if text[at] == "\\":
             return min(at + 2, len(text))

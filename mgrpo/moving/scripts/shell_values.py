@@ -29,29 +29,29 @@ OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Values:
-    """The state of a script: what its variables and lists hold, and what can no longer be told from the text."""
+    """The state of a script: values of its variables and lists, and doubts about those that the text does not decide."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = {"RANDOM": str(random.randrange(1 << 15)), **environment}
         self.variables: dict[str, str] = {}
         self.lists: dict[str, list[str]] = {}
         self.doubts: dict[str, str] = {}
-        """Names whose value depends on more than the text, and why."""
+        """Names whose value depends on more than the text, with the reason."""
         self.lasting: dict[str, str] = {}
-        """Those that a function sets, which may be called at any time."""
+        """Doubts of names that a function sets, which may be called at any time."""
         self.any_name = ""
-        """Why every name that the script has not set since may have another value."""
+        """Reason why every name that the script has not set since may have another value; "": none."""
         self.any_time = ""
-        """Why every name may have another value, also one that the script sets later: a function may be called."""
+        """The same for every name, also one that the script sets later: a function may be called."""
         self.arguments = ""
-        """Why "$@" is not what the script was given, which is nothing."""
+        """Reason why "$@" is not the script's arguments, which are none."""
         self.splitting = ""
-        """Why unquoted values are not divided at blanks alone."""
+        """Reason why unquoted values are not divided at blanks alone."""
         self.in_function = False
-        """Whether the command that is read is a function's."""
+        """True if the command that is read is a function's."""
 
     def doubt_all(self, why: str, in_function: bool) -> None:
-        """No name has a value that is known, until the script sets it again."""
+        """Drop the values of all names, until the script sets them again."""
         self.any_name = why
         self.variables.clear()
         self.lists.clear()
@@ -59,13 +59,13 @@ class Values:
             self.any_time = why
 
     def doubt(self, name: str, why: str, in_function: bool = False) -> None:
-        """The value of a name depends on more than the text; one that a function sets, from now on."""
+        """Record that the value of a name depends on more than the text; for one that a function sets, from now on."""
         self.doubts[name] = why
         if in_function:
             self.lasting[name] = why
 
     def assign(self, tokens: Sequence[Token], where: str, in_function: bool) -> None:
-        """Follow `name=value` words; `where` says on what they depend, where they do not simply happen."""
+        """Follow `name=value` words; `where`: the block or command on which they depend; "" if unconditional."""
         for token in tokens:
             found = ASSIGNED.match(token.text)
             if found is None:
@@ -98,7 +98,7 @@ class Values:
         return home + self._text(rest, line, quoted=False)[0]
 
     def _home(self, raw: str, line: int) -> tuple[str, str]:
-        """The user's folder where a word begins with it, and what stands behind."""
+        """The user's folder where a word begins with it, and the rest of the word."""
         is_home = raw == "~" or raw.startswith("~/")
         return (self._value("HOME", "~", line), raw[1:]) if is_home else ("", raw)
 
@@ -196,7 +196,7 @@ class Values:
 
     @staticmethod
     def _is_brace(raw: str, at: int) -> bool:
-        """Whether a shell makes several words of the brace."""
+        """True if a shell makes several words of the brace."""
         close = raw.find("}", at)
         return close > 0 and ("," in raw[at:close] or ".." in raw[at:close])
 
@@ -268,11 +268,11 @@ class Values:
 
 
 class UnknownName(Exception):
-    """Why the value of a name in a sum is not known."""
+    """A name in a sum has no known value; the message has the reason."""
 
 
 def summed(text: str, value_of: Callable[[str], str]) -> int:
-    """The value of a sum as a shell computes it; many kinds of error where it is none, or not one of whole numbers."""
+    """The value of a sum as a shell computes it; many kinds of error where it is not one, or not of whole numbers."""
     if not re.fullmatch(r"[\w\s+\-*/%()]*", text) or re.search(r"\d_", text):
         raise ValueError
 

@@ -1,4 +1,4 @@
-"""slime's commands: flags of Megatron and its own, and what several of them mean together."""
+"""slime's commands: flags of Megatron and its own, and the joint meaning of several of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ESTIMATORS: dict[str, dict[str, str]] = {
 ARCHITECTURE = "${MODEL_ARGS[@]}"
 """The list that its scripts take from a file of the model's architecture, which is read from config.json here."""
 MOST_PROMPT_TOKENS = 2048
-"""slime limits prompts only where asked; a run here needs a limit."""
+"""slime limits prompts only on request; a run here needs a limit."""
 
 
 def read(settings: str | Path | Sequence[str] | Mapping[str, object], fields: Mapping[str, object]) -> Config:
@@ -77,7 +77,7 @@ def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> Rea
 
 
 def combine(given: Given) -> None:
-    """Set what only several names together decide, and refuse those that contradict each other."""
+    """Set the values that several names decide together, and refuse names that contradict each other."""
     _gpus(given)
     _batch(given)
     _loss(given)
@@ -240,15 +240,15 @@ def _teacher(given: Given) -> None:
 
 
 def _advantages(given: Given, *, is_by_batch: bool) -> None:
-    """Set how advantages are normalised; over the batch slime divides by sqrt(variance + 1e-8).
+    """Set the normalisation of advantages; over the batch slime divides by sqrt(variance + 1e-8).
 
     Args:
-        is_by_batch: whether the estimator is one that slime runs with normalize_advantages only.
+        is_by_batch: True for an estimator that slime runs with normalize_advantages only.
     """
     values, word = given.values, words("slime")["normalize_advantages"]
     centered, whitened = given.is_on("disable_grpo_std_normalization"), given.is_on("normalize_advantages")
     values["advantage_normalization_type"] = "centered" if centered else "standard"
-    values |= {"advantage_ddof": 1, "advantage_eps": 1e-8 if whitened else 1e-6}
+    values["advantage_std"] = "sample" if whitened else "verl"
     if is_by_batch and not whitened:
         estimator = given.text("advantage_estimator")
         given.problems.append(

@@ -1,4 +1,4 @@
-"""verl's commands: words a.b.c=value, as Hydra reads them, or its YAML files; and what several of its names mean together."""
+"""verl's commands: words a.b.c=value, as Hydra reads them, or its YAML files; and the joint meaning of several of its names."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _is_idle(name: str) -> bool:
 
 REFERENCE = re.compile(r"\$\{(?:oc\.(?P<how>select|env):)?(?P<name>[\w.]+)(?:,(?P<default>[^{}]*))?\}")
 DEEPEST = 8
-"""References within what references lead to."""
+"""Depth of references within the targets of references."""
 
 
 def _resolve_references(read: Read) -> None:
@@ -175,7 +175,7 @@ def _resolved(text: str, name: str, texts: Mapping[str, Text], depth: int) -> Te
 
 
 def _join_template_kwargs(read: Read) -> None:
-    """The variables of the chat template, which are names of their own there, as one JSON object."""
+    """The variables of the chat template, which are separate names there, as one JSON object."""
     prefix = f"{TEMPLATE_KWARGS}."
     variables: dict[str, object] = {}
     for name in [name for name in read.texts if name.startswith(prefix)]:
@@ -230,7 +230,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Text]:
 
 
 def combine(given: Given) -> None:
-    """Set what only several names together decide, and refuse those that contradict each other."""
+    """Set the values that several names decide together, and refuse names that contradict each other."""
     _gpus(given)
     _batch(given)
     set_loss(given)

@@ -1,4 +1,4 @@
-"""The loss of verl's commands: what its names mean together, in the sense of verl's own functions."""
+"""The loss of verl's commands: the joint meaning of its names, by verl's own functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLICY_LOSSES: dict[str, dict[str, str]] = {
     "sapo": {"policy_loss": "sapo", "aggregation": "seq_mean"},
     "cispo": {"policy_loss": "cispo"},
 }
-"""The settings of each loss_mode; those with an aggregation average the policy term so, whatever loss_agg_mode is."""
+"""The settings of each loss_mode; those with an aggregation average the policy term so, for any loss_agg_mode."""
 
 ADVANTAGES: dict[str, str] = {
     "grpo": "",
@@ -26,7 +26,7 @@ ADVANTAGES: dict[str, str] = {
 
 
 def set_loss(given: Given) -> None:
-    """Set loss, advantages and correction, and refuse what has another average here."""
+    """Set loss, advantages and correction, and refuse terms with another average here."""
     values = given.values
     has_kl = given.is_on(f"{ACTOR}use_kl_loss")
     values["beta"] = given.text(f"{ACTOR}kl_loss_coef") if has_kl else 0.0
@@ -45,7 +45,7 @@ def set_loss(given: Given) -> None:
         by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
         values["advantage_normalization_type"] = kind or ("standard" if by_std else "centered")
         # Over the batch verl divides by sqrt(variance + 1e-8).
-        values |= {"advantage_ddof": 1, "advantage_eps": 1e-8 if kind else 1e-6}
+        values["advantage_std"] = "sample" if kind else "verl"
     # There every group is trained on, also one whose advantages are all 0.
     values["filter_zero_std_samples"] = values.get("active_sampling", False)
     level = given.choice(
@@ -78,7 +78,7 @@ def _clips(given: Given, *, has_dual: bool) -> None:
 
 
 def _average(given: Given, *, has_kl: bool) -> None:
-    """Refuse terms of the loss that have an average of their own there."""
+    """Refuse terms of the loss that have a separate average there."""
     word, mode = words("verl")[f"{ACTOR}loss_agg_mode"], given.text(f"{ACTOR}loss_agg_mode")
     loss = given.text(f"{ACTOR}policy_loss.loss_mode").lower()
     averages_itself = "aggregation" in POLICY_LOSSES.get(loss, {})

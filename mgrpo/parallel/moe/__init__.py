@@ -1,1 +1,1 @@
-"""The parts of a mixture of experts: its router and its experts."""
+"""The parts of an MoE layer: its router and its experts."""

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 
 class Choices(RouterReplay):
-    """In the place of Megatron's record, whose routers cannot choose for a part of the tokens."""
+    """Replacement of Megatron's record, whose routers cannot choose for a part of the tokens."""
 
     def __init__(self) -> None:
         self.fixed: torch.Tensor | None = None
@@ -19,11 +19,11 @@ class Choices(RouterReplay):
         self.is_training = self.is_recording = False
         self.recorded: torch.Tensor | None = None
         self.is_repeated = self.will_repeat = False
-        """Whether the present pass computes an earlier one again, and whether it will itself be computed again."""
+        """True if the present pass recomputes an earlier one; true if it will itself be recomputed."""
         self._earlier: deque[torch.Tensor] = deque()
         """`[tokens, top_k]` int16 of the passes that will be computed again, in their order."""
         self.counted: list[torch.Tensor] = []
-        """`[2]` of each pass in training: how many choices were fixed, and how many of these the router would not have made."""
+        """`[2]` of each pass in training: the number of fixed choices, and of those that the router would not have made."""
 
     def get_replay_topk(
         self,

@@ -14,7 +14,7 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.moe.experts import ALIGNMENT, GroupedExperts, row_ends, without_idle
 
 _ALPHA = 1.702
-"""With it `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""
+"""Factor with which `x * sigmoid(alpha * x)` is close to GELU (arXiv:1606.08415, section 2)."""
 
 
 def clamped_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -64,7 +64,7 @@ class GroupedAffine(torch.nn.Module):
             return rows @ matrices[0] + self.bias[:0].sum(0)
         if matrices.requires_grad:
             matrices.register_hook(lambda gradient: without_idle(gradient, ends))
-        # Where the bias is not added it has its gradient all the same, which is the same on all ranks of the group.
+        # The bias has its gradient also where it is not added, equal on all ranks of the group.
         bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
         return F.grouped_mm(rows, matrices, offs=ends) + _BiasOfRows.apply(bias, ends, len(rows))
 
@@ -85,7 +85,7 @@ class ClampedExperts(GroupedExperts):
     def forward(
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """As `GroupedExperts`, see there."""
+        """Output of each row's expert, see `GroupedExperts.forward`."""
         ends = row_ends(rows_per_expert, rows)
         hidden = backend.compiled(clamped_swiglu)(self.linear_fc1(rows, ends), self.clamp)
         out = self.linear_fc2(hidden, ends)

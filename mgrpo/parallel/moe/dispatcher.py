@@ -1,4 +1,4 @@
-"""Tokens to experts and back: Megatron's exchange, of which the host asks the device for sizes as rarely as it can.
+"""Tokens to experts and back: Megatron's exchange with the fewest reads of sizes from the device.
 
 Sizes of an all-to-all are on the host. Megatron waits for them in each pass through a layer and takes the number of rows of
 each local expert along, which goes back to the device at once.
@@ -39,20 +39,20 @@ _SIZES = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
 
 
 def install() -> None:
-    """Replace Megatron's dispatchers, and a part of what DeepEP's needs. May be called again."""
+    """Replace Megatron's dispatchers, and a function of DeepEP's. May be called again."""
     moe_layer.MoEAlltoAllTokenDispatcher, moe_layer.MoEFlexTokenDispatcher = ExchangedTokens, SentTokens
     token_dispatcher._DeepepManager._indices_to_multihot = _multihot
 
 
 def _multihot(manager: Any, indices: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which local experts each row is for, and their weights, both `[rows, local experts]`.
+    """Local experts of each row and their weights, both `[rows, local experts]`.
 
     Args:
         indices: `[rows, top_k]` int64 local experts, -1: none.
         probs: `[rows, top_k]` float32.
     """
     experts = manager.num_local_experts
-    # What is for no local expert goes to a column that is cut off.
+    # Places without a local expert go to a column that is cut off.
     places = torch.where(indices < 0, experts, indices)
     chosen = torch.zeros(len(indices), experts + 1, dtype=torch.bool, device=indices.device).scatter(1, places, True)
     weights = probs.new_zeros(len(indices), experts + 1).scatter(1, places, probs)
@@ -84,7 +84,7 @@ class ExchangedTokens(MoEAlltoAllTokenDispatcher):
     ) -> None:
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.choices: Choices | None = None
-        """Of the layer's router; None: no pass is computed again."""
+        """Choices of the layer's router; None: no pass is recomputed."""
         self._earlier: deque[dict[str, Any]] = deque()
         self.is_alone = self.ep_size * self.tp_size == 1
         if self.is_alone:

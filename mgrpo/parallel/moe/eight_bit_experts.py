@@ -1,7 +1,7 @@
 """Experts whose products are Transformer Engine's, in 8 bits.
 
-Their parameters are those of `GroupedExperts`: what is loaded, summed, saved and sent to the engines does not depend on how they
-are multiplied. Megatron's own layer of this kind has a parameter for each expert.
+Their parameters are those of `GroupedExperts`: loading, sums, saves and the weight sync do not depend on the product.
+Megatron's own layer of this kind has a parameter for each expert.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mgrpo.parallel.moe.experts import GroupedExperts, GroupedLinear
 
 
 class EightBitLinear(GroupedLinear):
-    """`GroupedLinear` that can also multiply by Transformer Engine's module, which has no parameters of its own here."""
+    """`GroupedLinear` that can also multiply by Transformer Engine's module, which has no parameters here."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         from transformer_engine.pytorch import GroupedLinear as Engine
 
         outputs, inputs = len(self.weight) // self.experts, self.weight.shape[1]
-        # Not told of the expert-tensor ranks: each rounds its own share, whose products are summed outside.
+        # Without the expert-tensor ranks: each rounds its own share, whose products are summed outside.
         self.engine = Engine(self.experts, inputs, outputs, bias=False, params_dtype=self.weight.dtype, device="meta")
         for number in range(self.experts):
             delattr(self.engine, f"weight{number}")
@@ -56,7 +56,7 @@ class EightBitExperts(GroupedExperts):
     def forward(
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """As `GroupedExperts`, see there."""
+        """Output of each row's expert, see `GroupedExperts.forward`."""
         if len(rows) == 0:
             return super().forward(rows, rows_per_expert, weights)
         splits = rows_per_expert.tolist()

@@ -1,4 +1,4 @@
-"""How a mixture's tokens are spread over its experts, which nothing evens out in reinforcement learning."""
+"""Load of an MoE layer's experts, which nothing balances in reinforcement learning."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
     ("transformer.moe.token_dispatcher", "permute", "asks the device twice how many rows there are, which is known"),
 )
 ALIGNMENT = 8
-"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
+"""Rows of a multiple of 16 bytes, which grouped products on CUDA need."""
 _NO_PADDING = (None, None) if "align_size" in inspect.signature(megatron_permute).parameters else ()
 
 
@@ -50,10 +50,10 @@ def permute(
         rows: `[rows, hidden]`.
         chosen: `[rows, experts]` bool; `num_out_tokens` of it are true.
         probs: `[rows, experts]`.
-        padding: of each expert's rows, which megatron-core 0.19 may ask for.
+        padding: of each expert's rows, an option of megatron-core 0.19.
     Returns:
         `[num_out_tokens, hidden]`, the chosen probabilities `[num_out_tokens]`, and the number of each result's row; from
-        megatron-core 0.19 on also how the rows were padded: not at all.
+        megatron-core 0.19 on also the padding of the rows: none.
     """
     if fused or drop_and_pad or num_out_tokens is None or padding:
         return megatron_permute(rows, chosen, probs, num_out_tokens, fused, drop_and_pad, **padding)
@@ -106,7 +106,7 @@ class GroupedLinear(torch.nn.Module):
 def without_idle(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`gradient [experts, outputs, inputs]` with 0 for experts without rows.
 
-    On Blackwell torch leaves there what the memory held before (pytorch/pytorch#172439).
+    On Blackwell torch leaves earlier memory contents there (pytorch/pytorch#172439).
     """
     is_idle = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return gradient.masked_fill(is_idle[:, None, None], 0)
@@ -116,7 +116,7 @@ class GroupedExperts(torch.nn.Module):
     """Gated experts of one layer, in place of Megatron's SequentialMLP and with its values.
 
     Their weights are two parameters, the experts' matrices one above the other. So they need no copy to be multiplied
-    together, and gradient buffers, ZeRO's shards and the optimizer see two tensors a layer instead of two an expert.
+    together, and gradient buffers, ZeRO's shards and the optimizer have two tensors a layer instead of two an expert.
     """
 
     linear: type[torch.nn.Module] = GroupedLinear

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts whose choice has a bias that nothing trains."""
+"""Router of an MoE layer with an untrained bias on its choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgrpo.parallel import backend
 class BiasedRouter(TopKRouter):
     """Megatron's router with `expert_bias [experts]` float32, which is added to the scores by which experts are chosen.
 
-    Megatron's own bias is moved after every step towards an even load (arXiv:2408.15664), whatever the loss says: the policy
+    Megatron's own bias moves after every step towards an even load (arXiv:2408.15664), whatever the loss: the policy
     would change without a gradient, the reference and the engines would not follow. Here it stays as it was loaded.
     """
 

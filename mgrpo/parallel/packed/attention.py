@@ -1,12 +1,12 @@
 """Core attention over packs of documents, plugged into Megatron's layer spec.
 
-On CUDA all documents of a pack go through torch's variable-length flash attention. On CPU, and on CUDA for what flash
-attention does not take (float32 for one), they go through one padded call of scaled_dot_product_attention (a loop over
+On CUDA all documents of a pack go through torch's variable-length flash attention. On CPU, and on CUDA for inputs that flash
+attention refuses (float32 for one), they go through one padded call of scaled_dot_product_attention (a loop over
 documents made a training step on CPU 2.6 times slower).
 
 Documents with branches (completions that share their prompt) need a mask: a block mask and FlexAttention where there is
-flash attention, a dense mask in the padded call. FlexAttention also caps scores, for models that ask for it; beside the
-padded call capped scores are computed explicitly.
+flash attention, a dense mask in the padded call. FlexAttention also caps scores, for models that do so; the padded
+path computes capped scores explicitly.
 
 With context parallelism the subclasses in `context` are used.
 """
@@ -62,7 +62,7 @@ def cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention over a pack: a token sees the earlier tokens of its own document (and branch)."""
+    """Core attention over a pack: a token attends to the earlier tokens of its own document (and branch)."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class PackedAttention(MegatronModule):
         pack: PackedDocuments,
         gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As `forward`, where other ranks hold the other tokens; -> `[local, heads, v_dim]`. See `context`."""
+        """Attention as `forward`, where other ranks hold the other tokens; -> `[local, heads, v_dim]`. See `context`."""
         raise NotImplementedError
 
     def attend(
@@ -123,7 +123,7 @@ class PackedAttention(MegatronModule):
         queries: Queries,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `forward`, for those `queries` over all keys and the heads' `sinks [heads]`; -> `[queries, heads, v_dim]`."""
+        """Attention as `forward`, for those `queries` over all keys and the heads' `sinks [heads]`; -> `[queries, heads, v_dim]`."""
         if not backend.flash_attention(query.dtype, query.shape[-1]):
             return self._padded(query, key, value, pack, queries, sinks)
         if queries.has_branches or self.cap is not None:

@@ -1,7 +1,7 @@
 """Attention sinks: a learned logit of each head that takes a share of the softmax and adds no value (gpt-oss).
 
 With `lse` the logarithm of a query's sum of exponentials over its keys, attention with a sink is attention without one times
-`sigmoid(lse - sink)`. So kernels that know nothing of sinks serve, if they return `lse`, or take one more key.
+`sigmoid(lse - sink)`. So kernels without sinks serve, if they return `lse`, or take one more key.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from mgrpo.parallel.packed import varlen
 
 _MORE = 8
-"""More dimensions of a head: of one that is needed, CUDA's kernels make a multiple of 8."""
+"""Additional dimensions of a head: one is needed, CUDA's kernels need a multiple of 8."""
 
 
 def kept_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """What sinks leave of attention: lse `[..., heads, queries]` and sinks `[heads]` -> `[..., heads, queries]` float32."""
+    """Share of attention left by sinks: lse `[..., heads, queries]` and sinks `[heads]` -> `[..., heads, queries]` float32."""
     return torch.sigmoid(lse - sinks.float()[:, None])
 
 
@@ -43,7 +43,7 @@ def with_sink_key(
     """
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    # In a dimension of its own every query has sink / scale, the sink's key has 1, and all others have 0.
+    # In an additional dimension every query has sink / scale, the sink's key has 1, and all others have 0.
     logits = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
     query = torch.cat((query, F.pad(logits, (0, _MORE - 1))), dim=-1)
     own = key.new_zeros(*key.shape[:2], 1, key.shape[3] + _MORE)
@@ -62,12 +62,12 @@ def flash_with_sinks(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """As `varlen.attend` with sinks `[heads]`, by kernels without them."""
+    """`varlen.attend` with sinks `[heads]`, by kernels without them."""
     return _FlashWithSinks.apply(query, key, value, sinks, tuple(lengths), scale, window)
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """With s = sigmoid(lse - sink), out' = s out. The gradients of attention to keys that are no sink depend on the softmax
+    """With s = sigmoid(lse - sink), out' = s out. The gradients of attention to real keys depend on the softmax
     over keys and sink together, whose sum of exponentials is lse' = log(exp(lse) + exp(sink)), and on the sum of dout out':
     so the kernel's own backward makes them of out' and lse'. The sink's share is 1 - s and its value 0:
         dsink = -sum over queries of (1 - s) (dout . out')

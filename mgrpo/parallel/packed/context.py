@@ -2,7 +2,7 @@
 
 all_gather: every rank gathers all keys and values, for its own queries. a2a (DeepSpeed-Ulysses, arXiv:2309.14509): the
 ranks exchange tokens for heads, so that each holds all tokens of some heads, and exchange back. Every token's output is
-that of a single rank, and the loss sees whole documents (`whole_responses`), so tokens at the cuts are trained as well.
+that of a single rank, and the loss covers whole documents (`whole_responses`), so tokens at the cuts are trained as well.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ from mgrpo.parallel import backend
 
 CHUNK = 64
 _EPS = 1e-6
-"""Of the norm of queries and keys."""
+"""Epsilon of the norm of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where the tokens of a pack lie when every document is padded to whole chunks, so that none holds two documents.
+    """Places of a pack's tokens when every document is padded to whole chunks, so that none holds two documents.
 
     The first chunks of all documents come first, those of longer documents before others, then all second chunks, and so on:
-    what a step of the scan reads lies together, and documents that have ended are at the end.
+    a step of the scan reads contiguous rows, and documents that have ended are at the end.
 
     A state cannot be masked: in place of a document with branches there is one for each branch, with a copy of the trunk.
     """
@@ -37,19 +37,19 @@ class Chunks:
     rows: torch.Tensor
     """`[tokens]` int64, each token's row in `[chunks * CHUNK]`."""
     alive: tuple[int, ...]
-    """How many documents have a first chunk, a second chunk, and so on."""
+    """Number of documents with a first chunk, a second chunk, and so on."""
     offsets: torch.Tensor
-    """`[tokens]` int64, how many tokens of its document come before each."""
+    """`[tokens]` int64, number of tokens of its document before each."""
     cu_seqlens: torch.Tensor
     """`[documents + 1]` int64."""
     copied: torch.Tensor | None
-    """`[tokens]` int64, of which token of the pack each is a copy; None: there are no branches."""
+    """`[tokens]` int64, the token of the pack that each copies; None: no branches."""
     firsts: torch.Tensor | None
     """`[tokens of the pack]` int64, the first copy of each."""
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray, branches: np.ndarray) -> Chunks:
-        """From where documents begin and end, `[documents + 1]`, and each token's branch, as in `packs.describe`.
+        """Chunks from the bounds of documents, `[documents + 1]`, and each token's branch, as in `packs.describe`.
 
         Both are on the host, and nothing waits for the device.
         """
@@ -163,7 +163,7 @@ def chunked_delta_rule(
     pairs = log_decay[..., None].expand(*log_decay.shape, CHUNK).tril(-1).cumsum(-2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = pairs.masked_fill(later, -torch.inf).exp()
-    # What a token writes is its value less what the state holds of its key, also from earlier tokens of the chunk.
+    # A token writes its value less the state's read at its key, also from earlier tokens of the chunk.
     system = (k * b) @ k.mT * between
     known = torch.cat((v * b, k * b * before.exp()[..., None]), -1)
     own, read = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(

@@ -1,7 +1,7 @@
-"""A pack as attention sees it: its documents, who sees whom, and which tokens this rank holds.
+"""A pack as input of attention: its documents, its mask, and the tokens that this rank holds.
 
 A pack is `thd`: documents end to end, hidden states `[tokens, 1, hidden]`. Context-parallel ranks share every document;
-`local_tokens` says which tokens a rank holds.
+`local_tokens` are those that a rank holds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mgrpo.parallel.packed.delta_rule import Chunks
 class Queries:
     """Some of a pack's tokens as queries over all of it, in the padded form `[documents, longest]`.
 
-    Masks are made on the device from what `__init__` copies there: a forward pass, which asks for them, copies nothing.
+    Masks are made on the device from the copies of `__init__`: a forward pass, which uses them, copies nothing.
 
     Args:
-        tokens: `[queries]` which tokens, document after document.
+        tokens: `[queries]` indices in the pack, document after document.
         cu_seqlens: `[documents + 1]` over the pack's tokens.
         positions, branches: `[tokens]`, as in `describe`.
-        are_all: whether these are all tokens of the pack.
+        are_all: these are all tokens of the pack.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Queries:
         rows = documents * self.longest + np.arange(len(tokens)) - starts[documents]
         self.rows = backend.to_device(rows, np.int64)
         """`[queries]` int64: row of each query in the padded `[documents * longest]`."""
-        # The only branch of a document sees all of it: plain causal attention.
+        # The only branch of a document attends to all of it: plain causal attention.
         self.has_branches = bool(branches.max() > 1)
         self._queries = backend.to_device(tokens, np.int64)
         self._begins, self._lengths = backend.to_device(np.stack((cu_seqlens[:-1], lengths)), np.int64)
@@ -56,9 +56,9 @@ class Queries:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """`[documents, 1, longest, longest key]` bool: who sees whom; None where plain causal attention is the same.
+        """`[documents, 1, longest, longest key]` bool: the visible keys; None where plain causal attention is the same.
 
-        A token sees the earlier tokens of its own branch and of the trunk, at most `window` positions back, itself included.
+        A token attends to the earlier tokens of its own branch and of the trunk, at most `window` positions back, itself included.
         """
         if window not in self._masks:
             is_short = window is None or window >= self._longest_key
@@ -85,16 +85,16 @@ class Queries:
         visible &= (branches_of_keys == branches[queries][:, :, None]) | (branches_of_keys == 0)
         if window is not None:
             visible &= positions[queries][:, :, None] - positions[keys][:, None] < window
-        # Padding sees one key, or its softmax would be 0 / 0.
+        # Padding attends to one key, or its softmax would be 0 / 0.
         return torch.where(queries[:, :, None] < 0, columns == 0, visible)[:, None]
 
 
 BLOCK = 128
-"""Queries and keys of a block: FlexAttention skips blocks in which no query sees a key, and masks only those that are not full."""
+"""Queries and keys of a block: FlexAttention skips blocks without a visible pair, and masks only those that are not full."""
 
 
 def _block_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> BlockMask:
-    """The mask of who sees whom, from the smallest and largest token, document, position and branch of each block.
+    """Block mask, from the smallest and largest token, document, position and branch of each block.
 
     torch's own `create_block_mask` first writes every pair of a query and a key. Where documents share a block, these
     bounds may keep a block that it would drop; attention then takes longer and computes the same.
@@ -137,7 +137,7 @@ def _bounds(values: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[query blocks, key blocks]` bool -> how many each query block has, and their numbers before those of the others."""
+    """`[query blocks, key blocks]` bool -> the number of true entries of each query block, and key blocks in order, true ones first."""
     order = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -167,7 +167,7 @@ class Stretches(NamedTuple):
 
 @dataclass(kw_only=True)
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a pack, and what this attention needs in addition."""
+    """Megatron's description of a pack, with the further inputs of this attention."""
 
     all_queries: Queries
     """All tokens as queries."""
@@ -178,7 +178,7 @@ class PackedDocuments(PackedSeqParams):
     branches: np.ndarray
     """`[tokens]` of all ranks, on the host; see `describe`."""
     gathered_rows: torch.Tensor | None = None
-    """`[tokens]` int64: row of each token when all ranks' tokens lie end to end; None without context parallelism."""
+    """`[tokens]` int64: row of each token when all ranks' tokens are concatenated; None without context parallelism."""
     stretches: Stretches | None = None
     """The local tokens for variable-length attention; None without context parallelism."""
 

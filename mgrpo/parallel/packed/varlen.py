@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _NUM_OPERANDS = 7
-"""Of the public function by position: query, key, value and `lengths`."""
+"""Positional arguments of the public function: query, key, value and `lengths`."""
 _SETTINGS = ("scale", "window_size", "enable_gqa")
 _LENGTHS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
 _FORWARD = ("query", "key", "value", *_LENGTHS, "is_causal", *_SETTINGS)
@@ -74,7 +74,7 @@ def attend(
         query: `[queries, heads, dim]` bfloat16 or float16.
         key, value: `[keys, kv_heads, dim]`.
         lengths: `cu_seqlens_q`, `cu_seqlens_kv` (int32), the longest sequence of queries and of keys.
-        window: keys that a query sees, its own included; None: all up to its own.
+        window: keys that a query attends to, its own included; None: all up to its own.
     Returns:
         `[queries, heads, dim]`.
     """
@@ -102,7 +102,7 @@ def forward(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `attend`, without gradients: the output, lse `[heads, queries]` float32, and the state of a dropout of 0."""
+    """`attend` without gradients: the output, lse `[heads, queries]` float32, and the state of a dropout of 0."""
     from torch.nn.attention import varlen
 
     return varlen._varlen_attn(

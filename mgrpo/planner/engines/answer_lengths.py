@@ -1,7 +1,7 @@
-"""How long the answers of a step are: a log-normal distribution that response_length cuts, or the lengths that a run has recorded.
+"""Lengths of a step's answers: a log-normal distribution that response_length cuts, or the lengths that a run has recorded.
 
 A step waits for its longest answer, and a decoding step costs nearly as much for few sequences as for many, so that the mean
-alone does not say how long generation takes.
+alone does not determine the time of generation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AnswerLengths:
         return _lengths(self, count)
 
     def squares(self) -> float:
-        """The mean of the squared lengths: what the attention to all tokens before it costs a token on average."""
+        """The mean of the squared lengths; half of it over the mean length is a token's mean number of earlier tokens."""
         lengths = self.of(1024)
         return float(np.square(lengths).mean())
 

@@ -1,7 +1,7 @@
-"""The time of generation: what a decoding step costs at each number of running sequences, over the steps of a batch.
+"""The time of generation: the cost of a decoding step at each number of running sequences, over the steps of a batch.
 
-A decoding step reads the weights once and what is cached of every running sequence, so memory bandwidth limits generation
-(Pope et al., arXiv:2211.05102). Copies of an engine's attention (data parallelism) decode sequences of their own in the same
+A decoding step reads the weights once and the cache of every running sequence, so memory bandwidth limits generation
+(Pope et al., arXiv:2211.05102). Copies of an engine's attention (data parallelism) decode separate sequences in the same
 steps; experts are then spread over all workers of the engine, whose tokens meet in an all-gather before the experts and return
 in a reduce-scatter, as in vLLM's default backend.
 """
@@ -39,7 +39,7 @@ class GenerationTime:
     exchange: float
     """All-reduces between workers, and exchanges of tokens for experts."""
     kernels: float
-    """What kernels take beside what they read, see kernels.py."""
+    """Seconds of kernels besides their reads, see kernels.py."""
     overhead: float
     """Outside the model: sampling, and `Assumptions.decode_step_ms`."""
     num_steps: int
@@ -62,7 +62,7 @@ class Decoder:
     hardware: Hardware
     lengths: AnswerLengths
     sequences: int
-    """Of each engine."""
+    """Sequences of each engine."""
     longest: float
     """The longest answer of all engines, which the slowest engine is taken to have."""
     prompt_tokens: float
@@ -70,7 +70,7 @@ class Decoder:
     """Sequences that an engine can decode at a time."""
     prefill_s: float
     cache_s: float
-    """Of reading what is cached of a batch."""
+    """Seconds of reading the cache of a batch."""
     token: Flops
     """Operations of a token."""
     dtype_bytes: int
@@ -103,12 +103,12 @@ class Decoder:
         return self.prefill_s + self.cache_s + steps * (weights + exchange + outside)
 
     def again_s(self, running: np.ndarray) -> np.ndarray:
-        """Seconds of computing once more what is cached of so many sequences, in the middle of their answers."""
+        """Seconds of recomputing the cache of so many sequences, in the middle of their answers."""
         under_way = self.prompt_tokens + self.lengths.squares() / self.lengths.mean / 2
         return self.hardware.compute_seconds(self.token * under_way, gpus=self.layout.workers) * running
 
     def _time(self, steps: np.ndarray, running: np.ndarray) -> GenerationTime:
-        """So many steps with so many sequences each."""
+        """Seconds of so many steps with so many sequences each."""
         num_steps = float(steps.sum())
         weights, exchange = self.step_s(running)
         return GenerationTime(
@@ -151,9 +151,9 @@ class Decoder:
 
 
 def _intervals(lengths: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Decoding steps between two ends of sequences, and how many run meanwhile.
+    """Decoding steps between two ends of sequences, and the sequences running meanwhile.
 
-    Whichever slot is free takes the next sequence, in an order that does not depend on its length.
+    A free slot takes the next sequence, in an order that does not depend on its length.
     """
     order = np.random.default_rng(0).permutation(lengths) if len(lengths) > slots else lengths
     ends: list[float] = []

@@ -1,4 +1,4 @@
-"""Memory of inference engines: their weights, and the cache that gets what these leave of vLLM's share of the GPU."""
+"""Memory of inference engines: their weights, and the cache, which gets the rest of vLLM's share of the GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mgrpo.planner.work import seen_pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCache:
-    """What a worker of an engine keeps of a running sequence, in bytes."""
+    """Bytes that a worker of an engine keeps of a running sequence."""
 
     by_window: tuple[tuple[int | None, int], ...]
-    """Of each token, for all layers that attend to so many tokens together; they keep no more of them."""
+    """Window and bytes per token, for all layers with that window together; they cache no more tokens than it."""
     state: int
-    """Whatever the length: of gated delta nets."""
+    """Bytes of gated delta nets, at any length."""
 
     @property
     def per_token(self) -> int:
-        """Of a token while all windows reach it."""
+        """Bytes of a token while all windows reach it."""
         return sum(size for _, size in self.by_window)
 
     def of(self, length: float) -> float:
-        """Of a sequence of this length."""
+        """Bytes of a sequence of this length."""
         return self.state + sum(size * min(length, window or length) for window, size in self.by_window)
 
     def read(self, start: float, end: float) -> float:
@@ -49,8 +49,9 @@ class EngineMemory:
     weights: int
     workspace: int
     cache: int
-    """For keys, values and states: what vllm_gpu_memory_utilization leaves, or with vllm_mode=colocate vllm_kv_cache_mb; if
-    negative, the engine cannot start."""
+    """Cache for keys, values and states: the rest under vllm_gpu_memory_utilization, or with vllm_mode=colocate vllm_kv_cache_mb; if
+    negative, the engine cannot start.
+    """
     sequence: SequenceCache
     longest: int
     """Maximum tokens of a sequence."""
@@ -89,7 +90,7 @@ def _most(shape: ModelShape, layout: InferLayout, measure: Callable[[Box], int])
 
 
 def head_weights(shape: ModelShape, layout: InferLayout) -> int:
-    """Weights on a worker of a head that drafts: a layer like the last one, and the product that joins hidden state and embedding.
+    """Weights on a worker of a draft head: a layer like the last one, and the product that joins hidden state and embedding.
 
     Embedding and LM head are the model's own.
     """
@@ -100,18 +101,18 @@ def head_weights(shape: ModelShape, layout: InferLayout) -> int:
 def sequence_cache(
     shape: ModelShape, *, workers: int, dtype_bytes: int, element_bytes: int, heads: int = 0
 ) -> SequenceCache:
-    """What each worker of a copy of an engine's attention keeps of a sequence.
+    """Cache of a sequence on each worker of a copy of an engine's attention.
 
     Attention keeps keys and values of its own heads; with fewer key-value heads than workers, neighbours hold copies of one.
-    Latent attention keeps the latent vector and the rotated part of the key, from which every head makes its own
+    Latent attention keeps the latent vector and the rotated part of the key, from which every head makes its keys and values
     (arXiv:2405.04434, section 2.1.3), so that every worker has them whole. A gated delta net keeps the state of its own heads,
     `key_dim x value_dim` each, which is assumed to be in float32, and the last inputs of its convolution.
 
     Args:
         workers: of the copy, which share out its heads.
         dtype_bytes: of the model's weights.
-        element_bytes: of what is cached of a token.
-        heads: that draft, each with keys and values of its own.
+        element_bytes: of a cached number.
+        heads: heads of speculative decoding, each with its own keys and values.
     """
     if shape.latent:
         layer = shape.latent.kv_rank + shape.latent.rope_dim
@@ -137,7 +138,7 @@ def engine_memory(
     """Memory of one GPU of an engine.
 
     Args:
-        adapters: elements that it holds of them beside the model's weights.
+        adapters: elements that it holds of them besides the model's weights.
     """
     layout = infer_layout_of(settings)
     heads = shape.draft_layers if settings.vllm_speculative_method == "mtp" else 0

@@ -1,4 +1,4 @@
-"""What the kernels of a decoding step take: a fixed time each, however few tokens they have, and bytes at a share of the memory's rate.
+"""Times of a decoding step's kernels: a fixed time each, however few tokens they have, and bytes at a share of the memory's rate.
 
 Both are fitted to NVIDIA's measurements of vLLM 0.19's kernels on an H100 SXM, each replayed in a CUDA graph
 (github.com/ai-dynamo/aiconfigurator, commit 095f58a, systems/data/h100_sxm), for 1 to 256 tokens in bfloat16:
@@ -27,7 +27,7 @@ their quotient, the largest, and the sampled token's rank (vllm/v1/sample)."""
 
 @cache
 def fixed_s(shape: ModelShape) -> float:
-    """Seconds that all kernels of a decoding step take beside the bytes that they read."""
+    """Seconds that all kernels of a decoding step take besides their reads."""
     return 1e-6 * (SHORT_US + sum(_layer_us(shape, layer) for layer in range(shape.num_layers)))
 
 

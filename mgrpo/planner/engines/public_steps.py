@@ -1,4 +1,4 @@
-"""The fastest steps of RL that others have published, by size of model and GPU: what a plan is shown beside.
+"""The fastest published steps of RL, by size of model and GPU, to show beside a plan.
 
 Answers and clusters differ from run to run, so that tokens a second and GPU are compared, prompts with answers.
 """
@@ -34,7 +34,7 @@ class PublicStep:
 
     @property
     def sentence(self) -> str:
-        """What was reported."""
+        """The reported step in words."""
         return (
             f"{self.source}: {self.model} on {self.gpus} {self.gpu}, {self.sequences:,} x {self.tokens:,} tokens in "
             f"{self.seconds:.0f} s, {self.tokens_s_gpu:,.0f} tokens a second and GPU"

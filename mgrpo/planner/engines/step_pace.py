@@ -1,14 +1,14 @@
 """The time from one step to the next where engines generate while learners train (`async_steps`).
 
-Four things bound it; the longest counts:
+Four times bound it; the longest counts:
 
     learners    training, and the weight sync after it
     engines     a batch at the speed of full engines
     tail        the longest answer of a batch is begun at most `max_staleness` + 1 steps before the batch is trained on
     admission   groups of `async_steps` + 1 batches are under way at once, each as long as the longest of its answers
 
-An answer's time depends on how many are decoded beside it, and that on the pace (Little's law). With
-`inflight_updates` false, a weight sync waits for all answers under way, so that each step has a longest answer of its own.
+An answer's time depends on the number decoded with it, and that on the pace (Little's law). With
+`inflight_updates` false, a weight sync waits for all answers under way, so that each step waits for its own longest answer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BOUNDS = {
     "tail": "the longest answers: a larger max_staleness, or inflight_updates",
     "admission": "what may be under way at once: a larger async_steps",
 }
-"""What bounds a pace, with its remedy."""
+"""Name of each bound of a pace, with its remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds from step to step, and why not fewer."""
+    """Seconds from step to step, and their bound."""
 
     seconds: float
     bound: str
@@ -43,10 +43,10 @@ class Pace:
 def pace(
     config: Config, decoder: Decoder, *, learn_s: float, sync_s: float, batches_under_way: float | None = None
 ) -> Pace:
-    """The pace of an asynchronous run, whose learners need `learn_s` a step beside the sync.
+    """The pace of an asynchronous run, whose learners need `learn_s` a step besides the sync.
 
     Args:
-        batches_under_way: how many batches' groups are generated at once by a trainer whose groups make room for others when their
+        batches_under_way: batches whose groups are generated at once by a trainer whose groups make room for others when their
             answers have ended; here `async_steps` + 1 batches' do until they are trained on.
     """
     ahead, in_flight = config.rollout.async_steps, config.rollout.inflight_updates

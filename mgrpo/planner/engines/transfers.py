@@ -1,10 +1,10 @@
 """Small collectives between an engine's GPUs, and weight syncs.
 
 A collective takes a latency by the number of ranks and nodes, and its bytes over the slowest link. Within a node vLLM adds up with
-a kernel of its own. Other collectives are NCCL's, with the latencies by which it chooses its algorithms (src/graph/tuning.cc,
+its own kernel. Other collectives are NCCL's, with the latencies by which it chooses its algorithms (src/graph/tuning.cc,
 protocol LL): a base, and a term for each hop over NVLink, PCIe or the network. An all-reduce goes up and down a tree, an
 all-gather or reduce-scatter around a ring. Those of NVLink are as measured (16 and 13 us for 8 ranks); a hop over the network takes
-three times as long as NCCL says: its sums over two nodes of 8 H100 take 42 to 50 us for 8 to 128 KiB, and 89 us for 1 MiB
+three times NCCL's figure: its sums over two nodes of 8 H100 take 42 to 50 us for 8 to 128 KiB, and 89 us for 1 MiB
 (github.com/microsoft/mscclpp, docs/dsl/results.md), those over two of 8 H20 46 us (github.com/NVIDIA/nccl/issues/1244).
 """
 
@@ -52,7 +52,7 @@ def all_gather_s(size: float, *, ranks: int, hardware: Hardware) -> float:
 
 
 def _ring_s(size: float, ranks: int, hardware: Hardware) -> float:
-    """Each rank passes on all parts but its own; over the network a node's GPUs share out what enters it."""
+    """Seconds of a ring: each rank passes on all parts but its own; over the network a node's GPUs share its incoming bytes."""
     per_node = hardware.gpus_per_node
     inside = size * (ranks - 1) / ranks / hardware.link_bytes_s(min(ranks, per_node))
     nodes = -(-ranks // per_node)
@@ -65,7 +65,7 @@ def _hop_us(hardware: Hardware) -> float:
 
 
 def held_share(shape: ModelShape, layout: Layout, *, ranks: Sequence[int]) -> float:
-    """The part of the weights that these learners hold together; of a mixture, of its experts, which are nearly all of it."""
+    """Share of the weights that these learners hold together; for an MoE model, of its experts, which are nearly all of it."""
     is_spread = shape.experts is not None and layout.expert > 1
     shards = layout.num_shards if layout.sharding >= 2 else 1
     count = layout.pipeline * (layout.expert if is_spread else layout.tensor)
@@ -83,8 +83,10 @@ def held_share(shape: ModelShape, layout: Layout, *, ranks: Sequence[int]) -> fl
 def shared_sync_seconds(
     sent_bytes: float, shape: ModelShape, layout: Layout, infer: InferLayout, *, hardware: Hardware
 ) -> float:
-    """Seconds of a weight sync where learners and engines share GPUs: what a node's learners lack comes over the network once for the
-    node, over all of its cards, while its workers take what is there; see `sync_seconds` for the hosts' work.
+    """Seconds of a weight sync where learners and engines share GPUs; see `sync_seconds` for the hosts' work.
+
+    The weights that a node's learners lack come over the network once per node, over all of its cards, while its workers take
+    those of the node.
 
     Args:
         sent_bytes: to the workers of one engine together.
@@ -101,7 +103,7 @@ def shared_sync_seconds(
 
 
 def direct_engines(layout: Layout, infer: InferLayout) -> int:
-    """The engines that learners send to, see `mgrpo.sync.sending.senders.choose`."""
+    """Engines that learners send to directly, see `mgrpo.sync.sending.senders.choose`."""
     if infer.engines <= ALL_DIRECT:
         return infer.engines
     return min(infer.engines, (MOST_GROUPS - 1) * layout.replicas)
@@ -120,14 +122,14 @@ def sync_seconds(
 ) -> float:
     """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
 
-    A worker puts each piece into place, and whoever sends it cuts it out: work of their hosts, which does not overlap with itself.
-    Where engines send on, to two others at most, they do so while they receive: each floor of the trees adds one bucket.
+    A worker puts each piece into place, and its sender cuts it out: work of their hosts, which does not overlap with itself.
+    Where engines send on, to two others at most, they do so while they receive: each level of the trees adds one bucket.
 
     Args:
         sent_bytes: to the workers of one engine together.
-        cuts: pieces of a tensor on learners, of which a worker's part consists where it is not cut as finely itself.
+        cuts: pieces of a tensor on learners; a worker's part consists of several where it is cut less finely.
         direct: `direct_engines`; None: all.
-        bucket_bytes: most of what is sent to a worker at the same time.
+        bucket_bytes: most bytes in flight to a worker.
     """
     direct = infer.engines if direct is None else direct
     below = min(-(-(infer.engines - direct) // direct), 2)

@@ -1,4 +1,4 @@
-"""What Transformer Engine's layers hold beside the model, and what they compute in 8 bits. From its source, releases 2.9 to 2.11."""
+"""Memory of Transformer Engine's layers beyond the model, and their work in 8 bits. From its source, releases 2.9 to 2.11."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgrpo.models.shape import ModelShape
 SCALED = {"tensorwise": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
 """Bytes of scales for each number of a weight."""
 GATHERING, SCATTERING = 8, 4
-"""Userbuffers of tp_comm_overlap, each as long as a whole sequence; what is gathered is in 8 bits with fp8."""
+"""Userbuffers of tp_comm_overlap, each as long as a whole sequence; gathered tensors are in 8 bits with fp8."""
 
 
 def engine_bytes(

@@ -1,9 +1,9 @@
-"""Seconds in which learners exchange what traffic.py counts: by how many of a group's ranks a node has, and by what products hide.
+"""Seconds of the learners' traffic (traffic.py): by the ranks of a group in a node, and by the time that computation hides.
 
 A ring that visits the ranks of a node one after another crosses to the next node once: of m ranks of a group in a node, all
 m network cards carry a part of every collective, so that it goes at m times a card's rate, and at NVLink's at most. That is
-the "bus bandwidth" of NCCL's tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). An exchange of all with all has no such
-help: what leaves the node goes through each rank's own card.
+the "bus bandwidth" of NCCL's tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). An all-to-all has no such
+help: bytes that leave the node go through each rank's own card.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLEX_EFFICIENCY = 0.86
 
 
 def ring_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
-    """Assumed bytes per second of each of `ranks` ranks that lie `stride` apart."""
+    """Assumed bytes per second of each of `ranks` ranks, `stride` ranks from one another."""
     within = min(ranks, max(hardware.gpus_per_node // stride, 1))
     gpu, network = hardware.gpu, hardware.network_gbps / 8
     rate = gpu.nvlink_gb_s if within == ranks else min(gpu.nvlink_gb_s, within * network)
@@ -30,7 +30,7 @@ def ring_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
 
 
 def exchange_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
-    """The same of an exchange of all with all: what stays in the node and what leaves it go at the same time."""
+    """The same of an all-to-all: bytes within the node and bytes that leave it are sent at the same time."""
     within = min(ranks, max(hardware.gpus_per_node // stride, 1))
     if within == ranks:
         return ring_bytes_s(hardware, ranks=ranks, stride=stride)
@@ -41,9 +41,9 @@ def exchange_bytes_s(hardware: Hardware, *, ranks: int, stride: int) -> float:
 
 
 def bytes_s(axis: str, layout: Layout, settings: Parallel, hardware: Hardware, experts: Experts | None) -> float:
-    """Assumed bytes per second of each rank in exchanges of this axis; of a mixture's data-parallel ranks, in those of what is no expert."""
+    """Assumed bytes per second of each rank in exchanges of this axis; "data" is for weights other than experts."""
     if axis == "expert" and experts is not None:
-        if settings.moe_token_dispatcher_type == "flex":
+        if settings.moe_token_dispatcher_type != "alltoall":
             hardware = replace(hardware, dispatches_by_node=True)
         return 1 / expert_seconds(1.0, layout, hardware, experts)
     # A pipeline's neighbour is a whole stage away.
@@ -96,9 +96,9 @@ def nodes_reached(nodes: float, experts: Experts) -> float:
 
 
 def beside(seconds: float, window: float, hardware: Hardware, *, exposed: float) -> float:
-    """What traffic adds to a time, of which `window` lies beside all of it but a share of `exposed`.
+    """Seconds of communication not hidden behind `window` seconds of compute.
 
-    Hidden traffic costs the multiprocessors that move it: `Assumptions.overlap_cost` of its time.
+    A share `exposed` is never hidden. Hidden traffic costs the multiprocessors that move it: `Assumptions.overlap_cost` of its time.
     """
     hidden = min(seconds * (1 - exposed), window)
     return seconds - hidden + hidden * hardware.assumed.overlap_cost
@@ -106,10 +106,10 @@ def beside(seconds: float, window: float, hardware: Hardware, *, exposed: float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """What data-parallel traffic may take without being waited for."""
+    """Computation that hides data-parallel traffic."""
 
     window: float
-    """Seconds of computation beside it."""
+    """Seconds of computation that overlap with it."""
     edge: float
     """Share of it that nothing can hide: the first layer's gather, the last one's reduction."""
 

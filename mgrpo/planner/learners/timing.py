@@ -1,7 +1,7 @@
-"""Time of a training step from what it computes, touches and sends: a sum of phases, each a sum of causes.
+"""Time of a training step from its operations, memory accesses and traffic: a sum of phases, each a sum of causes.
 
-A GPU computes, waits for collectives of tensor, context and expert ranks, and does the work that only memory limits, one after
-another; where the host needs longer to start all that, the difference is its. Data-parallel traffic lies beside. A pipeline
+A GPU computes, waits for collectives of tensor, context and expert ranks, and does memory-bound work, one after another;
+time beyond that in which the host starts all that is counted as the host's. Data-parallel traffic overlaps. A pipeline
 adds `(p - 1) / (m x v)` of its time for m micro-batches on p stages of v chunks (arXiv:2104.04473, section 2.2).
 """
 
@@ -115,10 +115,10 @@ def learner_time(
         layout,
         settings,
         hardware,
-        _hidden(settings, layout, shape, busy=sum(training.values()), count=count * parts * passes.train),
+        _hidden(layout, shape, busy=sum(training.values()), count=count * parts * passes.train),
         expert_share=held.experts / held.total,
     )
-    # What data-parallel ranks do not send: copies of an embedding, gradients of weights that all tensor ranks have.
+    # Not sent by data-parallel ranks: copies of an embedding, gradients of weights that all tensor ranks have.
     rest = link_seconds(replace(update, data=0.0), layout, settings, hardware, None)
     training |= {axis: training.get(axis, 0.0) + spent for axis, spent in rest.items()}
     training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(states, hardware)
@@ -213,7 +213,7 @@ def _stage_time(
 
 
 def _exposed(copies: float, forward: float, both: float) -> float:
-    """What copies in each direction take beyond the forward pass that covers those to the host, and the backward pass."""
+    """Seconds of copies in each direction beyond the forward pass, which covers those to the host, and the backward pass."""
     return max(copies - forward, 0.0) + max(copies - (both - forward), 0.0)
 
 
@@ -228,13 +228,12 @@ def _host_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, *, stag
     return 1e-3 * (num_experts * assumed.host_experts_ms + (len(held) - num_experts) * assumed.host_layer_ms)
 
 
-def _hidden(settings: Parallel, layout: Layout, shape: ModelShape, *, busy: float, count: int) -> Hidden:
-    """What data-parallel traffic lies beside: with ZeRO-2 and 3 every pass, else the last backward pass and the first forward one."""
+def _hidden(layout: Layout, shape: ModelShape, *, busy: float, count: int) -> Hidden:
+    """Computation that hides data-parallel traffic: with ZeRO-2 and 3 every pass, else the last backward pass and the first forward one."""
     layers = len(stage_layers(layout, shape.num_layers, 0)) * layout.pipeline
     if layout.sharding >= 2:
         return Hidden(window=busy, edge=1 / layers)
-    share = settings.overlap_grad_reduce * (1 - FORWARD_SHARE) + settings.overlap_param_gather * FORWARD_SHARE
-    return Hidden(window=busy / count * share, edge=1 / layers)
+    return Hidden(window=busy / count, edge=1 / layers)
 
 
 def _merge_seconds(
@@ -242,7 +241,7 @@ def _merge_seconds(
 ) -> float:
     """Seconds in which a rank merges all its adapters once: 2 x rank operations a weight, which is read and written.
 
-    Adapters that are not merged are rank wide beside the product with the weight, and count as no time.
+    Adapters that are not merged are rank wide, unlike the product with the weight, and count as no time.
     """
     if lora is None or not lora.is_merged:
         return 0.0
@@ -265,7 +264,7 @@ def _slow_stages(shape: ModelShape, layout: Layout, work: Workload, settings: Pa
 def _optimizer_seconds(states: StateBytes, hardware: Hardware) -> float:
     """Seconds of one update: reads and writes states, reads gradients, writes parameters.
 
-    Of what the host updates, gradients cross PCIe and weights come back; then the GPU and the link wait for the host.
+    Of parameters updated on the host, gradients cross PCIe and weights come back; the GPU and the link then wait for the host.
     """
     touched = 2 * states.optimizer + states.gradients
     on_host = states.host / (4 * FP32_BYTES)

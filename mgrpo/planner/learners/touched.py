@@ -12,7 +12,7 @@ token and layer in a forward pass, with h = hidden, q and k the widths of querie
     MLP               3f   (gate and up, their product)
     experts           3f t; and h (6 t + 2): tokens copied by expert, ordered before the products and back after them, summed
     router            4 floats for each expert
-    delta rule        what lies between its projections, written and read
+    delta rule        tensors between its projections, written and read
     LM head           the logits read and written
     fp8               4 bytes for each operand of a product: read, and written in two layouts of one byte
 
@@ -39,11 +39,11 @@ class Touched:
 
     forward: float
     repeated: float
-    """What recomputation adds to a backward pass."""
+    """Bytes that recomputation adds to a backward pass."""
 
     @property
     def backward(self) -> float:
-        """Without what is repeated."""
+        """Without recomputation."""
         return 2 * self.forward
 
 
@@ -97,7 +97,7 @@ def fused_in_stage(shape: ModelShape, layout: Layout, *, stage: int) -> int:
 def _layer(
     shape: ModelShape, layout: Layout, layer: int, own: float, dtype_bytes: int, in_8_bits: tuple[str, ...]
 ) -> dict[str, float]:
-    """By what recomputation can name; `own` tokens of a rank before sequence parallelism splits them."""
+    """Bytes by module that recomputation can name; `own` tokens of a rank before sequence parallelism splits them."""
     split = own / layout.tensor if layout.sequence_parallel else own
     sharded = own / layout.tensor
     hidden, experts = shape.hidden, shape.experts_of(layer)

@@ -1,1 +1,1 @@
-"""What a layer of the model is made of, by its shape."""
+"""Modules of a layer of the model, by its shape."""

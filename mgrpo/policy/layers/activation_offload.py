@@ -1,11 +1,11 @@
-"""Activations that wait for the backward pass in host memory, copied on streams of their own while layers compute.
+"""Activation offloading: saved tensors move to host memory until the backward pass, copied on separate streams during compute.
 
-What the layers of a block save for the backward pass goes to page-locked memory one layer at a time: while the next layer
-computes, with two layers on the device at most. It comes back one layer ahead of its backward pass. The last layer of a
+The tensors that the layers of a block save for the backward pass go to page-locked memory one layer at a time: while the next
+layer computes, with two layers on the device at most. They come back one layer ahead of their backward pass. The last layer of a
 block stays on the device: its backward pass comes first, and covers the way back of the layer before it. Under full
 recomputation each layer saves its input alone.
 
-The host never waits: streams wait for each other's events. On a CPU the copies are the same, between host memory and itself,
+The host never blocks: streams wait for each other's events. On a CPU the copies are the same, between host memory and itself,
 and events have always happened.
 """
 
@@ -48,12 +48,12 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer saves in one forward pass, and the layer before it in the same pass."""
+    """Tensors that one layer saves in one forward pass, and the layer before it in the same pass."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before
         self.saved: dict[tuple[int, torch.dtype], _Saved] = {}
-        """By storage and type: several tensors may view one, which stays allocated as long as it is listed here."""
+        """Saved tensors by storage and type: several may view one, which stays allocated as long as it is listed here."""
         device = torch.get_device_module(backend.device())
         self.sent, self.back = device.Event(), device.Event()
 
@@ -75,7 +75,7 @@ class ActivationOffload:
         """The layer whose forward pass this is; None outside of those that have a backward pass."""
         self._is_open = False
         self._shared: set[int] = set()
-        """Storages that stay: of weights, of what every layer reads, and of the input that the pipeline's schedule holds."""
+        """Storages that stay: of weights, of inputs of every layer, and of the input that the pipeline's schedule holds."""
         block.forward = self._offloading
         for layer in block.layers:
             layer.register_forward_pre_hook(self._begin)
@@ -128,7 +128,7 @@ class ActivationOffload:
         layer.sent.record(self._out)
 
     def _release(self, layer: _Layer | None) -> None:
-        """Free what has been copied; the computation waits for that, so that there are never more than two layers."""
+        """Free tensors that have been copied; the compute stream waits for that, so that there are never more than two layers."""
         if layer:
             layer.sent.wait(self._device.current_stream())
             for saved in layer.saved.values():

@@ -39,7 +39,7 @@ from mgrpo.policy.layers.rotary import RotaryAttention
 def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, settings: Parallel | None = None
 ) -> LayerConfig:
-    """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
+    """Megatron's description of the model on this layout; `settings` give recomputation, replay, fp8 and kernels."""
     settings = settings or Parallel()
     uses_te = uses_transformer_engine(settings, has_cuda=backend.has_cuda())
     config = LayerConfig(
@@ -52,8 +52,7 @@ def transformer_config(
         tp_comm_overlap=settings.tp_comm_overlap,
         # Where a layer is computed again, its router chooses the same experts.
         moe_enable_routing_replay=bool(shape.experts and (settings.replays_routing or settings.recomputes("moe"))),
-        moe_token_dispatcher_type=settings.moe_token_dispatcher_type,
-        moe_flex_dispatcher_backend=settings.moe_flex_dispatcher_backend,
+        **_dispatcher(settings.moe_token_dispatcher_type),
         moe_permute_fusion=uses_te and shape.experts is not None,
         gradient_accumulation_fusion=backend.accumulates_gradients() and adds_gradients(settings, layout),
         calculate_per_token_loss=True,
@@ -70,7 +69,7 @@ def transformer_config(
     if _activation(config, shape) is not None:
         # Megatron's name for an activation that takes gate and up together, from `block`; its constructor knows fewer.
         config.use_te_activation_func, config.bias_activation_fusion = True, False
-    # Of linear layers outside of attention, and of routers. The constructor excludes it beside expert tensor ranks, where Megatron's
+    # Bias of linear layers outside of attention, and of routers. The constructor excludes it with expert tensor ranks, where Megatron's
     # experts add their bias on each; ours do not.
     config.add_bias_linear = bool(shape.experts and shape.experts.biases)
     return config
@@ -138,15 +137,21 @@ def _axes(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
-        # Packs differ in length; `PackCommunicator` tells the stages how long each is.
+        # Packs differ in length; `PackCommunicator` gives the stages each one's.
         "variable_seq_lengths": True,
         # A wait for the device after each message, against a race in old releases of torch.
         "batch_p2p_sync": False,
     }
 
 
+def _dispatcher(kind: str) -> dict[str, str]:
+    if kind == "alltoall":
+        return {"moe_token_dispatcher_type": kind}
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": kind}
+
+
 def _pipeline(layout: Layout, num_layers: int) -> dict[str, Any]:
-    """How many layers each chunk of each stage has, and how stages send."""
+    """Layers of each chunk of each stage, and settings of sends between stages."""
     if layout.pipeline == 1:
         return {}
     chunks = [["decoder"] * size for size in layout.chunk_sizes(num_layers)]
@@ -172,10 +177,10 @@ def _recompute_settings(settings: Parallel) -> dict[str, Any]:
 
 
 def adds_gradients(settings: Parallel, layout: Layout) -> bool:
-    """Whether a matrix product may add a weight's gradient to Megatron's buffer itself.
+    """True if a matrix product may add a weight's gradient to Megatron's buffer itself.
 
-    Megatron-FSDP hands out its gradient buffers by itself. Saved tensors that are offloaded come back as new ones, also
-    weights, which then do not know their buffers; under full recomputation no weights are saved.
+    Megatron-FSDP hands out its gradient buffers itself. Offloaded saved tensors come back as new ones, also weights, which then
+    lack a reference to their buffers; under full recomputation no weights are saved.
     """
     saves_weights = settings.activation_offloading and settings.recompute_granularity != "full"
     return layout.sharding < 2 and not saves_weights
@@ -252,7 +257,7 @@ def _experts(config: TransformerConfig) -> type[GroupedExperts]:
 def _attention(
     spec: ModuleSpec, config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]
 ) -> ModuleSpec:
-    """The attention of one layer; `spec` is Megatron's description of its own."""
+    """Attention of one layer; `spec` is Megatron's description of its attention."""
     core_attention = partial(
         core,
         scale=shape.attention_scale,

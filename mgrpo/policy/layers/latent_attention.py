@@ -1,6 +1,6 @@
 """Multi-head latent attention over packs (arXiv:2405.04434, section 2.1), in place of Megatron's self-attention.
 
-Megatron-core's own rotates by the lengths of documents, which knows no branches, and on several tensor ranks loses a part
+Megatron-core's own rotates by the lengths of documents, which excludes branches, and on several tensor ranks loses a part
 of the gradient of the rotated key, which all heads share.
 """
 
@@ -32,7 +32,7 @@ class LatentSelfAttention(MegatronModule):
 
     Args:
         core_attention: makes the attention over queries, keys and values from the configuration.
-        rope: which of the kinds of angles the layer uses, see `PackedRotary`.
+        rope: index of the layer's kind of angles, see `PackedRotary`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LatentSelfAttention(MegatronModule):
         """Hidden states `[tokens, 1, hidden]` -> same, and no bias. Collective over tensor and context ranks.
 
         Args:
-            rotary_pos_emb: what `PackedRotary` returns.
+            rotary_pos_emb: output of `PackedRotary`.
             kwargs: of Megatron's layer, the pack as `packed_seq_params` among them.
         """
         query, key, value = self.query_key_value(hidden_states, *rotary_pos_emb[self.rope])
@@ -144,7 +144,7 @@ class ReplicatedLinear(torch.nn.Module):
     """
 
     tp_group = None
-    """Of ranks that hold shares of it, which Megatron's own linear layers have."""
+    """The weight is not sharded; Megatron's linear layers have their tensor group here."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig) -> None:
         super().__init__()

@@ -27,9 +27,9 @@ def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
 def turned(
     query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `policy.layers.rotary.turned`, in float32 and rounded once: `[tokens, 1, heads, head_dim]` -> same.
+    """Rotation as in `policy.layers.rotary.turned`, in float32 and rounded once: `[tokens, 1, heads, head_dim]` -> same.
 
-    The kernel works in place where its input is contiguous. Nothing that Megatron computes queries and keys with keeps them.
+    The kernel works in place where its input is contiguous. No Megatron operation that computes queries and keys keeps them.
     """
     cosines, sines = (x.flatten(1)[None].float() for x in (cosines, sines))
     rotated = 2 * cosines.shape[-1]

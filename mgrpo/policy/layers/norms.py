@@ -49,7 +49,7 @@ def _rms_norm(config: LayerConfig) -> Callable[..., torch.Tensor]:
         from mgrpo.policy.layers import liger
 
         return liger.rms_norm
-    # torch's own is one kernel; only around it there is something to fuse.
+    # torch's own is one kernel; only its neighbours can be fused.
     return backend.compiled(rms_norm) if config.layernorm_zero_centered_gamma else rms_norm
 
 

@@ -45,11 +45,11 @@ def _kept_share(rope: Rope, plain: torch.Tensor, rotated: int) -> torch.Tensor:
 
 
 class PackedRotary(torch.nn.Module):
-    """Cosines and sines of each token's own position: documents have branches whose positions restart after the prompt.
+    """Cosines and sines of each token's position: documents have branches whose positions restart after the prompt.
 
     Args:
         frequencies: `[kinds, rotated / 2]` float32, on the device of the positions: the layers of a model may differ, see `RotaryAttention`.
-        factors: for each kind what its cosines and sines are multiplied by.
+        factors: for each kind the factor of its cosines and sines.
         dtype: of queries and keys.
     """
 
@@ -77,7 +77,7 @@ class PackedRotary(torch.nn.Module):
 class RotaryAttention(SelfAttention):
     """Megatron's self-attention, with queries and keys turned by the kind of angles that its layer uses.
 
-    Megatron's own rotation computes sines and cosines in every layer and asks the device for the lengths of documents.
+    Megatron's own rotation computes sines and cosines in every layer and reads the lengths of documents from the device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RotaryAttention(SelfAttention):
         config.add_bias_linear = of_others
         self.rope, self.turn = rope, _turn(self.config)
         if has_whole_norms:
-            # In the spec, megatron-core 0.19 wants `qk_layernorm` as well, which sums their gradients over tensor ranks.
+            # In the spec, megatron-core 0.19 also needs `qk_layernorm`, which sums their gradients over tensor ranks.
             config, size = self.config, self.hidden_size_per_attention_head
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, size, config.layernorm_epsilon)
             self.k_layernorm = HeadsNorm(config, config.num_query_groups, size, config.layernorm_epsilon)
@@ -97,7 +97,7 @@ class RotaryAttention(SelfAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, *, rotary_pos_emb: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """As Megatron's; `rotary_pos_emb` is what `PackedRotary` returns."""
+        """Forward pass of Megatron's attention; `rotary_pos_emb` is the output of `PackedRotary`."""
         self._turns = rotary_pos_emb[self.rope]
         return super().forward(hidden_states, attention_mask, **kwargs)
 

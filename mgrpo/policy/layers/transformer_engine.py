@@ -38,7 +38,7 @@ def finish(model: torch.nn.Module, *, accumulates: bool) -> None:
 
     Args:
         accumulates: each product that makes a weight's gradient adds it to Megatron's gradient buffer. Megatron's setting
-            of that name also asks apex's kernel for the LM head, which is not Transformer Engine's.
+            of that name also requires apex's kernel for the LM head, which is not Transformer Engine's.
     """
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TELinear
 

@@ -1,9 +1,9 @@
 """Products of Transformer Engine's layers: y = x w^T with its gradients, each of the three on operands in 8 bits.
 
-Tensor-parallel ranks gather and sum what the layers do; operands are rounded before they are sent. Where a sum runs over
+Tensor-parallel ranks gather and sum as the layers do; operands are rounded before they are sent. Where a sum runs over
 another dimension than in the forward pass, blocks of numbers that share a scale do as well, so an operand is rounded once for
-each direction. On a device it is held twice also where all of them share one: Hopper's kernels want the numbers that they sum
-side by side.
+each direction. On a device it is held twice also where all of them share one: Hopper's kernels need the summed numbers to be
+contiguous.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mgrpo.rehearsal.eight_bits.rounding import MXFP8_LENGTH, Kind, Rounded, Rou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """What one call of a layer does beside multiplying.
+    """Work of one call of a layer besides the product.
 
     Args:
         rounding: None: the operands are not rounded.
         splits: rows of each matrix.
         mode: dimension of the weight that the ranks of `group` share: outputs (column) or inputs (row).
         sequence: they also share the rows between layers.
-        keeps_input: what is kept for the backward pass is the input as it came.
-        accumulates: gradients of the weights are added to their `main_grad`; False replaces what is there.
+        keeps_input: the input as passed is kept for the backward pass.
+        accumulates: gradients of the weights are added to their `main_grad`; False overwrites it.
     """
 
     rounding: Rounding | None
@@ -62,10 +62,10 @@ class Product:
 
 
 ROW_BYTES = 16
-"""On a device kernels read rows of a multiple of this."""
+"""Bytes of which rows must be a multiple for kernels on a device."""
 _LIBRARY = torch.library.Library("mgrpo_rehearsal", "DEF")
 _LIBRARY.define("multiply(Tensor(a!) out, Tensor left, Tensor right) -> ()")
-"""`out [rows, columns]`, or what is added to it, is `left [rows, summed]` times `right [columns, summed]`: counted, and nothing written."""
+"""`out [rows, columns]`, or its increment, is `left [rows, summed]` times `right [columns, summed]`: counted, and nothing written."""
 
 
 @torch.library.register_fake("mgrpo_rehearsal::multiply")
@@ -92,11 +92,11 @@ Operand = torch.Tensor | Rounded
 Copies = tuple[Operand, Operand | None]
 """A weight as the operand of the forward product and of the gradient of the input; None: it will have none."""
 placeholders: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-"""Gradients of weights whose own are in Megatron's buffers. The buffers' hook waits for them, and nobody reads their values."""
+"""Placeholder gradients of weights whose real ones are in Megatron's buffers. The buffers' hook waits for them; no value is read."""
 
 
 def copies(weight: torch.Tensor, rounding: Rounding | None, *, trains: bool = True) -> Copies:
-    """`weight [outputs, inputs]` as it is multiplied; `trains`: also in a backward pass."""
+    """`weight [outputs, inputs]` as operands of its products; `trains`: also in a backward pass."""
     if rounding is None:
         return weight, weight.T
     return rounding(weight, "weight", along=1), rounding(weight, "weight", along=0) if trains else None
@@ -163,7 +163,7 @@ class _Product(torch.autograd.Function):
 
 
 def _save(ctx: Any, own: Sequence[torch.Tensor], parts: Sequence[Operand]) -> None:
-    """Keep what the gradients of the weights are made from: this rank's rows as they came, or rounded.
+    """Save the operands of the weights' gradients: this rank's rows as passed, or rounded.
 
     Args:
         parts: the rows as operands of the forward product.
@@ -171,7 +171,7 @@ def _save(ctx: Any, own: Sequence[torch.Tensor], parts: Sequence[Operand]) -> No
     call = ctx.call
     kept: Sequence[Operand] = own
     if call.rounding is not None and not call.keeps_input:
-        # What is gathered can be turned afterwards only.
+        # A gathered operand can be turned only afterwards.
         is_turned_later = call.gathers and call.is_turned
         kept = parts if is_turned_later else [_operand(part, call, "activation", along=0) for part in own]
     ctx.forms = [(part.block, part.dtype) if isinstance(part, Rounded) else None for part in kept]
@@ -191,7 +191,7 @@ def _saved(ctx: Any) -> list[Operand]:
 
 
 def _input(part: Operand, call: Product) -> Operand:
-    """What was kept, of all ranks that hold rows of it, as the operand of a sum over rows."""
+    """Saved rows of all ranks that share them, as the operand of a sum over rows."""
     if isinstance(part, torch.Tensor):
         part = _operand(part, call, "activation", along=0, is_shared=call.gathers)
     elif call.gathers and call.is_turned:
@@ -249,12 +249,12 @@ def _values(operand: Operand) -> torch.Tensor:
 
 
 def _numbers(operand: Operand) -> torch.Tensor:
-    """What a kernel reads."""
+    """Numbers that a kernel reads."""
     return operand.data if isinstance(operand, Rounded) else operand
 
 
 def _gathered(operand: Operand, call: Product, *, dim: int) -> Operand:
-    """The parts of all ranks; `dim` is that of the rows. On a device bytes are sent and not what they stand for."""
+    """Parts of all ranks, gathered; `dim` is that of the rows. On a device the rounded bytes are sent, not their values."""
     if not isinstance(operand, Rounded):
         rows = operand if dim == 0 else operand.T
         whole = rows.new_empty(len(rows) * call.size, *rows.shape[1:])
@@ -266,7 +266,7 @@ def _gathered(operand: Operand, call: Product, *, dim: int) -> Operand:
     scale = operand.scale if operand.scale.numel() == 1 else _gathered(operand.scale, call, dim=0)
     assert isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor)
     if dim == 1 and operand.block[1] != MXFP8_LENGTH:
-        data = data.contiguous()  # Its kernels alone read what lies the other way.
+        data = data.contiguous()  # Only MXFP8 kernels read the other memory order.
     return replace(operand, data=data.view(operand.data.dtype), scale=scale)
 
 

@@ -1,6 +1,6 @@
 """The package `transformer_engine` as Megatron and mgrpo import it: layers, recipes, padding.
 
-Signatures are those of release 2.11, as far as they are used. What is not here is found missing by those who import it.
+Signatures are those of release 2.11, as far as they are used. Importing any other name fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EPS = 1e-5
 
 
 class Format(enum.Enum):
-    """Of activations and weights, and of gradients."""
+    """Types of activations and weights, and of gradients."""
 
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -43,7 +43,7 @@ class Format(enum.Enum):
 
 @dataclass
 class Recipe:
-    """Of which numbers share a scale."""
+    """Base class of recipes: the numbers that share a scale."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
@@ -101,19 +101,19 @@ def fp8_autocast(
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """Types of what is gathered."""
+    """Types of gathered tensors."""
 
     NONE = "none"
     FP8 = "fp8"
 
 
 class Userbuffers:
-    """What `initialize_ub` made: buffers for so many rows, of all tensor ranks together."""
+    """Buffers of `initialize_ub`: for so many rows, of all tensor ranks together."""
 
     rows: int | None = None
     arguments: ClassVar[dict[str, Any]] = {}
     memory: ClassVar[list[torch.Tensor]] = []
-    """On a device: `GATHERING` for what is gathered, and `SCATTERING`."""
+    """On a device: buffers `GATHERING` and `SCATTERING`."""
 
 
 GATHERING = ("qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad")
@@ -121,7 +121,7 @@ SCATTERING = ("proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad")
 
 
 def release() -> None:
-    """Forget what belongs to no layer."""
+    """Free tensors that belong to no layer."""
     placeholders.clear()
     Userbuffers.memory.clear()
 
@@ -221,7 +221,7 @@ class Linear(_Layer):
     def __init__(self, in_features: int, out_features: int, *args: Any, **options: Any) -> None:
         super().__init__(in_features, out_features, *args, **options)
         self.weight = self._parameter(self.out_features, self.in_features)
-        # Without a bias it has an empty one, which is no parameter.
+        # Without a bias it has an empty one, which is not a parameter.
         self.bias = self._parameter(self.out_features) if self.use_bias else torch.empty(0, **self._options)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -279,7 +279,7 @@ class GroupedLinear(_Layer):
 
 
 class Fp8Padding(torch.nn.Module):
-    """Rows of 0 after those of each group, up to what a product in 8 bits wants."""
+    """Rows of 0 after those of each group, up to the multiple that a product in 8 bits needs."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def _unit(padding: Fp8Padding | Fp8Unpadding) -> int:
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """Of recipes with a state, which none of these is."""
+    """No-op: only recipes with a state need it, and none here has one."""
     yield
 
 
@@ -334,7 +334,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 class _Named:
-    """A name that annotations and base classes want."""
+    """Placeholder for a name in annotations and base classes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError("Transformer Engine itself is not here")

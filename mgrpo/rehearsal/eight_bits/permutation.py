@@ -40,7 +40,7 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Chunks of rows in another order, which the host does not learn."""
+    """Chunks of rows in another order, without reading it on the host."""
     ends = split_sizes.cumsum(0)
     sizes = split_sizes[sorted_index]
     numbers = torch.arange(len(inp), device=inp.device)

@@ -30,7 +30,7 @@ class Rounded:
     """An operand of a product, which sums over its second dimension: bytes `data [own, summed]` times `scale`.
 
     Args:
-        scale: float32, of each block; on a device, where nobody reads it, of the shape that kernels take.
+        scale: float32, of each block; on a device unread, in the shape that kernels take.
         dtype: of the matrix before.
     """
 
@@ -45,7 +45,7 @@ class Rounded:
         return self.data.to(wide) * _spread(self.scale, self.block, self.data).to(wide)
 
     def turned(self) -> Rounded:
-        """`[summed, own]`, where all numbers share a scale: kernels want the dimension that they sum over side by side."""
+        """`[summed, own]`, where all numbers share a scale: kernels need the summed dimension to be contiguous."""
         return replace(self, data=self.data.T.contiguous(), scale=self.scale.T, block=self.block[::-1])
 
 
@@ -104,7 +104,7 @@ class Rounding:
     def _on_device(
         self, matrix: torch.Tensor, block: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> Rounded:
-        """What Transformer Engine allocates: a byte a number, and scales that are padded for the kernels."""
+        """Allocations of Transformer Engine: a byte a number, and scales padded for the kernels."""
         own, summed = -(-matrix.shape[0] // block[0]), -(-matrix.shape[1] // block[1])
         if self.name == "mxfp8":
             scale = matrix.new_empty(_padded(own, 128), _padded(summed, 4), dtype=torch.uint8)

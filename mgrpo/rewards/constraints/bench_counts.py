@@ -81,7 +81,7 @@ def pronouns(response: str, *, N: Count) -> bool:
 def keywords_multiple(
     response: str, *, keyword1: Text, keyword2: Text, keyword3: Text, keyword4: Text, keyword5: Text
 ) -> bool:
-    """The five keywords are there once, twice, three, five and seven times, in any case."""
+    """The five keywords occur once, twice, three, five and seven times, in any case."""
     text = response.lower()
     wanted = ((keyword1, 1), (keyword2, 2), (keyword3, 3), (keyword4, 5), (keyword5, 7))
     return all(text.count(keyword.strip().lower()) == count for keyword, count in wanted)
@@ -93,7 +93,7 @@ def word_repeats(response: str, *, small_n: Count) -> bool:
 
 
 def three_equal_sentences(response: str) -> bool:
-    """Equal in length; that the words differ is not looked at."""
+    """Three sentences of equal length; their words are not compared."""
     lengths = [len(sentence) for sentence in split_sentences(response)]
     return len(lengths) == 3 and len(set(lengths)) == 1
 

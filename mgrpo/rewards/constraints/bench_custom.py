@@ -38,7 +38,7 @@ def four_questions(response: str, **_: object) -> bool:
 
 
 def african_countries(response: str, **_: object) -> bool:
-    """From the first line with Zimbabwe on, 52 lines or more that go back through the alphabet."""
+    """52 lines or more in reverse alphabetical order, from the first line with Zimbabwe to the end."""
     stripped = (line.strip(PUNCTUATION_AND_SPACE) for line in response.split("\n"))
     lines = [line for line in stripped if line]
     start = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
@@ -129,7 +129,7 @@ def _has_header(response: str, delimiter: str, names: tuple[str, ...]) -> bool:
 
 
 def _is_quoted_and_special(field: str) -> bool:
-    """Whether a line of text in double quotes begins the field, and something in it is neither letter nor space."""
+    """True if a line of text in double quotes begins the field, and a character in it is neither letter nor space."""
     line = field.partition("\n")[0]
     return line.startswith('"') and re.search(r"[^\w\s]", line[1 : max(line.rfind('"'), 1)]) is not None
 

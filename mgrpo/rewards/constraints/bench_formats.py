@@ -1,4 +1,4 @@
-"""IFBench: how a response is laid out, and what it repeats."""
+"""IFBench: the layout of a response, and its repetitions."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def no_whitespace(response: str) -> bool:
 
 
 def _without_some_blank_lines(lines: list[str]) -> list[str]:
-    """The lines as IFBench sees them, which takes blank lines out of the list that it walks through.
+    """The lines that IFBench checks: it removes blank lines from the list that it iterates over.
 
-    So the line behind a blank one is passed over, blank or not; and what is taken out is the first line that is equal
-    to the blank one, which may be one that was passed over.
+    So the line after a blank one is skipped, blank or not; and the line removed is the first one equal to the blank
+    one, which may have been skipped.
     """
     is_kept = [True] * len(lines)
     passed: dict[str, deque[int]] = {}
@@ -172,7 +172,7 @@ def _without_some_blank_lines(lines: list[str]) -> list[str]:
 
 
 def _first_of(text: str, *tags: str) -> int:
-    """The place of the first of the tags that is there: the second is looked for only if the first is nowhere."""
+    """The place of the first tag that occurs: the second is searched for only if the first is missing."""
     return next((start for start in map(text.find, tags) if start >= 0), -1)
 
 

@@ -1,4 +1,4 @@
-"""IFBench: what each word or sentence is like, and how neighbours relate."""
+"""IFBench: properties of each word or sentence, and relations of neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of constraints: what a label calls each, and the function that checks it."""
+"""The table of constraints: the name of each in labels, and the function that checks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints on what a response repeats (IFEval and Open Instruct)."""
+"""Constraints on text that a response repeats (IFEval and Open Instruct)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def two_responses(response: str) -> bool:
 
 
 def phrase_varied(response: str, *, phrase: Word, small_n: Position) -> bool:
-    """The phrase's first and last word with others between them, as often as asked, each time one word changed."""
+    """The phrase `small_n` times, from its first to its last word, each time with one word changed."""
     words = phrase.split()
     found = _between(words[0], words[-1], response)
     if len(found) != small_n:
@@ -54,7 +54,7 @@ def _between(first: str, last: str, response: str) -> list[str]:
     end_word = compiled(f"(?= ({last}))", 0)
     found: list[str] = []
     for line in response.split("\n"):
-        # Behind the last place where the end could be, each `first` would search the rest of the line in vain.
+        # Behind the last place where the end could be, each `first` would search the rest of the line without a match.
         ends = [match.end(1) for match in end_word.matches(line)]
         if ends:
             found += [match.group() for match in span.matches(line[: max(ends)])]

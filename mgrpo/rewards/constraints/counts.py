@@ -1,4 +1,4 @@
-"""Constraints on how many words, sentences and paragraphs there are, and how they begin and end (IFEval, Open Instruct)."""
+"""Constraints on the number of words, sentences and paragraphs, and on their beginnings and ends (IFEval, Open Instruct)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def no_forbidden_words(response: str, *, forbidden_words: Words) -> bool:
 
 
 def keyword_excluded(response: str, *, keyword: Word, instruction: Text = _NOT_GIVEN) -> bool:
-    """Only the keyword between two spaces counts; `instruction` is what the row's author drew it from."""
+    """The keyword counts between two spaces only; `instruction` is the text from which the row's author drew it."""
     return f" {keyword} " not in response
 
 

@@ -1,4 +1,4 @@
-"""Arguments of constraints: what a label's kwargs must be. A checker's annotations define it, and `bound` reads them.
+"""Arguments of constraints: the kinds of a label's kwargs. A checker's annotations define them, and `bound` reads these.
 
 An argument that is missing, unknown or of the wrong kind makes the label unreadable: a ValueError, and so no score.
 Nothing is drawn at random or guessed in its place.
@@ -65,13 +65,13 @@ def bound(name: str, checker: Checker, kwargs: Mapping[str, object]) -> Callable
 
 
 def holds(relation: Relation, found: int, threshold: int) -> bool:
-    """Whether `found` is less than, or at least, the threshold."""
+    """True if `found` is less than the threshold, or at least as large, by `relation`."""
     return found < threshold if relation == "less than" else found >= threshold
 
 
 @functools.cache
 def _parameters(checker: Checker) -> tuple[dict[str, tuple[object, bool]], bool]:
-    """The checker's arguments with kind and whether they are required, and whether it takes any others too."""
+    """The checker's arguments, each with its kind and True if required; and True if it takes any others."""
     kinds = typing.get_type_hints(checker)
     known: dict[str, tuple[object, bool]] = {}
     takes_any = False

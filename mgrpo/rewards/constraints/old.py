@@ -1,6 +1,6 @@
 """The 25 functions that labels of `ifeval_old` name, with their own names, arguments and rules.
 
-Open Instruct's, except that marks without anything between them (`[]`, `**`, `<<>>`) are not what was asked for.
+Open Instruct's, except that marks without anything between them (`[]`, `**`, `<<>>`) do not count.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def validate_title(response: str) -> bool:
 
 
 def validate_choice(response: str, *, options: Texts) -> bool:
-    """One of the options, as words of its own; an option counts once where a longer one holds it."""
+    """One of the options, as separate words; an option counts once where a longer one holds it."""
     longest_first = sorted(filter(None, options), key=len, reverse=True)
     if not longest_first:
         return False
@@ -92,7 +92,7 @@ def validate_choice(response: str, *, options: Texts) -> bool:
 
 
 def validate_highlighted_sections(response: str, *, N: Whole) -> bool:
-    """Runs of asterisks are paired line by line; a pair without text between them is none."""
+    """Runs of asterisks are paired line by line; a pair without text between them does not count."""
     return sum(1 for line in response.split("\n") for part in _ASTERISKS.split(line)[1:-1:2] if part.strip()) >= N
 
 

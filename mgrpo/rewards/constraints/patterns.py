@@ -1,7 +1,7 @@
 """Regular expressions that labels hold, searched within a time limit.
 
-They mean what they mean to Python's `re`. Those that repeat or branch, and so could search for hours in an answer made for
-that, are searched by `regex`, which can give up.
+They have the meaning of Python's `re`. Those that repeat or branch, and so could search for hours in an answer made for
+that, are searched by `regex`, which has a timeout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mgrpo.rewards.verifier import shown
 
 _LIMIT_S = 0.2
-"""For one search in one answer, of which `regex` takes up to four times as much. Usual searches take microseconds."""
+"""Limit of one search in one answer; `regex` takes up to four times as long. Usual searches take microseconds."""
 _IS_BOUNDED = re.compile(r"[^*+?{|]*")
 
 
@@ -44,5 +44,5 @@ class Pattern:
 
 @functools.lru_cache(maxsize=1024)
 def compiled(pattern: str, flags: int = re.IGNORECASE) -> Pattern:
-    """A label's regular expression; ValueError for text that is none."""
+    """A label's regular expression; ValueError for text that is not one."""
     return Pattern(pattern, flags)

@@ -17,7 +17,7 @@ def score_instructions(
     *,
     loose: bool = False,
 ) -> list[bool]:
-    """Whether the response keeps each constraint.
+    """True for each constraint that the response keeps.
 
     Args:
         instruction_ids: names of constraints of IFEval, Open Instruct or IFBench.
@@ -45,7 +45,7 @@ def bound_instructions(instruction_ids: object, kwargs: object) -> list[Callable
 
 
 def kept(checks: Sequence[Callable[[str], bool]], response: str, *, loose: bool) -> list[bool]:
-    """Whether the response, or one of its variants, passes each check; a variant that says nothing passes none.
+    """True for each check that the response, or one of its variants, passes; a variant without letter or digit passes none.
 
     A check that takes too long is not passed: it is the response that makes a label's regular expression slow.
     """

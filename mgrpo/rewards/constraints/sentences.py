@@ -19,7 +19,7 @@ _NEXT_SENTENCE = (
 )
 _COMPANY = r" (Inc|Ltd|Jr|Sr|Co)\."
 # `<prd>` marks a full stop that ends nothing, `<stop>` the end of a sentence. The order matters: a later rule
-# sees what an earlier one has left.
+# reads the text that an earlier one has left.
 _SPLIT_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\n", " "),
     (r"(Mr|St|Mrs|Ms|Dr)\.", r"\1<prd>"),
@@ -89,7 +89,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _marks_in_context(text: str) -> Iterator[tuple[Any, str]]:
-    """The marks that may end a sentence, each with its word and what follows; of marks in one word the last."""
+    """The marks that may end a sentence, each with its word and the text behind it; of marks in one word the last."""
     word_start, word_end, mark = 0, 0, None
     for found in _patterns()["candidate"].finditer(text):
         before = text[word_end : found.start()]
@@ -109,7 +109,7 @@ def _holds_break(context: str) -> bool:
 
 
 def _ends_sentence(token: str, following: str) -> bool:
-    """Whether the full stop, question or exclamation mark of `token` ends a sentence, given the next token."""
+    """True if the full stop, question or exclamation mark of `token` ends a sentence, given the next token."""
     if token in ("?", "!"):
         return True
     if not token.endswith("."):

@@ -1,4 +1,4 @@
-"""Constraints on how a response is laid out and marked up (IFEval and Open Instruct).
+"""Constraints on the layout and markup of a response (IFEval and Open Instruct).
 
 Where a regular expression would try again from every bracket or line of a long response, lines are searched instead:
 every checker takes time in proportion to the response.

@@ -1,4 +1,4 @@
-"""Lists of English words and names that constraints and the splitting of sentences know.
+"""Lists of English words and names for constraints and the splitting of sentences.
 
 Those for sentences were chosen so that `sentences` splits as NLTK's Punkt does with its English model (Kiss and Strunk 2006,
 Unsupervised Multilingual Sentence Boundary Detection).
@@ -21,7 +21,7 @@ ABBREVIATIONS = frozenset(
     c d e f g h k l m n p r s t v w
     """)
 )
-"""Abbreviations, whose full stop does not end a sentence. Without e.g., i.e. and etc., which Punkt does not know."""
+"""Abbreviations, whose full stop does not end a sentence. Without e.g., i.e. and etc., which Punkt lacks."""
 
 FREQUENT_STARTERS = frozenset(
     _words("""

@@ -15,9 +15,9 @@ from mgrpo.rewards.constraints.sentences import punkt_sentences
 PUNCTUATION_AND_SPACE = string.punctuation + " "
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-# What a rule needs to find in a sentence, its pattern, and what it puts there. The rules are applied in this order to
-# one sentence, which is split at white space afterwards. Clitics (n't, 's) come last because they are known by the
-# space behind them.
+# The characters that a rule needs in a sentence, its pattern, and the replacement. The rules are applied in this order
+# to one sentence, which is split at white space afterwards. Clitics (n't, 's) come last because the space behind them
+# marks them.
 _TREEBANK_RULES: tuple[tuple[str, str, str], ...] = (
     ("«“‘„`", r"[«“‘„]|`+", r" \g<0> "),
     ('"', r'\A"', "``"),
@@ -56,7 +56,7 @@ _CONTRACTIONS: tuple[re.Pattern[str], ...] = (
 
 
 def says_something(text: str) -> bool:
-    """Whether the text has a letter or a digit of any script; marks alone are the form of an answer without one."""
+    """True if the text has a letter or a digit of any script; marks alone are the form of an answer without its content."""
     return any(char.isalnum() for char in text)
 
 

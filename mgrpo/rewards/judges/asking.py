@@ -1,4 +1,4 @@
-"""Base classes of what asks a language model: one client for all its calls, and for verifiers what the model sees."""
+"""Base classes of callers of a language model: one client for all calls, and for verifiers the text that the model reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mgrpo.rewards.verifier import Answer, RemoteVerifier, after_thinking, singl
 
 
 class Asker:
-    """Asks one model; subclasses choose the model and the questions."""
+    """Calls one model; subclasses choose the model and the questions."""
 
     def __init__(self, settings: Reward, endpoint: Endpoint, *, temperature: float) -> None:
         self.settings = settings
@@ -28,7 +28,7 @@ class Asker:
         )
 
     async def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
         await self.client.close()
 
     def metrics(self) -> dict[str, float]:
@@ -42,7 +42,7 @@ class Asker:
 
 
 class AskingVerifier(Asker, RemoteVerifier):
-    """A verifier that asks one model for verdicts on the final answer."""
+    """A verifier that requests verdicts on the final answer from one model."""
 
     @classmethod
     def problems(cls, settings: Reward) -> list[str]:

@@ -1,6 +1,6 @@
 """The HTTP client below the `openai` client, with a bound on the length of every reply.
 
-The `openai` client reads the body of an error whole before it raises, so a bound on what it returns would come too late.
+The `openai` client reads the body of an error whole before it raises, so a bound on its result would come too late.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import openai
 class BoundedClient(openai.DefaultAsyncHttpxClient):
     """Reads every reply at once, and one longer than `most_bytes` only up to the first chunk beyond them.
 
-    A compressed reply, for which nobody asked, is not read at all: one chunk of it could become a thousand.
+    A compressed reply, which was not requested, is not read at all: one chunk of it could become a thousand.
     """
 
     def __init__(self, most_bytes: int, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""Asking one judge: attempts, a time limit for each, and counts of what they use. HTTP is the `openai` client's.
+"""Requests to one judge: attempts, a time limit for each, and counts of their usage. HTTP is the `openai` client's.
 
-A question is one user message, and a reader makes a verdict of the reply's text. What may pass is tried again: time-outs,
+A question is one user message, and a reader makes a verdict of the reply's text. Transient failures are retried: time-outs,
 broken connections, 408, 429, 5xx, and replies that cannot be read. The library's own retries are off: each attempt has its
 own seed here, is counted, and has one time limit from its connection to the last byte.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ATTEMPTS = 3
-# Bounds Retry-After: a server may ask for a longer wait than a training step can take.
+# Bounds Retry-After: a server may request a longer wait than a training step can take.
 _LONGEST_WAIT_S = 30.0
 _MOST_BYTES = 4 << 20
 _SHOWN = 300
@@ -36,7 +36,7 @@ _FIXED_TEMPERATURE = re.compile(r"(o[0-9]|gpt-5)")
 
 
 class NoVerdict(RuntimeError):
-    """The judge gave none; the message says why."""
+    """The judge gave none; the message has the reason."""
 
 
 class _MayPass(Exception):
@@ -64,7 +64,7 @@ class Usage:
 
 
 class ChatClient:
-    """Asks one model; belongs to the event loop that first uses it. `close` it there."""
+    """Calls one model; belongs to the event loop that first uses it. `close` it there."""
 
     usage: Usage
 
@@ -168,7 +168,7 @@ class ChatClient:
         return NoVerdict(f"{self.endpoint.model} was not asked: {why}")
 
     def _text(self, content: bytes) -> str:
-        """The text of a chat completion; its tokens are counted whether it has one or not."""
+        """The text of a chat completion; its tokens are counted also without one."""
         if len(content) > _MOST_BYTES:
             raise _MayPass(f"the reply is longer than {_MOST_BYTES:,} bytes")
         try:
@@ -204,7 +204,7 @@ class ChatClient:
 
 
 def _retry_after_s(value: str) -> float:
-    """Seconds that the server asks to wait, given as a number or a date, within bounds; 0 for anything else."""
+    """Seconds until the next attempt as the server requests, given as a number or a date, within bounds; 0 for anything else."""
     try:
         wait_s = float(value)
     except ValueError:

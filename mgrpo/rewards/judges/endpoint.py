@@ -18,15 +18,15 @@ OPENAI = "https://api.openai.com/v1"
 AZURE_API_VERSION = "2024-12-01-preview"
 RUBRIC_JUDGE = "gpt-4.1"
 SPARE_TOKENS = 100
-"""For the chat template around a prompt, of which only the server knows the length."""
+"""Allowance for the chat template around a prompt, whose length only the server can count."""
 FEWEST_TOKENS = 64
-"""With less room than this for question and answer there is nothing to judge."""
+"""Least room for question and answer; with less, judging is pointless."""
 _COMPLETIONS = "/chat/completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A server of OpenAI's chat completions, and the model to ask there."""
+    """A server of OpenAI's chat completions, and the model to call there."""
 
     base_url: str
     """The address without `/chat/completions`."""
@@ -38,13 +38,13 @@ class Endpoint:
     azure_version: str | None = None
     """Version of Azure's API; None for every other server."""
     is_openai: bool = False
-    """OpenAI's own servers or Azure's, which know only the newer names of parameters."""
+    """OpenAI's own servers or Azure's, which accept only the newer names of parameters."""
 
     def client(self, most_bytes: int) -> openai.AsyncOpenAI:
         """A client without time limit and retries, which does not follow redirects. `close` it.
 
         Args:
-            most_bytes: bounds what is read of a reply, whatever its status (`BoundedClient`).
+            most_bytes: bound on the bytes read of a reply of any status (`BoundedClient`).
         """
         import openai
 
@@ -76,7 +76,7 @@ class Endpoint:
 
 
 def problems(settings: Reward, verifiers: Iterable[str] = ("general-quality",)) -> list[str]:
-    """Reasons why the judges among `verifiers` cannot be asked, one sentence each; other verifiers are ignored."""
+    """Reasons why the judges among `verifiers` cannot be called, one sentence each; other verifiers are ignored."""
     names = {name.lower() for name in verifiers}
     finders: list[Callable[[Reward], Endpoint]] = []
     if any(name.startswith("general-") for name in names):
@@ -111,26 +111,22 @@ def judge_endpoint(settings: Reward) -> Endpoint:
 
 
 def rubric_endpoint(settings: Reward) -> Endpoint:
-    """The judge of rubrics: rubric_judge_model, else RUBRIC_JUDGE_MODEL, else llm_judge_model, else gpt-4.1."""
+    """The judge of rubrics: RUBRIC_JUDGE_MODEL, else llm_judge_model, else gpt-4.1."""
     return _first(settings, _rubric_judges(settings))
 
 
 def proposing_endpoint(settings: Reward) -> Endpoint:
-    """The model that proposes criteria: rubric_generation_model, else RUBRIC_GENERATION_MODEL, else the judge of rubrics."""
-    own = {
-        "rubric_generation_model": settings.rubric_generation_model,
-        "RUBRIC_GENERATION_MODEL": _environment("RUBRIC_GENERATION_MODEL"),
-    }
+    """The model that proposes criteria: RUBRIC_GENERATION_MODEL, else the judge of rubrics."""
+    own = {"RUBRIC_GENERATION_MODEL": _environment("RUBRIC_GENERATION_MODEL")}
     return _first(settings, own | _rubric_judges(settings))
 
 
 def _rubric_judges(settings: Reward) -> dict[str, str | None]:
-    """Models by the setting or variable that names them; the first that is there is asked."""
+    """Models by the setting or variable that names them; the first that is set is called."""
     return {
-        "rubric_judge_model": settings.rubric_judge_model,
         "RUBRIC_JUDGE_MODEL": _environment("RUBRIC_JUDGE_MODEL"),
         "llm_judge_model": settings.llm_judge_model,
-        "rubric_judge_model (by default)": RUBRIC_JUDGE,
+        "RUBRIC_JUDGE_MODEL (by default)": RUBRIC_JUDGE,
     }
 
 

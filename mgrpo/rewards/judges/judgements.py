@@ -32,7 +32,7 @@ class Judgement:
     top: float | None = 1
     """The highest SCORE; None: a decision, yes or no."""
     reference: str | None = None
-    """Name of the label in the prompt; None: the judge does not see it."""
+    """Name of the label in the prompt; None: not shown to the judge."""
     needs_reference: bool = False
     """A row without a label cannot be judged; otherwise the block is left out."""
     verdict: str = _JSON_VERDICT

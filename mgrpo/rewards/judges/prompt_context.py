@@ -1,4 +1,4 @@
-"""Fitting a prompt into the judge's context: the number of tokens of a text, and what is left out of a long one."""
+"""Fitting a prompt into the judge's context: the number of tokens of a text, and the shortening of long ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def estimate(text: str) -> int:
 
 
 def shortened(texts: Sequence[str], room: int, count: CountTokens) -> list[str]:
-    """The texts in `room` tokens together: each gets an equal share of it, and what others do not need."""
+    """The texts in `room` tokens together: each gets an equal share of it, and of the room that shorter ones leave."""
     fitting = list(texts)
     sizes = [count(text) for text in texts]
     by_size = sorted(range(len(texts)), key=lambda place: sizes[place])

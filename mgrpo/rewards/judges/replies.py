@@ -1,8 +1,8 @@
 """The verdict in a judge's reply. A reply whose verdict is not clearly the judge's own is an `Unreadable`.
 
-A judge may quote the answer it judges, and an answer may hold what looks like a verdict. The prompt therefore gives the
-judge a mark, which no answer can know, and the last verdict with the mark counts. Without it, a reply counts only in the
-form that was asked for (one JSON object and nothing else, or a decision in the last line), and only if the answer does not
+A judge may quote the answer it judges, and an answer may hold text that looks like a verdict. The prompt therefore gives the
+judge a mark that no answer can predict, and the last verdict with the mark counts. Without it, a reply counts only in the
+requested form (one JSON object and nothing else, or a decision in the last line), and only if the answer does not
 hold the same words.
 """
 
@@ -45,8 +45,8 @@ def read_score(reply: str, *, top: float, mark: str, answer: str) -> float:
     Numbers, numbers in quotes and "7/10" (of `top` only) are scores; true and false are, where the scale ends at 1.
 
     Args:
-        mark: what the prompt told the judge to write beside its score.
-        answer: what the judge was shown, from which it may quote.
+        mark: text that the prompt requires next to the score.
+        answer: text that the judge has read, from which it may quote.
     """
     # First as it is, since the text of an object may hold `</think>`.
     value = _score_of_object(reply, mark, answer)
@@ -134,7 +134,7 @@ def json_forms(text: str) -> tuple[str, str]:
 
 
 def _letters(text: str) -> str:
-    """Letters and digits alone, in one case: what a quotation keeps of its original."""
+    """Letters and digits alone, in one case: the part of a text that a quotation keeps."""
     return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text).lower()))
 
 

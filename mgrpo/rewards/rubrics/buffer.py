@@ -1,6 +1,6 @@
-"""The criteria that have evolved for each question: which of them are in use, and how a scored group changes that.
+"""The criteria that have evolved for each question: which of them are in use, and how a scored group changes them.
 
-State of a run: it changes only with the steps that are taken, by their groups in order, whatever the order in which these were
+State of a run: it changes only with the steps that are taken, by their groups in order, independent of the order in which these were
 scored. A prompt gets the criteria that are in use when it is admitted. Pure.
 """
 
@@ -25,7 +25,7 @@ class Evolved:
     """The criteria of a question."""
 
     active: tuple[Criterion, ...] = ()
-    """In use beside those of the row, oldest first."""
+    """Criteria in use in addition to those of the row, oldest first."""
     inactive: tuple[Criterion, ...] = ()
     """No longer in use; one that is proposed again is."""
     num_persistent: int = 0
@@ -79,9 +79,9 @@ class RubricBuffer:
         self.max_active = max_active
         self.questions: dict[str, Evolved] = {}
         self.changed: dict[str, Evolved] = {}
-        """Those that the step changes which `draw` was for."""
+        """Questions that the step of the last `draw` changes."""
         self.records: list[dict[str, Any]] = []
-        """What that step changes, for the reader of a file."""
+        """Changes of that step, for a file."""
         self._metrics: dict[str, float] = {}
 
     def admitted(self, prompt: Prompt) -> Prompt:
@@ -97,7 +97,7 @@ class RubricBuffer:
         return replace(prompt, criteria=self.questions.get(question, Evolved()).active)
 
     def draw(self, groups: Sequence[ScoredGroup]) -> None:
-        """See what the groups of the next step change, in their order; again the same for the same groups."""
+        """Compute the changes by the groups of the next step, in their order; idempotent."""
         self.changed, self.records = {}, []
         if self.max_active is None:
             return
@@ -109,7 +109,7 @@ class RubricBuffer:
         self._metrics = evolution_metrics(groups, self.questions | self.changed)
 
     def take(self) -> None:
-        """The step has been given the groups of `draw`."""
+        """Apply the changes of `draw`, when the step takes its groups."""
         self.questions |= self.changed
         self.changed = {}
 
@@ -196,7 +196,7 @@ def _record(group: ScoredGroup, rubric: JudgedRubric, evolved: Evolved) -> dict[
 
 
 def plain_rubric(prompt: Prompt | None, scored: ScoredGroup | None) -> dict[str, Any]:
-    """What a group that waits is judged by, in JSON."""
+    """Criteria and rubric of a waiting group, in JSON."""
     rubric = scored and scored.rubric
     return {"criteria": prompt and prompt.criteria, "rubric": rubric and asdict(rubric)}
 

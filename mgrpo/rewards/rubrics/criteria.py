@@ -14,7 +14,7 @@ RUBRIC = "rubric"
 
 
 def place_of_rubric(verifiers: Sequence[str]) -> int:
-    """Where the first rubric stands among a row's verifiers; -1 without one. Only the first one evolves."""
+    """Index of the first rubric among a row's verifiers; -1 without one. Only the first one evolves."""
     return next((place for place, name in enumerate(verifiers) if name.lower() == RUBRIC), -1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from mgrpo.rewards.compose import Verifies
 from mgrpo.rewards.remote_endpoint import RemoteScorer
 from mgrpo.rewards.rubrics.criteria import place_of_rubric, question_of, read_criteria, rubric_of, weighted_mean
-from mgrpo.rewards.rubrics.proposer import Proposer
+from mgrpo.rewards.rubrics.proposals import Proposer
 from mgrpo.rewards.trajectory_rewards import is_lost
 from mgrpo.rewards.verifier import Item
 from mgrpo.types import Criterion, JudgedRubric, Prompt, RolloutGroup, ScoredGroup
@@ -22,12 +22,12 @@ def score_evolving(
     pool: Verifies,
     remote: RemoteScorer,
 ) -> list[ScoredGroup]:
-    """What `score` gives; each prompt with `criteria` is judged by them, those of its row and those that are proposed for the group.
+    """Score by `score`; each prompt with `criteria` is judged by them, those of its row and those proposed for the group.
 
     Args:
-        score: scores groups by their verifiers, which it asks by the given pool.
-        pool: asks all verifiers.
-        remote: asks the model that proposes.
+        score: scores groups by their verifiers, which it calls through the given pool.
+        pool: calls all verifiers.
+        remote: calls the model that proposes.
     """
     places = [place for place, group in enumerate(groups) if group.prompt.criteria is not None]
     rubrics = [_rubric(groups[place].prompt) for place in places]
@@ -62,7 +62,7 @@ def _rubric(prompt: Prompt) -> JudgedRubric:
 
 
 def _extended(rubric: JudgedRubric, proposed: Sequence[Criterion]) -> JudgedRubric:
-    """The rubric with what was proposed, except for criteria whose words it has already."""
+    """The rubric with the proposed criteria, except those whose words it has already."""
     known, new = {_words(criterion) for criterion in rubric.criteria}, []
     for criterion in proposed:
         if (words := _words(criterion)) not in known:
@@ -88,11 +88,11 @@ def _labelled(group: RolloutGroup, rubric: JudgedRubric) -> RolloutGroup:
 
 @dataclass(slots=True, kw_only=True)
 class _ByCriterion:
-    """Asks the pool for a verdict by each criterion of a rubric that evolves, and keeps the verdicts."""
+    """Requests a verdict by each criterion of an evolving rubric from the pool, and keeps the verdicts."""
 
     pool: Verifies
     verdicts: list[tuple[float, ...]] = field(default_factory=list)
-    """Of each answer to such a prompt, in order: one by each criterion."""
+    """Verdicts on each answer to such a prompt, in order: one per criterion."""
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
         """The score of every item, in order; NaN where one verdict could not be given."""

@@ -37,7 +37,7 @@ class TRLAccuracy(Verifier):
 
 @functools.lru_cache(maxsize=1024)
 def _parsed_solution(solution: str) -> list:
-    """Kept because a whole group shares it."""
+    """Cached, because a whole group shares the solution."""
     import math_verify
 
     return math_verify.parse(solution, parsing_timeout=None)

@@ -1,6 +1,6 @@
-"""Programs judged by tests: `code` (assert statements), `code_stdio` (inputs and outputs). A service runs them.
+"""Programs judged by tests: `code` (assert statements), `code_stdio` (inputs and outputs).
 
-`code_api_url` or CODE_API_URL names it; otherwise it is the sandbox of this machine, through the same app and requests.
+The service that `code_api_url` or CODE_API_URL names runs them, otherwise a sandbox of this machine.
 """
 
 from __future__ import annotations
@@ -12,32 +12,38 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, ClassVar, TypeGuard
 from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Reward
-from mgrpo.processes.reply_bodies import PLAIN, plain_body
+from mgrpo.processes.reply_bodies import KEEP_ALIVE_S, PLAIN, plain_body
 from mgrpo.rewards.verifier import Answer, RemoteVerifier, after_thinking, shown
 from mgrpo.rewards.verifiers.answers.asserts import read_test
 from mgrpo.rewards.verifiers.answers.programs import extract_program, has_block
 from mgrpo.sandbox.cases import assert_tests, stdio_tests
-from mgrpo.sandbox.local import borrow_app, give_back_app
-from mgrpo.sandbox.sandbox import Sandbox, client_limit_s
+from mgrpo.sandbox.local import borrow_sandbox, give_back_sandbox
+from mgrpo.sandbox.sandbox import Sandbox, Verdicts, client_limit_s
+from mgrpo.sandbox.walled import SandboxError
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
     from mgrpo.sandbox.isolation import Isolation
 
+SANDBOX_MEMORY_MB = 1024
+"""Memory of a program in the sandbox of this machine."""
 _SPACE = re.compile(r"\s")
 _COMPRESSED = re.compile(r"\s*[A-Za-z0-9+/]+=*\s*")
 # A compressed label of more characters may take a second to read; one of a hundred tests takes a millisecond.
 _LONGEST_LOOKED_AT = 2**14
 _MOST_LOOKED_AT = 100
+# As many as `mgrpo code-server` takes in a request.
+_MOST_TESTS = 10_000
 _CONNECTIONS = 100
 _CONNECT_S = 10.0
-# A test's result and runtime in a reply, with white space; and what else may stand in one.
+# A test's result and runtime in a reply, with white space; and the other contents of one.
 _VERDICT_BYTES = 128
 _REPLY_BYTES = 2**16
 _PAUSES_S = (0.3, 0.6, 1.2)
@@ -73,7 +79,10 @@ class Code(RemoteVerifier):
         """ValueError where the service has no address, or none is named and this machine cannot isolate programs."""
         super().__init__(settings)
         self._base_url = _service(settings)
-        self._client = self._open()
+        self._sandbox: Sandbox | None = None
+        if self._base_url is None:
+            self._sandbox = borrow_sandbox(SANDBOX_MEMORY_MB, accept_risk=settings.code_sandbox_accept_risk)
+        self._client: aiohttp.ClientSession | None = None
         self._connections = asyncio.Semaphore(_CONNECTIONS)
         self._judged = {"tests": 0.0, "tests_in_process": 0.0}
 
@@ -83,8 +92,7 @@ class Code(RemoteVerifier):
         if not program.strip() or not _is_source(program):
             return 0.0
         limit_s = self.settings.code_max_execution_time
-        question = {"program": program, "tests": tests, "max_execution_time": limit_s}
-        verdicts = await self._ask(question, _REPLY_BYTES + len(tests) * _VERDICT_BYTES)
+        verdicts = await self._ask(program, tests, limit_s)
         passed, runtimes = _read(verdicts, len(tests), limit_s)
         self._judged["tests"] += len(tests)
         self._judged["tests_in_process"] += _num_in_process(verdicts)
@@ -100,6 +108,10 @@ class Code(RemoteVerifier):
         tests = cls._tests(label)
         if not tests:
             raise ValueError(f"ground_truth={shown(label)} holds no test; a program can neither pass nor fail")
+        if len(tests) > _MOST_TESTS:
+            raise ValueError(
+                f"ground_truth={shown(label)} holds {len(tests):,} tests; a program may have at most {_MOST_TESTS:,}"
+            )
         return tests
 
     @classmethod
@@ -141,59 +153,60 @@ class Code(RemoteVerifier):
         return dict(self._judged)
 
     async def close(self) -> None:
-        await self._client.aclose()
-        if self._base_url is None:
+        if self._client is not None:
+            await self._client.close()
+        if self._sandbox is not None:
             # Not in another thread: none can be started while the interpreter ends.
             settings = self.settings
-            give_back_app(settings.code_sandbox_memory_mb, accept_risk=settings.code_sandbox_accept_risk)
+            give_back_sandbox(SANDBOX_MEMORY_MB, accept_risk=settings.code_sandbox_accept_risk)
 
-    def _open(self) -> httpx.AsyncClient:
-        import httpx
+    async def _ask(self, program: str, tests: list, limit_s: float) -> object:
+        """The verdicts. A request to a busy or broken service is retried, one that is refused or takes too long is not."""
+        import aiohttp
 
-        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
-        if self._base_url is not None:
-            # An exchange has a limit as a whole (`_post`): one for each read would let a service drip.
-            timeout = httpx.Timeout(None, connect=_CONNECT_S)
-            return httpx.AsyncClient(base_url=self._base_url, limits=limits, timeout=timeout)
-        # No timeout: the programs are bounded, and so is the wait for them.
-        app = borrow_app(self.settings.code_sandbox_memory_mb, accept_risk=self.settings.code_sandbox_accept_risk)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(base_url="http://sandbox", transport=transport, timeout=None)
-
-    async def _ask(self, question: dict, most_bytes: int) -> object:
-        """The service's answer. A busy or broken service is asked again, one that refuses or takes too long is not."""
-        import httpx
-
-        content = json.dumps(question).encode()
+        question = {"program": program, "tests": tests, "max_execution_time": limit_s}
         for pause_s in (*_PAUSES_S, None):
             try:
-                status, text = await self._post(content, most_bytes)
-            except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout):
+                if self._sandbox is not None:
+                    # No limit: the programs are bounded, and so is the wait for them.
+                    return (await asyncio.wrap_future(self._run(self._sandbox, program, tests, limit_s)))._asdict()
+                status, text = await self._post(question, _REPLY_BYTES + len(tests) * _VERDICT_BYTES)
+            except (aiohttp.ClientError, SandboxError):
                 if pause_s is None:
                     raise
             else:
                 if 200 <= status < 300:
                     return json.loads(text)
                 if pause_s is None or status not in _PASSING_TROUBLE:
-                    raise RuntimeError(f"{self._client.base_url}{self.path} answered {status}: {text[:300]}")
+                    raise RuntimeError(f"{self._base_url}{self.path} answered {status}: {text[:300]}")
             await asyncio.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
 
-    async def _post(self, content: bytes, most_bytes: int) -> tuple[int, str]:
-        """Status and text of the reply; TimeoutError, and ValueError for one that is compressed or longer than `most_bytes`."""
-        if self._base_url is None:
-            return await self._exchange(content, most_bytes)
-        async with self._connections, asyncio.timeout(client_limit_s(self.settings.code_max_execution_time)):
-            return await self._exchange(content, most_bytes)
+    @staticmethod
+    def _run(sandbox: Sandbox, program: str, tests: list, limit_s: float) -> Future[Verdicts]:
+        return sandbox.run_asserts(program, tests, limit_s)
 
-    async def _exchange(self, content: bytes, most_bytes: int) -> tuple[int, str]:
-        headers = PLAIN | {"Content-Type": "application/json"}
-        async with self._client.stream("POST", self.path, content=content, headers=headers) as response:
+    async def _post(self, question: dict, most_bytes: int) -> tuple[int, str]:
+        """Status and text of the reply; TimeoutError, and ValueError for one that is compressed or longer than `most_bytes`."""
+        import aiohttp
+
+        if self._client is None:
+            timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
+            connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+            self._client = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        # An exchange has a limit as a whole: one for each read would let a service drip.
+        limit = asyncio.timeout(client_limit_s(self.settings.code_max_execution_time))
+        url = f"{self._base_url}{self.path}"
+        async with (
+            self._connections,
+            limit,
+            self._client.post(url, json=question, headers=PLAIN, allow_redirects=False) as response,
+        ):
             try:
-                body = await plain_body(response.headers, response.aiter_raw(), most_bytes)
+                body = await plain_body(response.headers, response.content.iter_any(), most_bytes)
             except ValueError as err:
-                raise ValueError(f"{response.url}: {err}") from None
-        return response.status_code, body.decode("utf-8", "replace")
+                raise ValueError(f"{url}: {err}") from None
+        return response.status, body.decode("utf-8", "replace")
 
 
 class CodeStdio(Code):
@@ -213,6 +226,10 @@ class CodeStdio(Code):
     def _program(self, answer: Answer) -> str:
         return program_of(answer.completion)
 
+    @staticmethod
+    def _run(sandbox: Sandbox, program: str, tests: list, limit_s: float) -> Future[Verdicts]:
+        return sandbox.run_stdio(program, stdio_tests(tests), limit_s)
+
 
 def program_of(completion: str, called: frozenset[str] = frozenset()) -> str:
     """The program of the answer, or of the thoughts where the answer holds no block; "" without one.
@@ -225,7 +242,7 @@ def program_of(completion: str, called: frozenset[str] = frozenset()) -> str:
 
 
 def _asserts(label: object) -> list[str]:
-    """The tests of a label as it holds them; source text that is no list is one test."""
+    """The tests of a label as it holds them; source text that is not a list is one test."""
     if isinstance(label, str) and label.strip() and label.lstrip()[0] not in "[{" and not _is_compressed(label):
         if not read_test(label).is_python:
             raise ValueError(f"ground_truth={shown(label)} is neither a test in Python nor a list of tests")
@@ -238,7 +255,7 @@ def _is_compressed(label: object) -> TypeGuard[str]:
 
 
 def _service(settings: Reward) -> str | None:
-    """The service that the settings or the environment name; ValueError for what is not an address."""
+    """The service that the settings or the environment name; ValueError where it is not an address."""
     url, source = settings.code_api_url, "code_api_url"
     if not url:
         url, source = os.environ.get("CODE_API_URL", "").strip(), "CODE_API_URL in the environment"
@@ -273,7 +290,7 @@ def service_url(url: str | None) -> str | None:
 
 
 def _is_source(program: str) -> bool:
-    """Whether it can be sent at all; Python reads no source with a lone surrogate."""
+    """True if it can be sent at all; Python reads no source with a lone surrogate."""
     try:
         program.encode()
     except UnicodeEncodeError:
@@ -282,7 +299,7 @@ def _is_source(program: str) -> bool:
 
 
 def _read(verdicts: object, num_tests: int, limit_s: float) -> tuple[Sequence[float], Sequence[float]]:
-    """Results and runtimes; ValueError where they are not one for each test, or not what a service can have found."""
+    """Results and runtimes; ValueError where they are not one for each test, or not possible results of a service."""
     if isinstance(verdicts, dict):
         passes, runtimes = verdicts.get("results"), verdicts.get("runtimes")
         if isinstance(passes, list) and isinstance(runtimes, list) and len(passes) == len(runtimes) == num_tests:
@@ -304,6 +321,6 @@ def _check(index: int, passed: object, runtime: object, limit_s: float) -> None:
 
 
 def _num_in_process(verdicts: object) -> int:
-    """Tests that the program's own process has decided; 0 where the service does not say."""
+    """Tests that the program's own process has decided; 0 where the service does not report them."""
     told = verdicts.get("in_process") if isinstance(verdicts, dict) else None
     return told.count(1) if isinstance(told, list) else 0

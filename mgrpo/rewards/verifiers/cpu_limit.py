@@ -18,7 +18,7 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` once the work has computed for so long.
+    """Raise `OutOfTime` once the work has computed for `seconds`.
 
     Only its own processor time counts: no wait on a busy machine, no other thread, and no garbage collection, which takes
     a second in a process with millions of objects and waits until the work has ended.

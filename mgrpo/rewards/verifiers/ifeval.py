@@ -20,7 +20,7 @@ class IFEval(Verifier):
     """Share of the label's constraints that the answer keeps.
 
     The label is `[{"instruction_id": [...], "kwargs": [...]}]` as text or as JSON, with the names of IFEval, Open
-    Instruct and IFBench. `"mode": "loose"` in it asks for IFEval's loose scoring.
+    Instruct and IFBench. `"mode": "loose"` in it selects IFEval's loose scoring.
     """
 
     name: ClassVar[str] = "ifeval"
@@ -63,7 +63,7 @@ class IFEvalOld(Verifier):
 
 
 def _constraints(ground_truth: object) -> tuple[list[Callable[[str], bool]], bool]:
-    """The label's constraints, and whether its scoring is loose."""
+    """The label's constraints, and True if its scoring is loose."""
     label = _record(ground_truth)
     names = label.get("instruction_id", label.get("instruction_id_list"))
     checks = bound_instructions(names, label.get("kwargs"))
@@ -96,7 +96,7 @@ def _record(ground_truth: object) -> Mapping[str, object]:
 
 
 def _literal(text: str) -> object:
-    """The value of JSON text or of a Python literal, which is how Open Instruct's data sets hold these labels."""
+    """The value of JSON text or of a Python literal, the form of these labels in Open Instruct's data sets."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -111,5 +111,5 @@ def _load_language_profiles() -> None:
     try:
         language_of("Warm up.")
     except ValueError:
-        # Without langdetect all constraints except those on the language work; their error names what is missing.
+        # Without langdetect all constraints except those on the language work; their error names the missing package.
         return

@@ -8,7 +8,7 @@ from mgrpo.rewards.verifier import shown, single, text_of
 
 
 def accepted_texts(ground_truth: object) -> list[str]:
-    """The label, or each label of a list, as text, without empty ones: saying nothing is never right.
+    """The label, or each label of a list, as text, without empty ones: an empty answer is never right.
 
     Raises:
         ValueError: a label is neither text nor a number, or all of them are empty.
@@ -22,7 +22,7 @@ def accepted_texts(ground_truth: object) -> list[str]:
 
 
 def accepted_texts_of_json(ground_truth: object) -> list[str]:
-    """As `accepted_texts`, of a label that may be JSON text: '["Paris", "City of Paris"]', or '"Paris"'.
+    """Accepted texts, as `accepted_texts`, of a label that may be JSON text: '["Paris", "City of Paris"]', or '"Paris"'.
 
     Text that is not JSON is taken as it is; a number or a word of JSON both as it is and as JSON reads it ("1e3" is both 1e3
     and 1000.0).

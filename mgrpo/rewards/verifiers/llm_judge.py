@@ -16,7 +16,7 @@ class Quality(Judge):
 
 
 class QualityRef(Judge):
-    """The quality of the answer beside the label, a reference answer: a tenth of the judge's 1 to 10."""
+    """The quality of the answer compared with the label, a reference answer: a tenth of the judge's 1 to 10."""
 
     name: ClassVar[str] = "general-quality_ref"
     judgement = judgements.QUALITY_REF

@@ -44,8 +44,8 @@ _BASED = re.compile(r"[0-9]\s*_")
 class Math(Verifier):
     """1.0 if the answer that the completion states is mathematically the label, or any of several labels.
 
-    The answer is what stands, after the last `</think>`, in the one place that `places` finds, and is one value as
-    `statements` reads it.
+    The answer stands after the last `</think>`, in the one place that `places` finds, and is one value as `statements`
+    reads it.
     """
 
     name: ClassVar[str] = "math"
@@ -67,7 +67,7 @@ class Math(Verifier):
 
 
 class StrictMath(Math):
-    """As `math`, but the answer is in Minerva's sentence, else it is the whole text, which must be nothing but an expression."""
+    """Variant of `math`: the answer is in Minerva's sentence, else it is the whole text, which must be nothing but an expression."""
 
     name: ClassVar[str] = "strict_math"
 
@@ -119,7 +119,7 @@ def judged(labels: list[str], is_right: Callable[[str], bool], *, timeout_s: flo
 
 
 def is_right(stated: str, label: str) -> bool:
-    """Whether what a completion states is the label. It may be hostile, the label is trusted."""
+    """True if the answer that a completion states is the label. It may be hostile, the label is trusted."""
     if len(stated) > len(label) + _MARGIN:
         return False
     if spelling(stated) == spelling(label):
@@ -133,7 +133,7 @@ def is_right(stated: str, label: str) -> bool:
 
 
 def with_decimal_points(stated: str, label: str) -> tuple[str, str]:
-    """Both with a point in place of a decimal comma that has no other reading beside the other: no list equals one number."""
+    """The texts with a point in place of a decimal comma, where the other text excludes a list: no list equals one number."""
     stated, label = (with_decimal_point(text, braced_only=True) for text in (stated, label))
     if _is_one_value(read(label)):
         # A point or an interval is no number, whatever the label.
@@ -171,20 +171,20 @@ def _is_same(answer: Statement, expected: Statement) -> bool:
 
 
 def _has_unit_of(label: str, stated: str) -> bool:
-    """Whether the units of measure agree, where both have any."""
+    """True if the units of measure agree, where both have any."""
     expected = units(label)
     return not expected or units(stated) in ([], expected)
 
 
 def _read_by_value(label: str) -> None:
-    """Do what comparisons with the label need of it alone; much of it is cached."""
+    """Compute the part of comparisons that needs the label alone; much of it is cached."""
     statement = read(label)
     if statement is not None:
         is_same_value(*_comparable(statement, statement))
 
 
 def _comparable(answer: Statement, expected: Statement) -> tuple[str, str]:
-    """Both as expressions; with the names if both have one, or if the label is an equation rather than a named value."""
+    """The two statements as expressions; with the names if both have one, or if the label is an equation rather than a named value."""
     if answer.name and expected.name:
         return f"{answer.name}={answer.value}", f"{expected.name}={expected.value}"
     if expected.name and not _NAME.fullmatch(_ARGUMENT_OR_INDEX.sub("", expected.name)):
@@ -193,7 +193,7 @@ def _comparable(answer: Statement, expected: Statement) -> tuple[str, str]:
 
 
 def _kind(statement: Statement) -> str | None:
-    """Whether a value is written as a tuple or as a set; None if as neither."""
+    """Kind of a value as it is written, "tuple" or "set"; None: neither."""
     match = _COLLECTION.match(statement.value)
     if match is None or statement.is_relation:
         return None

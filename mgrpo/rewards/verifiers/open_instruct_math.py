@@ -15,8 +15,8 @@ class MathOpenInstruct(Verifier):
     r"""1.0 if any candidate in the completion is the label, or any of several labels.
 
     Candidates are the last `\boxed{...}` and Minerva's sentence, else the last `<answer>...</answer>`, else the text between the last two dollar signs, else the
-    whole text; the sentence and the whole text both as written and in Minerva's normal form. Equal is what Hendrycks'
-    normal form makes equal, or math-verify. One completion may so be right for several labels.
+    whole text; the sentence and the whole text both as written and in Minerva's normal form. Two are equal if
+    Hendrycks' normal forms are, or by math-verify. One completion may so be right for several labels.
     """
 
     name: ClassVar[str] = "math_open_instruct"

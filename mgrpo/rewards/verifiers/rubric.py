@@ -43,7 +43,7 @@ class Rubric(AskingVerifier):
 
 
 async def _all_or_none(verdicts: Iterable[Coroutine[None, None, float]]) -> list[float]:
-    """All results, asked for at once; the first failure ends the others."""
+    """All results, requested at once; the first failure ends the others."""
     tasks = [asyncio.ensure_future(verdict) for verdict in verdicts]
     try:
         return await asyncio.gather(*tasks)

@@ -41,7 +41,7 @@ class _InNormalForm(Verifier):
 
 
 class Flan(_InNormalForm):
-    """1.0 if what follows the last "The answer is: " (else the whole text) is the label."""
+    """1.0 if the text after the last "The answer is: " (else the whole text) is the label."""
 
     name: ClassVar[str] = "flan"
 
@@ -53,7 +53,7 @@ class Flan(_InNormalForm):
 
 
 class StringMatcher(_InNormalForm):
-    """1.0 if what follows the last `<answer>`, up to its `</answer>`, is the label; 0.0 without either tag."""
+    """1.0 if the text after the last `<answer>`, up to its `</answer>`, is the label; 0.0 without either tag."""
 
     name: ClassVar[str] = "string_matcher"
 
@@ -84,7 +84,7 @@ class Puzzle(_InNormalForm):
 
 
 class _OfSearches(_InNormalForm):
-    """As the data sets of ReSearch and Search-R1: labels may be JSON text."""
+    """Labels of the data sets of ReSearch and Search-R1, which may be JSON text."""
 
     @staticmethod
     def accepted(ground_truth: object) -> list[str]:
@@ -92,7 +92,7 @@ class _OfSearches(_InNormalForm):
 
 
 class ReSearchF1(_OfSearches):
-    """F1 of what follows the last `<finish>`, up to `</finish>`; 0.1 for the tags alone (ReSearch, Chen et al., 2025)."""
+    """F1 of the text after the last `<finish>`, up to `</finish>`; 0.1 for the tags alone (ReSearch, Chen et al., 2025)."""
 
     name: ClassVar[str] = "re_search_f1"
 

@@ -1,1 +1,1 @@
-"""The engines of one model: their states, restarts and signs of life, and the calls that go to all of them."""
+"""The engines of one model: their states, restarts, heartbeats and loads, and the calls to all of them."""

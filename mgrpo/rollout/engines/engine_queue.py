@@ -1,6 +1,6 @@
-"""Requests out to the engines of one model, and answers back as they come.
+"""Queue of requests to the engines of one model.
 
-One thread owns the state of everything that has been asked; every answer of an engine becomes work for it.
+One thread owns the state of all requests; every answer of an engine is posted to it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mgrpo.rollout.engines.roster import listed, say
 from mgrpo.rollout.engines.urgency_queue import UrgencyQueue
 
 MOST_POLLS_PER_S = 1000
-"""Polls of all engines together that one thread can answer beside its other work."""
+"""Polls per second, of all engines, that one thread can handle besides its other work."""
 
 
 class QueuedWork(Work, Protocol):
-    """A request that is queued, and learns what becomes of it in the queue's thread."""
+    """A queued request; its callbacks run in the queue's thread."""
 
     @property
     def name(self) -> str:
-        """The request, in the words of a message."""
+        """Name of the request in messages."""
 
     @property
     def batch_key(self) -> Hashable:
-        """Requests of one batch have the same."""
+        """Key that is equal for all requests of a batch."""
 
     @property
     def done(self) -> Callable[[Any], None]:
@@ -39,66 +39,66 @@ class QueuedWork(Work, Protocol):
 
     @property
     def failed(self) -> Callable[[Exception], None]:
-        """Called instead when it will never come: with a RefusedError where that is so of this request alone."""
+        """Called instead of `done` on failure; a RefusedError concerns this request alone."""
 
 
 R = TypeVar("R", bound=QueuedWork)
 
 
 class EngineQueue(ABC, Generic[R]):
-    """Gives each request to the engine with the least to do, and again to another if that one fails. An `EngineListener`.
+    """Sends each request to the engine with the least load, and again to another if that one fails. An `EngineListener`.
 
-    Methods are for the thread, unless they say otherwise.
+    Methods run in the thread unless noted.
     """
 
     verb = "generate"
-    """What the engines do, in the words of an error."""
+    """The engines' work in error messages."""
 
     def __init__(self, fleet: Fleet, thread: Background, *, samples_per_engine: int | None = None) -> None:
         """
         Args:
-            samples_per_engine: the samples that an engine is given at most at a time; others wait here, where they can still go to
-                any engine. None: all at once, so that an engine's samples depend on nothing but the prompts.
+            samples_per_engine: most samples in an engine at a time; others wait here, and can still go to any engine. None: no limit,
+                so that an engine's samples depend on nothing but the prompts.
         """
         self.fleet, self.thread = fleet, thread
         self.loads: Loads[R] = Loads(samples_per_engine, on_change=self._load_changed)
         self.polled: set[int] = set()
-        """Engines that have been asked for answers and have not answered."""
+        """Engines with an unanswered poll."""
         self.waiting: UrgencyQueue[R] = UrgencyQueue()
         self.withdrawn: set[R] = set()
-        """Requests that engines have and nobody waits for."""
+        """Cancelled requests that engines still have."""
         self.is_sampling = False
-        """Whether the engines are not paused."""
+        """False while the engines are paused."""
         fleet.roster.listen(self)
 
     @abstractmethod
     def _batch(self, numbered: Sequence[tuple[int, R]]) -> PromptBatch:
-        """The batch for one engine of requests of one `batch_key`, with the numbers by which the engine knows them."""
+        """Batch of requests with one `batch_key` for one engine, with their numbers in the engine."""
 
     @abstractmethod
     def _read(self, requests: Sequence[R], arrays: Completions) -> Sequence[object]:
-        """What an engine's answer says to each of these requests; an error that it raises ends the run."""
+        """Parse an engine's answer to each of these requests; an exception ends the run."""
 
     @abstractmethod
     def _tell_failure(self, err: Exception) -> None:
-        """No engine is left to wait for, or work in the thread has failed: all requests have failed."""
+        """Called after all requests have failed: no engine is left, or work in the thread has failed."""
 
     def _is_held(self, request: R) -> bool:
-        """Whether a request, and all that wait behind it, stay here for now."""
+        """True if a request, and all behind it, stay here for now."""
         return False
 
     def _urgency(self, request: R) -> tuple[int, bool]:
-        """Smaller comes first; requests that are equal, in the order of their arrival. Asked when a request begins to wait."""
+        """Sort key, smallest first; equal requests in the order of arrival. Called when a request is queued."""
         return 0, False
 
     def _given(self, request: R, engine: int) -> None:
-        """An engine is given a request."""
+        """Called when a request goes to an engine."""
 
     def _taken(self, requests: Sequence[R]) -> None:
-        """An engine that is lost had been given these, which begin again on others."""
+        """Called with the requests of a lost engine, which begin again on others."""
 
     def _load_changed(self) -> None:
-        """An engine has more or less to do."""
+        """Called when an engine's load has changed."""
 
     def lost(self, engine: int) -> None:
         """See `EngineListener`."""
@@ -113,7 +113,7 @@ class EngineQueue(ABC, Generic[R]):
         self.post(partial(self._fail, err))
 
     def post(self, task: Callable[[], object]) -> None:
-        """Do this soon, in the thread. From any thread."""
+        """Run `task` soon, in the thread. From any thread."""
 
         def run() -> None:
             try:
@@ -124,38 +124,38 @@ class EngineQueue(ABC, Generic[R]):
         self.thread.submit(run)
 
     def queue(self, requests: Sequence[R]) -> None:
-        """Have these requests done, as soon as engines have room."""
+        """Queue requests, which are sent once engines have room."""
         for request in requests:
             self.waiting.add(request, self._urgency(request))
         self._dispatch()
 
     def withdraw(self, request: R, engine: int | None) -> None:
-        """Have a request that nobody waits for sampled no further. Neither its `done` nor its `failed` is called.
+        """Cancel a request. Neither callback is called.
 
         Args:
-            engine: the last one that it was given to.
+            engine: the last engine of the request.
         """
         if self.waiting.remove(request) or engine is None or request in self.withdrawn:
             return
-        # Else it was answered meanwhile.
+        # None: it was answered meanwhile.
         if (number := self.loads.number_of(engine, request)) is not None:
             self.withdrawn.add(request)
             self.fleet.call(engine, self.fleet.engines[engine], lambda engine: engine.withdraw([number]), self.verb)
 
     def resume(self) -> None:
-        """Have the engines sample."""
+        """Resume sampling."""
         self.is_sampling = True
         self._dispatch()
         self.fleet.resume()
 
     def _welcome(self, engine: int) -> None:
-        """An engine may be given requests again."""
+        """Use an engine that serves again."""
         if self.is_sampling and engine in self.fleet.members.open:
             self.fleet.resume([engine])
         self._dispatch()
 
     def _replay(self, engine: int) -> None:
-        """Requests of an engine that is lost go to the others, before all that wait: they were to be done first."""
+        """Queue a lost engine's requests for the others, ahead of the waiting ones: they were sent first."""
         self.polled.discard(engine)
         dropped = self.loads.drop(engine)
         requests = [request for request in dropped if request not in self.withdrawn]
@@ -167,7 +167,7 @@ class EngineQueue(ABC, Generic[R]):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give the engines as many requests as they have room for."""
+        """Send the engines as many requests as they have room for."""
         if self.fleet.is_aborted:
             self._fail(EngineError("generation was aborted"))
             return
@@ -198,7 +198,7 @@ class EngineQueue(ABC, Generic[R]):
         arrays = answer.result()
         numbers, refused = arrays["numbers"].tolist(), arrays.get("refused", arrays["numbers"][:0]).tolist()
         if not self.loads.has(number, numbers + refused):
-            return  # The engine was given up meanwhile, and its requests have begun again on others.
+            return  # The engine was lost meanwhile, and its requests have begun again on others.
         self.polled.remove(number)
         requests, wrong = self.loads.of(number, numbers), self.loads.of(number, refused)
         answers = self._read(requests, arrays) if requests else []

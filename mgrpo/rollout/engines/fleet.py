@@ -1,6 +1,6 @@
-"""The run's engines as one: calls that go to several engines at once, and the weight sync. An engine whose call fails is lost.
+"""The run's engines as one: calls to several engines at once, and the weight sync. An engine whose call fails is lost.
 
-Rank 0 makes one. It does not know what runs the engines; `Roster` knows which there are and starts them again.
+Rank 0 makes one. It is independent of the engines' implementation; `Roster` holds the engines and restarts them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mgrpo.rollout.requests import sampler_seed
 T = TypeVar("T")
 
 OWN_WORD_S = 1.0
-"""Seconds that an engine has to say itself why learners could not reach it."""
+"""Seconds for an engine's own error when learners could not reach it."""
 
 
 class PendingCall(NamedTuple):
-    """A call of an engine that may not have been answered yet."""
+    """A call of an engine, possibly not answered yet."""
 
     engine: Engine
     answer: Future[None]
 
 
 Calls = Mapping[int, PendingCall]
-"""By the engine's number."""
+"""Calls by the engine's number."""
 
 
 class Fleet:
@@ -46,9 +46,9 @@ class Fleet:
     ) -> None:
         """
         Args:
-            seed: the run's.
-            seeds_prompts: the engines' sampler has no stream that can be seeded, so every prompt needs its own seed.
-            pauses: the fate of completions that have begun when the engines pause.
+            seed: seed of the run.
+            seeds_prompts: the engines' sampler cannot be seeded, so every prompt needs its own seed.
+            pauses: treatment of completions that have begun when the engines pause.
             meeting_host: address of rank 0's machine for engines on others; None: all engines are on it.
         """
         self.roster, self.members, self.settings = roster, roster.members, roster.settings
@@ -57,7 +57,7 @@ class Fleet:
 
     @property
     def engines(self) -> list[Engine]:
-        """By number, also those that are gone."""
+        """All engines by number, including those that are gone."""
         return self.roster.engines
 
     def wait_ready(self) -> None:
@@ -77,7 +77,7 @@ class Fleet:
         self.roster.started()
 
     def abort(self) -> None:
-        """End all sampling for good, without waiting. May be called from any thread."""
+        """Stop all sampling for good, without waiting. From any thread."""
         self.is_aborted = True
         for engine in self.engines:
             engine.abort()
@@ -88,7 +88,7 @@ class Fleet:
             raise EngineError("generation was aborted")
 
     def call(self, number: int, engine: Engine, ask: Callable[[Engine], Future[T]], what: str) -> Future[T]:
-        """Ask an engine to do something; if that fails, the engine is lost."""
+        """Call an engine; if the call fails, the engine is lost."""
         answer = ask(engine)
 
         def answered(answer: Future[T]) -> None:
@@ -102,22 +102,22 @@ class Fleet:
     def calls(
         self, numbers: Collection[int], ask: Callable[[int, Engine], Future[None]], what: str
     ) -> dict[int, PendingCall]:
-        """Ask several; see `finish`."""
+        """Call several engines; see `finish`."""
         engines = [(number, self.engines[number]) for number in numbers]
         return {n: PendingCall(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
 
     def pause(self, how: Pause | None = None) -> list[Future[None]]:
-        """Have the engines sample no more: in the way of `how`, by default that of `pauses`."""
+        """Pause the engines, by default in the way of `pauses`."""
         calls = self.calls(self.members.sampling, lambda _, engine: engine.pause(how or self.pauses), "pause")
         return [call.answer for call in calls.values()]
 
     def resume(self, numbers: Collection[int] | None = None) -> None:
-        """Have these engines sample; by default all of them."""
+        """Resume these engines; by default all."""
         numbers = self.members.sampling if numbers is None else numbers
         self.calls(numbers, lambda _, engine: engine.resume(), "resume")
 
     def sleep(self) -> None:
-        """Have all engines give up their devices' memory, and wait for it; see `Engine.sleep`."""
+        """Release all engines' device memory, and wait for it; see `Engine.sleep`."""
         what = "give up the device's memory"
         self.finish(self.calls(self.members.sampling, lambda _, engine: engine.sleep(), what), what)
 
@@ -134,9 +134,9 @@ class Fleet:
     def receive_weights(
         self, numbers: Collection[int], version: int, *, check: bool, step: int
     ) -> dict[int, PendingCall]:
-        """Have engines receive the weights that the learners send now, for sampling training step `step`. See `finish`.
+        """Receive, on these engines, the weights that the learners send now, for sampling training step `step`. See `finish`.
 
-        The step's random stream is its own, whatever was sampled before.
+        The step's random stream does not depend on earlier sampling.
         """
 
         def receive(number: int, engine: Engine) -> Future[None]:
@@ -145,14 +145,14 @@ class Fleet:
         return self.calls(numbers, receive, f"receive weights, version {version}")
 
     def finish(self, calls: Calls, what: str, failures: Mapping[int, str] | None = None) -> list[int]:
-        """Wait for engines, at most `weight_sync_timeout` seconds; those that have not done their part are lost.
+        """Wait for engines, at most `weight_sync_timeout` seconds; engines that failed or did not answer are lost.
 
         Args:
-            failures: why learners could not do their part, by engine.
+            failures: reasons of the learners' failures, by engine.
         Returns:
-            The engines that have done it.
+            The engines that succeeded.
         Raises:
-            EngineError: too few are left to wait for.
+            EngineError: too few engines are left.
         """
         field, limit_s = "weight_sync_timeout", self.settings.weight_sync_timeout
         failures = failures or {}
@@ -168,19 +168,19 @@ class Fleet:
         return [n for n, call in rest.items() if n not in late and call.answer.exception() is None]
 
     def require_weights(self) -> None:
-        """From here on engines serve only the weights of weight syncs."""
+        """Require weights of a weight sync: from here on engines do not serve those that they have loaded."""
         with self.roster.lock:
             self.members.require_weights()
 
     @property
     def needs_sync(self) -> bool:
-        """Whether engines have loaded their models and too few serve to wait for the next ordinary weight sync."""
+        """True if loaded engines wait for weights and too few serve to wait for the next ordinary weight sync."""
         with self.roster.lock:
             return bool(self.members.stale) and len(self.members.open) < self.settings.min_engines
 
     @property
     def are_members_there(self) -> bool:
-        """Whether `min_engines` can take part in a weight sync, and none is suspected."""
+        """True if `min_engines` can take part in a weight sync, and none is suspected."""
         with self.roster.lock:
             return self.members.is_settled and len(self.members.syncing) >= self.settings.min_engines
 
@@ -188,7 +188,7 @@ class Fleet:
         """Wait until `are_members_there`.
 
         Raises:
-            EngineError: too few are left to wait for.
+            EngineError: too few engines are left.
         """
         limit = f"engine_start_timeout={self.settings.engine_start_timeout:g} s"
         with announced("engines that are starting", limit), self.roster.changed:
@@ -197,7 +197,7 @@ class Fleet:
                 self.roster.changed.wait(0.1)
 
     def begin_sync(self, *, only_stale: bool = False) -> dict[int, int]:
-        """Begin a weight sync: the engines that take part, each with its generation."""
+        """Begin a weight sync; returns the engines that take part, each with its generation."""
         if not only_stale:
             self.roster.see_off()
         with self.roster.lock:
@@ -207,13 +207,13 @@ class Fleet:
             return {number: self.members[number].generation for number in seats}
 
     def seated(self, seats: Mapping[int, int]) -> list[int]:
-        """Those of `begin_sync` that have not failed since."""
+        """Engines of `begin_sync` that have not failed since."""
         with self.roster.lock:
             members = self.members
             return [n for n, seat in seats.items() if members[n].is_in_transfer and members[n].generation == seat]
 
     def end_sync(self, version: int, calls: Calls, done: Collection[int]) -> None:
-        """End a weight sync: of the engines that were called, those in `done` have the weights."""
+        """End a weight sync; of the called engines, those in `done` have the weights."""
         served = []
         with self.roster.lock:
             self.members.num_syncs += bool(done)
@@ -228,7 +228,7 @@ class Fleet:
         self.roster.synced()
 
     def _wait(self, calls: Calls, what: str, field: str, limit_s: float, return_when: str = ALL_COMPLETED) -> list[int]:
-        """The engines that have not answered within that time."""
+        """Engines that have not answered within `limit_s`."""
         who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
         with announced(f"{who} ({what})", f"{field}={limit_s:g} s"):
             late = wait([call.answer for call in calls.values()], limit_s, return_when).not_done

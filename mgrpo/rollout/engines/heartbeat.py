@@ -1,4 +1,4 @@
-"""Signs of life: an engine that has died while it was idle, or that hangs, is found by its silence."""
+"""Heartbeats of the engines, which detect those that died while idle or that hang."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ LONGEST_BEAT_S = 5.0
 
 
 class Heartbeat:
-    """Asks every engine that has loaded its model for a sign of life, at intervals."""
+    """Pings every engine that has loaded its model, at intervals."""
 
     def __init__(self, roster: Roster, *, patience_s: float) -> None:
         """
         Args:
-            patience_s: an engine that is silent for this long is dead.
+            patience_s: seconds of silence after which an engine is dead.
         """
         self.roster, self.patience_s = roster, patience_s
         self.beat_s = min(LONGEST_BEAT_S, patience_s / 6)
         self.asked: dict[int, Engine] = {}
-        """Engines that owe an answer."""
+        """Engines with an unanswered ping."""
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Begin, in a thread."""
+        """Start the thread."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop pinging."""
         self._closed.set()
 
     def beat(self, seconds: float) -> None:
-        """Do what is due when `seconds` have passed since the last beat."""
+        """Ping engines, and report silent ones, `seconds` after the last beat."""
         roster = self.roster
         with roster.lock:
             suspects, late = roster.members.pass_time(seconds)
@@ -84,6 +84,6 @@ class Heartbeat:
         before = time.monotonic()
         while not self._closed.wait(self.beat_s):
             now = time.monotonic()
-            # Time for which this process was stopped says nothing about the engines.
+            # Time in which this process was stopped does not count as the engines' silence.
             self.beat(min(now - before, 2 * self.beat_s))
             before = now

@@ -1,4 +1,4 @@
-"""The load of each engine, and which one gets the next group. Pure: no engine is called."""
+"""The load of each engine, and the choice of the engine for a group. Pure: no engine is called."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Work(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The most that are written for each sample."""
+        """Most sampled tokens of each sample."""
 
     @property
     def sampling(self) -> Sampling: ...
     @property
     def home(self) -> int | None:
-        """The engine that should be given it."""
+        """The preferred engine; None: no preference."""
 
 
 W = TypeVar("W", bound=Work)
@@ -38,45 +38,45 @@ W = TypeVar("W", bound=Work)
 
 @dataclass(slots=True, kw_only=True)
 class Load(Generic[W]):
-    """The requests that one engine has been given and has not answered."""
+    """Unanswered requests of one engine."""
 
     requests: dict[int, tuple[W, float]] = field(default_factory=dict)
-    """By number, with the cost of each."""
+    """Requests by number, each with its cost."""
     cost: float = 0.0
-    """The sum of the costs."""
+    """Sum of the costs."""
     samples: int = 0
 
 
 class Loads(Generic[W]):
     """The loads of all engines. A group goes to the engine with the fewest tokens to read and, as expected, to write.
 
-    That engine is the top of a heap of (cost, number), of which there is one for each size of groups: which engines have room depends
-    on it. Entries are not taken out when a load changes: one that says another cost than its engine's, or whose engine has no room, is
-    passed over. A group costs O(log engines) where the engines are the same as for the last one.
+    That engine is the top of a heap of (cost, number). There is one heap for each size of groups, on which an engine's room depends.
+    Entries are not removed when a load changes: those with an outdated cost, or of an engine without room, are skipped. A group costs
+    O(log engines) while the engines stay the same.
     """
 
     def __init__(self, samples_per_engine: int | None, *, on_change: Callable[[], None]) -> None:
         """
         Args:
             samples_per_engine: see `EngineQueue`.
-            on_change: called when an engine has more or less to do.
+            on_change: called when an engine's load has changed.
         """
         self.samples_per_engine, self.on_change = samples_per_engine, on_change
         self.numbers = itertools.count()
         self.by_engine: defaultdict[int, Load[W]] = defaultdict(Load)
         self.num_busy = 0
-        """Engines that have something to do."""
+        """Number of engines with requests."""
         self.lengths = [0, 0]
-        """The tokens of all answers that were trained on so far, and the number of these answers."""
+        """Tokens of all answers that were trained on so far, and the number of these answers."""
         self._engines: Collection[int] = ()
         self._heaps: dict[int, list[tuple[float, int]]] = {}
-        """Of `_engines`, by the number of samples."""
+        """Heaps of `_engines`, by the number of samples."""
 
     def give(self, request: W, engines: Collection[int]) -> tuple[int, int] | None:
-        """The one of these engines that gets the request, and the request's number there; None: none of them has room.
+        """Add the request to one of these engines; returns the engine and the request's number there. None: no engine has room.
 
         Args:
-            engines: with fast membership; the same object as long as they are the same.
+            engines: with fast membership; the same object as long as the engines are the same.
         """
         samples = request.sampling.num_samples
         if engines is not self._engines:
@@ -96,9 +96,9 @@ class Loads(Generic[W]):
         return engine, number
 
     def _idlest(self, samples: int) -> int | None:
-        """The engine with the least cost, and among equal ones the first, of those that have room for so many samples."""
+        """The engine with the least cost, the first among equals, that has room for `samples`; None: none."""
         heap = self._heaps.get(samples)
-        # The entries that are passed over leave the heap one by one only if they come to its top.
+        # Skipped entries leave the heap only at its top; rebuild it when it has grown too much.
         if heap is None or len(heap) > 2 * len(self._engines) + 64:
             heap = [(self.by_engine[n].cost, n) for n in self._engines if self._has_room(self.by_engine[n], samples)]
             heapq.heapify(heap)
@@ -123,14 +123,14 @@ class Loads(Generic[W]):
         return limit is None or not load.requests or load.samples + samples <= limit
 
     def cost(self, request: W) -> float:
-        """Tokens that an engine reads and is expected to write for a group."""
+        """Tokens that an engine reads and is expected to sample for a group."""
         total, count = self.lengths
         longest = request.max_tokens
         length = min(total / count, longest) if count else longest
         return len(request.tokens) + request.sampling.num_samples * length
 
     def has(self, engine: int, numbers: Sequence[int]) -> bool:
-        """Whether an engine has requests under all these numbers."""
+        """True if an engine has requests with all these numbers."""
         return self.by_engine[engine].requests.keys() >= set(numbers)
 
     def of(self, engine: int, numbers: Sequence[int]) -> list[W]:
@@ -138,12 +138,12 @@ class Loads(Generic[W]):
         return [self.by_engine[engine].requests[number][0] for number in numbers]
 
     def number_of(self, engine: int, request: W) -> int | None:
-        """The number under which an engine has a request; None: it does not have it."""
+        """Number of a request in an engine; None: the engine does not have it."""
         known = self.by_engine[engine].requests.items()
         return next((number for number, (each, _) in known if each is request), None)
 
     def finish(self, engine: int, number: int) -> None:
-        """An engine has answered its request of this number."""
+        """Remove an engine's answered request."""
         load = self.by_engine[engine]
         request, cost = load.requests.pop(number)
         load.samples -= request.sampling.num_samples
@@ -153,34 +153,34 @@ class Loads(Generic[W]):
         self._changed(engine)
 
     def learn(self, groups: Iterable[RolloutGroup]) -> None:
-        """Expect answers as long as these and those before."""
+        """Add the lengths of these groups' answers to the expected length."""
         for group in groups:
             self.lengths[0] += sum(len(completion.tokens) for completion in group.completions)
             self.lengths[1] += len(group.completions)
 
     def is_busy(self, engine: int) -> bool:
-        """Whether an engine has something to do."""
+        """True if an engine has requests."""
         return bool(self.by_engine[engine].requests)
 
     def busy(self) -> list[int]:
-        """The engines that have something to do."""
+        """Engines with requests."""
         return sorted(number for number, load in self.by_engine.items() if load.requests)
 
     def drop(self, engine: int) -> list[W]:
-        """Take away an engine's requests, which are returned."""
+        """Remove and return an engine's requests."""
         requests = [request for request, _ in self.by_engine.pop(engine, Load()).requests.values()]
         self.num_busy -= bool(requests)
         self._changed(engine)
         return requests
 
     def clear(self) -> list[W]:
-        """Take away the requests of all engines, which are returned."""
+        """Remove and return the requests of all engines."""
         return [request for engine in list(self.by_engine) for request in self.drop(engine)]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The facts that the choice of an engine depends on, in JSON."""
+        """State on which the choice of an engine depends, in JSON."""
         return {"lengths": list(self.lengths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue from `state_dict`."""
         self.lengths = list(state["lengths"])

@@ -3,8 +3,8 @@
     STARTING -> STALE -> SERVING <-> SUSPECT -> DEAD -> STARTING, or RETIRED after too many deaths
                             \\-> LEAVING -> RETIRED
 
-Only a weight sync that an engine has completed leads to SERVING. An engine keeps its number for life; every start after the
-first begins a new generation, so that nothing of an earlier one is taken for it.
+Only a completed weight sync leads to SERVING. An engine keeps its number for life; every start after the first begins a new
+generation, which distinguishes it from earlier ones.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 RESTART_WINDOW = 20
-"""Weight syncs within which the restarts of an engine are counted: one that fails now and then stays."""
+"""Weight syncs within which the restarts of an engine are counted: occasional failures do not retire it."""
 AGAIN_S = 10.0
-"""Pause after a start that has failed; twice as long after a second one in a row, and so on. A process that was killed may hold a
-GPU's memory for a while, and the next one would find too little."""
+"""Seconds of pause after a failed start, twice as many after a second one in a row, and so on. A killed process may hold a GPU's
+memory for a while."""
 SUSPECT_SHARE = 0.5
-"""The part of the patience after which a silent engine is suspected."""
+"""Share of the patience after which a silent engine is suspected."""
 
 
 class State(enum.Enum):
     """The state of an engine."""
 
     STARTING = "starting"
-    """It loads its model."""
+    """Loading its model."""
     STALE = "stale"
-    """It has loaded, and takes part in the next weight sync."""
+    """Loaded; takes part in the next weight sync."""
     SERVING = "serving"
-    """It has the present weights, and samples."""
+    """Sampling with the present weights."""
     SUSPECT = "suspect"
-    """It has not answered for a while: it keeps its groups and is given no more."""
+    """Silent for a while: it keeps its groups and gets no more."""
     LEAVING = "leaving"
-    """It was asked to go: it is given no more groups, and goes at the next weight sync."""
+    """Leaving at the next weight sync; gets no more groups."""
     DEAD = "dead"
-    """It has failed, and will be started again."""
+    """Failed; will be restarted."""
     RETIRED = "retired"
-    """It is gone for good."""
+    """Gone for good."""
 
 
 GONE = (State.DEAD, State.RETIRED)
@@ -53,17 +53,17 @@ class Member:
     state: State = State.STARTING
     generation: int = 0
     silent_s: float = 0.0
-    """Seconds since its last sign of life; while it starts, since the start."""
+    """Seconds since its last answer; while it starts, since the start."""
     is_trusted: bool = False
-    """Whether it has the present weights. If so, SUSPECT goes back to SERVING, and otherwise to STALE."""
+    """True if it has the present weights. If so, SUSPECT goes back to SERVING, and otherwise to STALE."""
     is_in_transfer: bool = False
-    """Whether it takes over weights, which has a time limit of its own."""
+    """True while it receives weights, which has a time limit of its own."""
     deaths: list[int] = field(default_factory=list)
-    """For each death, the weight syncs that were complete."""
+    """Number of complete weight syncs at each death."""
     failed_starts: int = 0
-    """Starts in a row that have failed."""
+    """Failed starts in a row."""
     reason: str = ""
-    """The reason of its last death."""
+    """Reason of its last death."""
 
 
 class Members:
@@ -72,28 +72,28 @@ class Members:
     def __init__(self, count: int, *, max_restarts: int | None, patience_s: float, start_s: float) -> None:
         """
         Args:
-            max_restarts: restarts of one engine within `RESTART_WINDOW` syncs; None: any number, where others restart it.
-            patience_s: an engine that is silent for this long is dead.
-            start_s: seconds that an engine may take to start.
+            max_restarts: most restarts of one engine within `RESTART_WINDOW` syncs; None: no limit, if others restart it.
+            patience_s: seconds of silence after which an engine is dead.
+            start_s: seconds for the start of an engine.
         """
         self.max_restarts, self.patience_s, self.start_s = max_restarts, patience_s, start_s
         self.all = [Member(number=number) for number in range(count)]
         self.needs_weights = False
-        """Whether engines serve only the weights of a sync."""
+        """True if engines serve only the weights of a sync."""
         self.num_syncs = 0
-        """Syncs that were complete with at least one engine."""
+        """Number of syncs completed by at least one engine."""
         self._open: list[int] | None = None
 
     def __getitem__(self, number: int) -> Member:
         return self.all[number]
 
     def numbers(self, holds: Callable[[Member], bool]) -> list[int]:
-        """The numbers of the engines for which this holds."""
+        """Numbers of the engines for which `holds` is true."""
         return [member.number for member in self.all if holds(member)]
 
     @property
     def open(self) -> list[int]:
-        """Engines that may be given groups; the same object until one of them changes."""
+        """Engines that may get groups; the same object until one of them changes."""
         if self._open is None:
             self._open = self.numbers(lambda member: member.state is State.SERVING)
         return self._open
@@ -103,7 +103,7 @@ class Members:
 
     @property
     def sampling(self) -> list[int]:
-        """Engines that have groups, or may have."""
+        """Engines that may have groups."""
         return self.numbers(
             lambda m: m.state in (State.SERVING, State.LEAVING) or (m.state is State.SUSPECT and m.is_trusted)
         )
@@ -125,23 +125,23 @@ class Members:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is suspected."""
+        """True if no engine is suspected."""
         return all(member.state is not State.SUSPECT for member in self.all)
 
     def add(self) -> int:
-        """Add an engine, which starts. Its number."""
+        """Add a starting engine; returns its number."""
         self.all.append(Member(number=len(self.all)))
         return len(self.all) - 1
 
     def require_weights(self) -> None:
-        """From here on the weights that an engine has loaded itself are not served."""
+        """Stop serving weights that engines have loaded themselves."""
         self.needs_weights = True
         for number in self.numbers(lambda member: member.state in LOADED):
             self._enter(self.all[number], State.STALE)
             self.all[number].is_trusted = False
 
     def loaded(self, number: int) -> None:
-        """An engine has started."""
+        """Record that an engine has started."""
         member = self.all[number]
         if member.state is State.STARTING:
             self._enter(member, State.STALE if self.needs_weights else State.SERVING)
@@ -149,11 +149,11 @@ class Members:
             member.silent_s, member.is_trusted = 0.0, not self.needs_weights
 
     def begin_transfer(self, number: int) -> None:
-        """An engine joins a transfer group or takes over weights, and does not answer meanwhile."""
+        """Record that an engine joins a transfer group or receives weights, and does not answer meanwhile."""
         self.all[number].is_in_transfer = True
 
     def end_transfer(self, number: int, *, is_synced: bool) -> bool:
-        """The transfer is over. Whether the engine serves from here on and did not before."""
+        """Record the end of a transfer; returns True if the engine begins to serve."""
         member = self.all[number]
         member.is_in_transfer, member.silent_s = False, 0.0
         if not is_synced or member.state not in (State.STALE, State.SERVING):
@@ -165,7 +165,7 @@ class Members:
         return is_new
 
     def heard(self, number: int) -> bool:
-        """An engine has answered. Whether it was suspected."""
+        """Record an engine's answer; returns True if it was suspected."""
         member = self.all[number]
         member.silent_s = 0.0
         if member.state is not State.SUSPECT:
@@ -174,7 +174,7 @@ class Members:
         return True
 
     def pass_time(self, seconds: float) -> tuple[list[int], list[int]]:
-        """Time has passed. The engines that are suspected from here on, and those that have been silent for too long."""
+        """Add to the engines' silence; returns those that are newly suspected, and those that have been silent for too long."""
         suspects, late = [], []
         for member in self.all:
             if member.is_in_transfer or member.state in GONE:
@@ -188,7 +188,7 @@ class Members:
         return suspects, late
 
     def died(self, number: int, reason: str, *, for_good: bool = False) -> bool:
-        """An engine has failed, and is not to be started again if that is `for_good`. Whether it was not known."""
+        """Record an engine's failure, without a restart if `for_good`; returns False if it was known."""
         member = self.all[number]
         if member.state in GONE:
             return False
@@ -200,7 +200,7 @@ class Members:
         return True
 
     def restart(self, number: int) -> float:
-        """A dead engine is started again. The seconds to wait before that."""
+        """Record the restart of a dead engine; returns the seconds to wait before it."""
         member = self.all[number]
         assert member.state is State.DEAD, "only a dead engine is started again"
         self._enter(member, State.STARTING)
@@ -209,14 +209,14 @@ class Members:
         return AGAIN_S * member.failed_starts
 
     def leave(self, number: int) -> bool:
-        """Have an engine go. Whether it stays until the next weight sync, because it may have groups."""
+        """Remove an engine; returns True if it stays until the next weight sync, because it may have groups."""
         member = self.all[number]
         has_groups = number in self.sampling
         self._enter(member, State.LEAVING if has_groups else State.RETIRED)
         return has_groups
 
     def retire(self, number: int) -> None:
-        """An engine that was leaving is gone."""
+        """Retire an engine that was leaving."""
         member = self.all[number]
         self._enter(member, State.RETIRED)
         member.is_trusted = member.is_in_transfer = False

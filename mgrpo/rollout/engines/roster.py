@@ -1,6 +1,6 @@
-"""The engines that there are. One that fails is started again, and its groups go to the others.
+"""Registry of the run's engines. A failed engine is restarted, and its groups go to the others.
 
-An engine keeps its number for life. Calls to an engine that another has replaced change nothing here.
+An engine keeps its number for life. Results of calls to a replaced engine are ignored.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from mgrpo.rollout.engine import Engine, EngineError
 from mgrpo.rollout.engines.members import Members, State
 
 MOST_NAMED = 8
-"""Engines that a message names."""
+"""Most engines named in a message."""
 
 Start = Callable[[int], Engine]
-"""Begins to start the engine with this number, the first time or again. RuntimeError: the cluster has no room for it."""
+"""Begins the start or restart of the engine with this number. RuntimeError: the cluster has no room for it."""
 
 
 class EngineListener(Protocol):
-    """Gives engines groups, and is told what becomes of the engines, from any thread."""
+    """Sender of groups to engines; its callbacks may come from any thread."""
 
     def lost(self, engine: int) -> None:
-        """An engine samples no more."""
+        """Called when an engine is lost."""
 
     def serving(self, engine: int) -> None:
-        """An engine may be given groups, for the first time since its start or again; it is paused."""
+        """Called when a paused engine may get groups, for the first time since its start or again."""
 
     def ended(self, err: EngineError) -> None:
-        """The run cannot go on."""
+        """Called when the run cannot continue."""
 
 
 class Roster:
@@ -53,14 +53,14 @@ class Roster:
     ) -> None:
         """
         Args:
-            owner: whose engines they are, in the words of a message; empty: the policy's.
-            keep_logs: saves the engines' output and returns a clause that says where; called on failures.
-            start: None: an engine that fails is given up.
+            owner: owner of the engines in messages; "": the policy.
+            keep_logs: saves the engines' output and returns a clause with the place; called on failures.
+            start: None: a failed engine is not restarted.
             max_restarts: see `Members`.
         """
         self.engines, self.settings, self.keep_logs, self.owner = list(engines), settings, keep_logs, owner
         self._alive: list[Engine | None] = list(engines)
-        """By number; None for an engine that has failed and was not replaced."""
+        """Engines by number; None: failed and not replaced."""
         self._open: dict[int, Engine] = {}
         self._open_numbers: Sequence[int] = ()
         self.min_engines = settings.min_engines
@@ -73,15 +73,15 @@ class Roster:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.has_started = False
-        """Whether all engines have loaded their models; before that, one that cannot ends the run."""
+        """True once all engines have loaded their models; before that, a failed start ends the run."""
         self.is_closed = False
         self.failure: EngineError | None = None
-        """Why the run cannot go on."""
+        """Reason why the run cannot continue."""
         self.num_deaths = 0
         self.listener: EngineListener | None = None
-        """None as long as no engine has been given anything."""
+        """None: no requests to engines so far."""
         self.beside: Sequence[Roster] = ()
-        """Those of other models, whose restarts are counted within the same weight syncs."""
+        """Rosters of other models, whose restarts are counted within the same weight syncs."""
         self._start = start
         self._starts = Background("engine-starts")
         for number in range(len(engines)):
@@ -89,11 +89,11 @@ class Roster:
         self.has_started = all(engine.ready.done() for engine in engines)
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell `listener` from here on, instead of an earlier one. To be called before `open`."""
+        """Set the listener, in place of an earlier one. To be called before `open`."""
         self.listener = listener
 
     def named(self, number: int) -> str:
-        """An engine, in the words of a message."""
+        """An engine's name in messages."""
         return f"{self.owner}'s engine {number}" if self.owner else f"engine {number}"
 
     def error(self, reason: str) -> EngineError:
@@ -102,24 +102,24 @@ class Roster:
 
     @property
     def open(self) -> dict[int, Engine]:
-        """Engines that may be given groups; the same object until one of them changes. What is asked of one of these never reaches
-        another that has taken its place."""
+        """Engines that may get groups; the same object until one of them changes. A call to one of these never reaches its
+        replacement."""
         assert self.listener is not None, "`listen` first: whoever gives engines groups must learn that one is lost"
         with self.lock:
-            # An engine that is replaced was not open in between.
+            # A replaced engine was not open in between.
             if self.members.open is not self._open_numbers:
                 self._open_numbers = self.members.open
                 self._open = {number: self.engines[number] for number in self._open_numbers}
             return self._open
 
     def started(self) -> None:
-        """All engines have loaded their models: those that fail from here on are started again."""
+        """Record that all engines have loaded their models: later failures lead to restarts."""
         with self.lock:
             self.has_started = True
         self._tend()
 
     def close(self) -> None:
-        """The engines are about to be ended: none is missed from here on."""
+        """Ignore the end of engines from here on."""
         with self.lock:
             self.is_closed = True
 
@@ -132,7 +132,7 @@ class Roster:
             ]
 
     def add(self) -> int:
-        """Start one more engine, which takes part from a weight sync on; its number. For one thread at a time.
+        """Start one more engine, which serves after a weight sync; returns its number. For one thread at a time.
 
         Raises:
             EngineError: the cluster has no room for it.
@@ -154,7 +154,7 @@ class Roster:
         return number
 
     def remove(self, number: int) -> None:
-        """Have an engine finish its groups and go at the next weight sync.
+        """Remove an engine at the next weight sync, after its groups.
 
         Raises:
             EngineError: there is no such engine, or too few would be left.
@@ -179,7 +179,7 @@ class Roster:
             raise EngineError("the run is still starting its first engines; ask again when it trains")
 
     def see_off(self) -> None:
-        """A weight sync begins: engines that were asked to go do so now."""
+        """Remove leaving engines, at the beginning of a weight sync."""
         for number in self.members.numbers(lambda member: member.state is State.LEAVING):
             with self.lock:
                 self.members.retire(number)
@@ -191,7 +191,7 @@ class Roster:
         self._tell_lost(number)
 
     def lost(self, number: int, engine: Engine, reason: str, *, for_good: bool = False) -> None:
-        """An engine has failed. Nothing happens when that is known, or when another has taken its place."""
+        """Handle the failure of an engine, unless it is known already or the engine has been replaced."""
         with self.lock:
             if self.is_closed or not self.has_started:
                 return
@@ -204,7 +204,7 @@ class Roster:
         self._starts.submit(engine.close)
         self._tell_lost(number)
         logs = ""
-        with suppress(OSError):  # of a full disk: failover must not depend on them
+        with suppress(OSError):  # such as a full disk: failover must not depend on the logs
             logs = self.keep_logs()
         with self.lock:
             self.members[number].reason += logs
@@ -218,12 +218,12 @@ class Roster:
             self.listener.lost(number)
 
     def tell_serving(self, number: int) -> None:
-        """An engine may be given groups, for the first time since its start or again."""
+        """Report to the listener that an engine may get groups."""
         if self.listener is not None:
             self.listener.serving(number)
 
     def end(self, reason: str) -> None:
-        """The run cannot go on."""
+        """End the run with this reason."""
         with self.lock:
             failure = self.failure = self.failure or self.error(reason)
             self.changed.notify_all()
@@ -231,24 +231,24 @@ class Roster:
             self.listener.ended(failure)
 
     def raise_failure(self) -> None:
-        """Raise EngineError when the run cannot go on."""
+        """Raise EngineError if the run cannot continue."""
         if self.failure is not None:
             raise self.failure
 
     def synced(self) -> None:
-        """A weight sync is over: engines that failed before the first one are started again after it."""
+        """Record the end of a weight sync, and restart engines that failed before the first one."""
         for other in self.beside:
             other.members.num_syncs = self.members.num_syncs
         self._tend()
 
     def _tend(self) -> None:
-        """Start the dead again, unless the run has to end."""
+        """Restart dead engines, or end the run if too few are left."""
         with self.lock:
             if self.failure is not None or self.is_closed or not self.has_started:
                 return
             members = self.members
             dead = members.numbers(lambda member: member.state is State.DEAD)
-            # The cause that has kept all engines from their first weights would do so again.
+            # If all engines failed before their first weights, restarts would fail for the same cause.
             waits = members.needs_weights and not members.num_syncs
             if len(members.lasting) >= self.min_engines and not (waits and len(dead) == len(members.lasting)):
                 for number in () if waits else dead:
@@ -279,7 +279,7 @@ class Roster:
         why = ""
         try:
             engine = self._start(number)
-        except Exception as err:  # Ray's, for example: whatever it is, the engine is not there
+        except Exception as err:  # Ray's, for example: in any case there is no engine
             why = f"could not start an engine: {err}"
         with self.lock:
             self.engines[number] = self._alive[number] = engine
@@ -310,11 +310,11 @@ class Roster:
 
 
 def listed(words: Sequence[object], between: str = ", ") -> str:
-    """The first of them, and how many more there are: a message about a thousand engines must stay one that is read."""
+    """The first `MOST_NAMED` words and the number of the others, which keeps messages about a thousand engines short."""
     more = f"{between}and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     return between.join(map(str, words[:MOST_NAMED])) + more
 
 
 def say(text: str) -> None:
-    """Print one line for the user who watches the run."""
+    """Print one line for the user."""
     print(f"mgrpo: {text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""vLLM engines, as Ray actors or over HTTP: the only place that names Ray and vLLM, beside the plugin of the weight sync."""
+"""vLLM engines, as Ray actors or over HTTP: the only place that imports Ray and vLLM, except for the plugin of the weight sync."""

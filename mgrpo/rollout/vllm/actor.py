@@ -33,15 +33,15 @@ class EngineActor(EngineCalls):
         super().__init__()
         self.engine: Any = None
         self.adapter: Any = None
-        """What names the policy's adapter in a request, where engines have it beside the model."""
+        """LoRA request of the policy's adapter, if it is not merged into the model."""
         self.asleep: set[str] = set()
-        """The parts without memory on the device, by vLLM's tags."""
+        """Parts without memory on the device, by vLLM's tags."""
         self.waking = asyncio.Lock()
         self.drafts: np.ndarray | None = None
-        """`[3]` int64: drafts, their tokens, and those that were accepted, since the last poll; None where the engine does not draft."""
+        """`[3]` int64: drafts, drafted tokens and accepted tokens since the last poll; None: no speculative decoding."""
         self.copies = Copies(1)
         self.lost: RuntimeError | None = None
-        """Why another node's part of the engine has ended."""
+        """Reason why another node's part of the engine has ended."""
 
     async def start(
         self,
@@ -58,11 +58,11 @@ class EngineActor(EngineCalls):
         Args:
             snapshots: models with a name on the Hub, in the cache of rank 0's machine; each other machine has its own cache.
             log: see `print_into`.
-            interfaces: network interfaces for all nodes that choose none themselves; None where all engines are on one machine.
+            interfaces: network interfaces for all nodes that choose none themselves; None: all engines are on one machine.
             has_local_core: the engine core is in this process, see `local_core`.
-            teacher_temperature: logits are divided by it, and the weights stay as they are loaded. None: the policy's engine.
+            teacher_temperature: divisor of the logits in a teacher's engine, which gets no weight syncs. None: the policy's engine.
         Raises:
-            FileNotFoundError: this node does not have its folder, or the tokenizer's.
+            FileNotFoundError: this node lacks the model's or the tokenizer's folder.
         """
         self.copies = Copies(args.get("data_parallel_size", 1))
         if self.copies.count > 1 and (ends := begin_parts(args, snapshots, log=log, interfaces=interfaces)):
@@ -98,7 +98,7 @@ class EngineActor(EngineCalls):
         await self.pause("recompute")
 
     def _watch(self, ends: list[Any]) -> None:
-        """Wait for the end of any part, which is that of the engine."""
+        """Wait for the end of any part, which ends the engine."""
         import ray
 
         (end, *_), _ = ray.wait(ends)
@@ -108,7 +108,7 @@ class EngineActor(EngineCalls):
             reason = err
         self.lost = RuntimeError(f"a part of the engine on another node has ended: {str(reason).splitlines()[-1]}")
         if self.engine is None:
-            # vLLM waits for the part without a limit, and cannot be told.
+            # vLLM waits for the part without a limit, and cannot be interrupted.
             print(f"RuntimeError: {self.lost}", flush=True)
             os._exit(1)
 
@@ -134,7 +134,7 @@ class EngineActor(EngineCalls):
         await self.engine.resume_generation()
 
     async def sleep(self) -> None:
-        """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache."""
+        """Pause, and release the devices' memory: weights, which must be received before it resumes, and the cache."""
         await self.pause("recompute")
         self.is_stale = True
         # Level 1 would copy the weights to host memory; the default of `mode` is "abort".
@@ -148,7 +148,7 @@ class EngineActor(EngineCalls):
                 self.asleep.remove(part)
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
-        """See `EngineCalls.receive_weights`; the weights' memory is taken back first."""
+        """See `EngineCalls.receive_weights`; restores the weights' memory first."""
         await self._wake("weights")
         self.copies.forget()
         await super().receive_weights(version, check, seed)
@@ -164,7 +164,7 @@ class EngineActor(EngineCalls):
         )
 
     async def poll(self, gather_s: float = GATHER_S) -> Completions:
-        """See `EngineCalls.poll`; with the counts of drafts."""
+        """See `EngineCalls.poll`; adds the counts of drafts."""
         found = await super().poll(gather_s)
         if self.drafts is None:
             return found
@@ -180,20 +180,20 @@ class EngineActor(EngineCalls):
             return self.engine.dead_error
         if self.lost is not None:
             return self.lost
-        # What tells idle copies that others compute; without it they would wait for each other, and vLLM does not look at it.
+        # It wakes idle copies while others compute; without it they would wait for each other, and vLLM does not monitor it.
         coordinator = self.engine.engine_core.resources.coordinator if self.copies.count > 1 else None
         if coordinator is not None and not coordinator.proc.is_alive():
             return RuntimeError("the process that coordinates the engine's copies of attention has died")
         return None
 
     async def ping(self) -> None:
-        """Return when every engine core has answered as well, which it does between two steps."""
+        """Return when every engine core has answered, which it does between two steps."""
         if self.engine is not None:
             # While a pause is being reached, the cores would not agree on whether they are paused.
             await self._while_alive(self.engine.engine_core.get_supported_tasks_async())
 
     async def process(self) -> tuple[str, int]:
-        """Ray's id of the node that this engine runs on, and the id of its process."""
+        """Ray's id of this engine's node, and its process id."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), os.getpid()
@@ -206,7 +206,7 @@ class EngineActor(EngineCalls):
 
         settings = {
             **sampling_settings(batch.sampling, num_logprobs=self.num_logprobs),
-            # Lists of numbers instead of a dict for each token: a fifth of the engine's time for them.
+            # Lists of numbers instead of a dict for each token take a fifth of the engine's time.
             "flat_logprobs": True,
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
@@ -241,7 +241,7 @@ class EngineActor(EngineCalls):
 
 
 def draft_logger(counts: np.ndarray) -> Any:
-    """A class of vLLM's loggers which adds to `counts`, see `EngineActor.drafts`."""
+    """A logger class for vLLM that adds to `counts`, see `EngineActor.drafts`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class DraftLogger(StatLoggerBase):
@@ -260,21 +260,21 @@ def draft_logger(counts: np.ndarray) -> Any:
 
 
 class Copies:
-    """The copies of an engine's attention, each with a cache of its own: which of them samples a group.
+    """Load balancer over the data-parallel copies of an engine's attention, each with a cache of its own.
 
-    All samples of a group, and the turns after it, come to the copy that has the prompt in its cache; a new group to the one with the
-    fewest samples. vLLM itself would spread the samples over all of them, and by counts that come ten times a second.
+    All samples of a group, and its later turns, go to the copy with the prompt in its cache; a new group to the copy with the fewest
+    samples. vLLM itself would spread the samples over all copies, by counts that arrive ten times a second.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.samples = [0] * count
-        """That are queued or sampled, by copy."""
+        """Number of queued or running samples, by copy."""
         self.places: dict[int, int] = {}
         """The copy of each group since the last weight update, by its salt."""
 
     def take(self, salt: int, samples: int) -> int | None:
-        """The copy for so many samples of a group; None: there is only one."""
+        """Assign samples of a group to a copy; None: there is only one."""
         if self.count == 1:
             return None
         copy = self.places.setdefault(salt, min(range(self.count), key=self.samples.__getitem__))
@@ -282,19 +282,19 @@ class Copies:
         return copy
 
     async def until_done(self, copy: int | None, samples: int, group: Coroutine[Any, Any, Completions]) -> Completions:
-        """The group, after which its samples count no more."""
+        """Await the group, then give its samples back."""
         try:
             return await group
         finally:
             self.give_back(copy, samples)
 
     def give_back(self, copy: int | None, samples: int) -> None:
-        """So many samples of a copy count no more."""
+        """Subtract finished samples from a copy's count."""
         if copy is not None:
             self.samples[copy] -= samples
 
     def forget(self) -> None:
-        """The caches are of other weights now."""
+        """Forget the places of groups: the caches belong to the old weights."""
         self.places.clear()
 
 
@@ -310,12 +310,12 @@ async def _group(
     """The group of a request, from its last output.
 
     Args:
-        start: the first token of the prompt that was asked about; None: none was.
-        num_logprobs: log-probabilities at each position beside the sampled token's; above 0 they show the set that was sampled from.
-        has_masks: masks show it.
-        mixtures: the engine says which experts it chose in these layers.
+        start: first scored token of the prompt; None: prompt tokens are not scored.
+        num_logprobs: log-probabilities at each position besides the sampled token's; above 0 they yield the sampling mask.
+        has_masks: vLLM returns the sampling mask.
+        mixtures: MoE layers of which the engine returns routed experts.
     Raises:
-        RefusedError: vLLM has accepted the request and cannot work on it, for example because its grammar is not compiled.
+        RefusedError: vLLM has accepted the request but cannot process it, for example because its grammar does not compile.
     """
     while not (output := await request.get()).finished:
         pass
@@ -325,7 +325,7 @@ async def _group(
     step = num_logprobs + 1
     logprobs = [_logprobs(completion, step) for completion in completions]
     if any(completion.finish_reason == "abort" for completion in completions):
-        # Nobody reads it, and vLLM has not said all of it.
+        # The result is discarded, and vLLM's output is incomplete.
         return flattened(number, completions, logprobs)
     kept = None
     if has_masks:

@@ -1,7 +1,6 @@
 """The calls of a vLLM engine, from both ends. They take effect in the order in which they were made, over Ray or HTTP alike.
 
-`EngineCalls` decides when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine
-itself.
+`EngineCalls` decides when an engine may sample, receive weights and get prompts; `actor` and `server_calls` call the engine itself.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mgrpo.types import KeptTokens, Routes
 
 
 class Caller(ABC):
-    """The caller's end: the calls of an `Engine` that take effect in their order, each by the name of its method in `EngineCalls`."""
+    """The caller's end: the ordered calls of an `Engine`, each by the name of its method in `EngineCalls`."""
 
     @abstractmethod
     def _call(self, method: str, *args: object) -> Future[Any]:
@@ -74,31 +73,31 @@ class Caller(ABC):
 
 
 class EngineCalls(ABC):
-    """The engine's end: one vLLM engine. All methods are coroutines of one event loop."""
+    """The engine's end of one vLLM engine. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
         self.num_logprobs = 0
-        """The likeliest tokens that are asked for at each position where the sets that tokens are sampled from are kept."""
+        """Likeliest tokens to request at each position for the sampling masks."""
         self.has_masks = False
-        """Whether the engine returns these sets as masks instead."""
+        """True if the engine returns sampling masks itself."""
         self.is_stale = False
         self.version = UNSYNCED
         self.turn = asyncio.Condition()
         self.next_turn = 0
         self.adding = asyncio.Lock()
         self.pausing: asyncio.Task[None] | None = None
-        """The pause that has been asked for; it is reached when the task is done. None while the engine may sample."""
+        """The requested pause, reached when the task is done; None: the engine may sample."""
         self.requests: dict[int, str] = {}
-        """vLLM's names of the requests that are queued or sampled, by number."""
+        """vLLM's names of queued or running requests, by number."""
         self.collecting: set[asyncio.Task[None]] = set()
         self.failure: BaseException | None = None
-        """Why a request will never finish."""
+        """Reason why a request will never finish."""
         self.is_idle = asyncio.Event()
         self.is_idle.set()
         self.finished: list[Completions] = []
-        """One group each."""
+        """Finished groups since the last poll, one entry each."""
         self.refused: dict[int, str] = {}
-        """The reasons for which requests were refused since the last poll, by number."""
+        """Reasons of refusals since the last poll, by number."""
         self.has_finished = asyncio.Event()
 
     @abstractmethod
@@ -107,11 +106,11 @@ class EngineCalls(ABC):
 
     @abstractmethod
     async def _stop(self, *, clear_cache: bool) -> None:
-        """Have the engine sample no more; completions that have begun go on after `_go_on`."""
+        """Stop sampling; completions that have begun continue after `_go_on`."""
 
     @abstractmethod
     async def _go_on(self) -> None:
-        """Have the engine sample."""
+        """Start sampling."""
 
     @abstractmethod
     async def _update(self, info: dict[str, Any]) -> None:
@@ -123,26 +122,25 @@ class EngineCalls(ABC):
 
     @abstractmethod
     async def _abort(self, requests: Sequence[str]) -> None:
-        """End these requests; their groups come with the tokens so far."""
+        """End these requests; their groups are returned with the tokens so far."""
 
     @abstractmethod
     def _death(self) -> BaseException | None:
-        """Why the engine will never answer again, if it will not."""
+        """Reason why the engine will never answer again; None: it is alive."""
 
     async def call(self, turn: int, method: str, *args: Any) -> Any:
         """Begin `method` once all calls of lower turns have begun: they may arrive in any order."""
         async with self.turn:
             await self.turn.wait_for(lambda: self.next_turn == turn)
             work = asyncio.create_task(getattr(self, method)(*args))
-            # Its first statements run before the next call's. An engine that has been told to sample does so before it is told
-            # to pause.
+            # Its first statements run before the next call's. A resume completes before a later pause begins.
             await (asyncio.wait({work}) if method == "resume" else asyncio.sleep(0))
             self.next_turn += 1
             self.turn.notify_all()
         return await work
 
     async def pause(self, how: Pause) -> None:
-        """Sample no more; see `Pause`."""
+        """Stop sampling; see `Pause`."""
         if self.pausing is None:
             self.pausing = asyncio.create_task(self._pause(how))
         await self._while_alive(self.pausing)
@@ -153,7 +151,7 @@ class EngineCalls(ABC):
         await self._stop(clear_cache=how != "keep")
 
     async def resume(self) -> None:
-        """Sample the prompts that are or will be queued with the present weights."""
+        """Sample queued and later prompts with the present weights."""
         async with self.adding:
             await self._paused()
             if self.is_stale:
@@ -169,22 +167,22 @@ class EngineCalls(ABC):
         await self._while_alive(self._update({"seed": seed}))
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
-        """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
+        """Receive the weights that the learners are sending, and seed the sampler. After a failure the engine does not sample."""
         await self._paused()
         self.is_stale, self.version = True, version
         await self._while_alive(self._update({"seed": seed, "version": version, "check": check}))
         self.is_stale = False
 
     async def _paused(self) -> None:
-        """Wait until the pause that has been asked for is reached; there may be none."""
+        """Wait until a requested pause, if any, is reached."""
         if self.pausing is not None:
             await self._while_alive(self.pausing)
 
     async def submit(self, batch: PromptBatch) -> None:
         """Queue prompts.
 
-        While the engine is paused, the later work of scheduler and sampler depends on the batches and the seed alone, never on the
-        time of their arrival.
+        If the engine is paused, the later work of scheduler and sampler depends on the batches and the seed alone, not on their time
+        of arrival.
         """
         async with self.adding:
             await self._paused()
@@ -195,7 +193,7 @@ class EngineCalls(ABC):
                 self.is_idle.set()
 
     async def poll(self, gather_s: float = GATHER_S) -> Completions:
-        """The groups that have finished or were refused since the last poll; waits for the first, and then `gather_s` seconds for more."""
+        """Groups that finished or were refused since the last poll; waits for the first, and then `gather_s` seconds for more."""
         await self._while_alive(self.has_finished.wait())
         if self.failure is not None:
             raise self.failure
@@ -209,22 +207,22 @@ class EngineCalls(ABC):
         return found
 
     async def abort(self) -> None:
-        """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
+        """End all queued or running groups; `poll` returns them with the tokens so far."""
         async with self.adding:
             await self._while_alive(self._abort(list(self.requests.values())))
 
     async def withdraw(self, numbers: Sequence[int]) -> None:
-        """End those of these groups that are queued or sampled; `poll` hands them over with the tokens so far."""
+        """End these groups if they are queued or running; `poll` returns them with the tokens so far."""
         async with self.adding:
             requests = [self.requests[number] for number in numbers if number in self.requests]
         await self._while_alive(self._abort(requests))
 
     def _expect(self, number: int, request: str, group: Coroutine[Any, Any, Completions]) -> None:
-        """A group that the engine has been given under this number.
+        """Collect the group of this number once it is finished.
 
         Args:
             request: vLLM's name of the request.
-            group: its result of `flattened`, as soon as all its completions have ended; or RefusedError.
+            group: returns the group as from `flattened`, once all its completions have ended; or raises RefusedError.
         """
         self.requests[number] = request
         task = asyncio.create_task(self._collect(number, group))
@@ -232,7 +230,7 @@ class EngineCalls(ABC):
         task.add_done_callback(self._collected)
 
     def _refuse(self, number: int, reason: str) -> None:
-        """Have `poll` report that the request of this number was refused."""
+        """Record a refused request for `poll`."""
         self.refused[number] = reason
         self.has_finished.set()
 
@@ -255,7 +253,7 @@ class EngineCalls(ABC):
             self.has_finished.set()
 
     async def _while_alive(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or an error soon after the engine has died, when some calls would never be answered."""
+        """Await `work`; raises soon after the engine has died, when some calls would never be answered."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait({task}, timeout=1.0))[0]:
             if (death := self._death()) is not None:
@@ -295,7 +293,7 @@ def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str,
     if sampling.prompt_logprobs is not None:
         settings["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.regex is not None:
-        # It needs a tokenizer: after a complete answer the grammar allows only the tokenizer's eos.
+        # A regex needs a tokenizer: after a complete answer the grammar allows only the tokenizer's eos.
         settings |= {"structured_outputs": {"regex": sampling.regex}}
     if not sampling.stop_strings:
         return settings | {"detokenize": False}
@@ -317,10 +315,10 @@ def own_settings(batch: PromptBatch) -> list[dict[str, int]]:
 
 
 def salts(batch: PromptBatch) -> list[int]:
-    """For each prompt, the number that separates its part of the cache from others'.
+    """For each prompt, the salt that separates its cache entries from those of others.
 
-    Entries of other groups may be of older weights, see `Pause`, also when a prompt is queued before an update and begins after it.
-    So only the samples and the turns of one group share entries.
+    Entries of other groups may be of older weights, see `Pause`, also if a prompt is queued before an update and begins after it. So
+    only the samples and the turns of one group share entries.
     """
     return (batch.numbers if batch.salts is None else batch.salts).tolist()
 
@@ -335,8 +333,8 @@ def flattened(
     """One group, with `lengths [samples]` instead of `cu_seqlens`.
 
     Args:
-        logprobs, kept: for each completion, those of its tokens.
-        routes: for each completion those of prompt and tokens but the last, or none.
+        logprobs, kept: for each completion, the values of its tokens.
+        routes: for each completion, the rows of prompt and tokens except the last, or none.
     """
     lengths = [len(completion.token_ids) for completion in completions]
     assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"
@@ -362,11 +360,11 @@ def flattened(
 
 
 def of_prompt(logprobs: np.ndarray, ids: np.ndarray, likeliest: np.ndarray) -> Completions:
-    """What one group of `flattened` has beside it where its prompt's tokens were asked about.
+    """Prompt log-probabilities of one group.
 
     Args:
-        logprobs: `[asked]`, the tokens' own.
-        ids, likeliest: `[asked, k]`.
+        logprobs: `[scored]`, the tokens' own.
+        ids, likeliest: `[scored, k]`.
     """
     return {
         "prompt_sizes": np.array([len(logprobs)], np.int64),
@@ -377,7 +375,7 @@ def of_prompt(logprobs: np.ndarray, ids: np.ndarray, likeliest: np.ndarray) -> C
 
 
 def joined(groups: Sequence[Completions]) -> Completions:
-    """Several groups of `flattened`."""
+    """Concatenate groups of `flattened`."""
     if any("kept_ids" in group for group in groups):
         groups = [_with_sets(group) for group in groups]
     if (routes := next((group["routes"] for group in groups if "routes" in group), None)) is not None:
@@ -389,6 +387,6 @@ def joined(groups: Sequence[Completions]) -> Completions:
 
 
 def _with_sets(group: Completions) -> Completions:
-    """An evaluation's group has none, and may finish together with others."""
+    """Add empty sampling masks: an evaluation's group has none, and may finish together with others."""
     none = KeptTokens.none(len(group["tokens"]))
     return {"kept_ids": none.ids, "kept_sizes": none.sizes} | group

@@ -1,7 +1,7 @@
-"""Ray on rank 0: a private cluster on loopback (or an existing one), which engines run in.
+"""Ray on rank 0: a private cluster on loopback, or an existing one, for the engines.
 
-Call from the main thread and before Megatron is imported: Ray's children are tied to the thread that forked them, and the
-engines take longest to start.
+Call from the main thread and before the import of Megatron: Ray's children are tied to the thread that forked them, and the engines
+take longest to start.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _LAUNCHER_VARIABLES = (
 )
 
 CLOSED_AT_ONCE = 32
-"""Engines whose ends are waited for together."""
+"""Engines that are closed at the same time."""
 UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
 
 
 class Cluster:
-    """The Ray cluster that engines live in. Make it on rank 0 only; always `close` it."""
+    """The Ray cluster of the engines. Create it on rank 0 only; always `close` it."""
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
@@ -64,7 +64,7 @@ class Cluster:
         """The folder of the engines' output, which outlives the run."""
         self.logs.mkdir(parents=True, exist_ok=True)
         interfaces = {name: os.environ[name] for name in INTERFACES if name in os.environ}
-        """Those that the user has chosen; later rank 0 names those of its own machine."""
+        """Network interfaces that the user has chosen; later rank 0 adds those of its own machine."""
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
         free = gpus[num_local_learners:]
@@ -83,17 +83,17 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole cluster that are not learners'."""
+        """Number of GPUs in the whole cluster, without the learners'."""
         return int(self.ray.cluster_resources().get("GPU", 0)) if self.on_gpu else 0
 
     def start_engines(self, kind: EngineKind) -> EngineSet:
-        """Begin to start the engines of a model, in addition to those that exist."""
+        """Begin to start the engines of a model, in addition to existing ones."""
         with _without_own_variables(), _sigterm_blocked():
             self.sets.append(EngineSet(self.place, kind))
         return self.sets[-1]
 
     def _join_ray(self) -> Any:
-        # The number of tries, of a second each; Ray reads it when it is imported.
+        # Number of tries, of a second each; Ray reads it at its import.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
         import ray
         from ray.exceptions import AuthenticationError
@@ -122,7 +122,7 @@ class Cluster:
         return f"`ray start --address {self.settings.ray_address} --num-gpus 0`, as its GPUs belong to learners"
 
     def _own_address(self, *, num_free_gpus: int) -> str:
-        """This machine's address in the cluster, after a check that Ray does not count the learners' GPUs there as free."""
+        """This machine's address in the cluster; ConfigError if Ray counts the learners' GPUs there as free."""
         own = next(node for node in self.ray.nodes() if node["NodeID"] == self.ray.get_runtime_context().get_node_id())
         num_gpus = int(own["Resources"].get("GPU", 0))
         if num_gpus > num_free_gpus and self.on_gpu:
@@ -136,7 +136,7 @@ class Cluster:
         return str(own["NodeManagerAddress"])
 
     def _start_ray(self, keeper: ClusterKeeper, gpus: list[str]) -> Any:
-        # Ray reads these when it is imported.
+        # Ray reads these at its import.
         os.environ.update(
             RAY_ENVIRONMENT,
             # A call after the shutdown must fail instead of starting a second cluster.
@@ -145,7 +145,7 @@ class Cluster:
             RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
             # Otherwise Ray replaces a loopback address by the public one.
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-            # Without its control store Ray cannot go on: report it after seconds, not after a minute.
+            # Without its control store Ray cannot continue: report that after seconds, not after a minute.
             RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
         import ray
@@ -166,7 +166,7 @@ class Cluster:
         return ray
 
     def keep_logs(self) -> str:
-        """Copy output that is only in Ray's folder, which does not outlive the run, into the run's. A clause about all output."""
+        """Copy output that is only in Ray's temporary folder to the run's; returns a clause for messages about all output."""
         return self.keeper.keep_logs(self.logs) if self.keeper else last_error(self.logs)
 
     def _engines(self) -> list[RayEngine]:
@@ -174,20 +174,20 @@ class Cluster:
 
     def _fail(self, reason: str) -> None:
         if self.is_closing:
-            return  # its daemons end because they are told to
+            return  # the daemons end on request
         for engine in self._engines():
             engine.fail(reason)
         self.failure.set_result(reason)
 
     def close(self) -> None:
-        """End engines and Ray. The reaper ends processes that survive: one that hangs, or all of them when rank 0 is killed."""
+        """End engines and Ray. The reaper ends surviving processes: those that hang, or all of them if rank 0 is killed."""
         self.is_closing = True
         ray = getattr(self, "ray", None)
         if ray is not None:
             with ThreadPoolExecutor(CLOSED_AT_ONCE, thread_name_prefix="engine-end") as pool:
                 list(pool.map(RayEngine.close, self._engines()))
             ray.shutdown()
-            # Ray has set SIGTERM to its default, which would cut the rest of the clean-up short.
+            # Ray has reset SIGTERM to its default, which would interrupt the rest of the clean-up.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
         if self.keeper is not None:
@@ -196,7 +196,7 @@ class Cluster:
 
 @contextmanager
 def _printing_to(file: IO[bytes]) -> Iterator[None]:
-    """Standard error, also of Ray's C++ part, goes to `file`."""
+    """Redirect standard error, including that of Ray's C++ part, to `file` within the block."""
     before = os.dup(2)
     os.dup2(file.fileno(), 2)
     try:
@@ -208,7 +208,7 @@ def _printing_to(file: IO[bytes]) -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Processes that are started within have these variables; this one keeps its own."""
+    """Set variables for processes that are started within the block; this process gets its own back."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -222,9 +222,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _without_services() -> Iterator[None]:
-    """Ray starts no dashboard, autoscaler or log monitor, which a private cluster does not use.
+    """Keep Ray from starting its dashboard, autoscaler and log monitor, which a private cluster does not use.
 
-    With `include_dashboard=False` it would start the dashboard without its pages, and wait for it: a second, and two of processor time.
+    With `include_dashboard=False` it would start the dashboard without its pages, and wait for it: a second, and two of CPU time.
     """
     from ray._private.node import Node
 
@@ -240,10 +240,10 @@ def _without_services() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
-    """Processes and threads that are started within ignore SIGTERM, which launchers send to whole process groups.
+    """Block SIGTERM, which launchers send to whole process groups, for processes and threads that are started within the block.
 
-    Only rank 0's main thread handles it: it ends the step and saves the state first, and needs Ray, the engines and its
-    other threads for that. Ray would end rank 0 ten seconds after losing its control store.
+    Only rank 0's main thread handles it: it first ends the step and saves the state, for which it needs Ray, the engines and its
+    other threads. Ray would end rank 0 ten seconds after losing its control store.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -254,7 +254,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 @contextmanager
 def _without_own_variables() -> Iterator[None]:
-    """Ray's processes are not torchrun ranks, and need no keys of trackers and judges, only the Hub's: they do not inherit these variables."""
+    """Hide torchrun's variables and the keys of trackers and judges (not the Hub's) from Ray's processes, which do not need them."""
     names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_") or is_key(n)]
     saved = {name: os.environ.pop(name) for name in names}
     try:

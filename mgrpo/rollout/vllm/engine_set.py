@@ -1,4 +1,4 @@
-"""The engines of one model in a Ray cluster: the places that Ray keeps for them, and how each is started."""
+"""The engines of one model in a Ray cluster: their placement groups, and the start of each."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ ROOM_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """How the engines of one model are started."""
+    """Start parameters of the engines of one model."""
 
     count: int
     workers: int
-    """Of each engine."""
+    """Workers of each engine."""
     copies: int = 1
-    """Of an engine's attention, each on one node."""
+    """Data-parallel copies of an engine's attention, each on one node."""
     args: Callable[[bool], dict[str, Any]]
-    """vLLM's arguments, given whether an engine's workers are on several nodes."""
+    """vLLM's arguments; called with True if an engine's workers are on several nodes."""
     environment: Mapping[str, str]
-    """Of its processes, in addition to their node's."""
+    """Variables of its processes, in addition to their node's."""
     has_local_core: bool
     log: str
-    """The names of the files with their output begin with it."""
+    """Prefix of the names of their log files."""
     remedy: str
-    """What to do where there is no room for them."""
+    """Advice if the cluster has no room for them."""
     gpus: Sequence[str] = ()
-    """For each worker of all engines the GPU it is on, none of which Ray counts; empty: Ray chooses, or there are none."""
+    """GPU of each worker of all engines, none of which Ray counts; empty: Ray chooses, or there are none."""
     nodes: Sequence[int] = ()
-    """For each engine the number of the learners' node that it is on; empty: Ray chooses, or there is one node."""
+    """For each engine, the number of its learners' node; empty: Ray chooses, or there is one node."""
     gpu_share: float = 1.0
-    """Of a GPU that Ray chooses for a worker."""
+    """Share of a GPU for each worker, if Ray chooses GPUs."""
     snapshots: Sequence[HubSnapshot] = ()
     """See `EngineActor.start`."""
     teacher_temperature: float | None = None
@@ -52,12 +52,12 @@ class EngineKind:
 
 
 class RayPlace(NamedTuple):
-    """A cluster that engines run in."""
+    """A cluster for engines."""
 
     ray: Any
     on_gpu: bool
     keeper: ClusterKeeper | None
-    """None for a cluster that was joined."""
+    """None: a cluster that was joined."""
     interfaces: Mapping[str, str]
     """The network interfaces that the user has chosen."""
     logs: Path
@@ -69,7 +69,7 @@ class EngineSet:
     """The engines of one model. Call it on rank 0's main thread."""
 
     def __init__(self, place: RayPlace, kind: EngineKind) -> None:
-        """Begin to start them; each has a `ready` to wait for.
+        """Begin to start the engines; each has a `ready` to wait for.
 
         Raises:
             RuntimeError: the cluster has no room for them.
@@ -91,7 +91,7 @@ class EngineSet:
             self.start(len(self.groups) - 1)
 
     def start(self, number: int) -> RayEngine:
-        """Begin to start an engine: one more, or this one again in its place, which Ray moves when the node is gone.
+        """Begin to start an engine, an additional one or a restarted one in its place, which Ray moves if the node is gone.
 
         Raises:
             RuntimeError: the cluster has no room for one more.
@@ -182,7 +182,7 @@ class EngineSet:
         )
 
     def _end_process(self, process: Future[tuple[str, int]]) -> None:
-        """Kill an engine. A process that is stopped would not react to Ray."""
+        """Kill an engine, since a stopped process would not react to Ray."""
         if not process.done() or process.exception() is not None:
             return
         ray, (node, pid) = self.place.ray, process.result()
@@ -198,13 +198,13 @@ class EngineSet:
 def engine_bundles(
     workers: int, *, gpus_a_node: int | None, share: float = 1.0, copies: int = 1
 ) -> list[dict[str, float]]:
-    """The bundles that Ray reserves for an engine: one, which lies on one node, or where no node has enough GPUs one for each of them,
-    or for equally many whole copies of attention.
+    """Bundles that Ray reserves for an engine: one if a node has enough GPUs, else one for each GPU, or for equal numbers of whole
+    copies of attention.
 
     Args:
         gpus_a_node: None for engines on CPUs.
-        share: of a GPU for each worker; below 1 it has one worker.
-        copies: of the engine's attention, which share its workers.
+        share: share of a GPU for each worker; below 1 the engine has one worker.
+        copies: data-parallel copies of the engine's attention, which share its workers.
     Raises:
         RuntimeError: no node has enough GPUs for one of several copies.
     """

@@ -1,10 +1,10 @@
-"""The sets of tokens that vLLM sampled from, read off the log-probabilities of the likeliest tokens, or off its sampling masks.
+"""Sampling masks: the sets of tokens that vLLM sampled from, derived from the likeliest tokens or returned by vLLM.
 
-vLLM normalises log-probabilities over the tokens that its cuts have left (`processed_logprobs`) and gives all others -inf. The finite
-ones of a position are its set if they are complete, that is if their probabilities add up to 1.
+vLLM normalises log-probabilities over the tokens left by top-k, top-p and min-p (`processed_logprobs`) and sets all others to -inf.
+The finite ones of a position are its set if they are complete, that is if their probabilities add up to 1.
 
-Above `MOST_KEPT` tokens they would be too many, and vLLM is asked for masks (`return_sampling_mask`), the finite logits of each
-position. Only its V2 model runner has them, which needs a GPU: tests compare the code for masks with the types of vLLM 0.32.0,
+Above `MOST_KEPT` tokens that would be too many, and vLLM returns masks (`return_sampling_mask`), the finite logits of each
+position. Only its V2 model runner supports them, which needs a GPU: tests compare the code for masks with the types of vLLM 0.32.0,
 and runs with `top_k` 100 have trained on an H200 and an H100.
 """
 
@@ -22,29 +22,29 @@ from mgrpo.models.hf_config import read_hf_config
 from mgrpo.types import KeptTokens
 
 TIES = 16
-"""Log-probabilities that are asked for beyond top_k: on a CPU vLLM keeps all tokens that are as likely as the last of the top k,
-and half-precision logits of different tokens are often equal."""
+"""Log-probabilities to request beyond top_k: on a CPU vLLM keeps all tokens that are as likely as the last of the top k, and
+half-precision logits of different tokens are often equal."""
 MISSING = 1e-4
 """Probability that a set may lack: more than rounding errors, and too little to show in a ratio of policies."""
 
 
 def num_logprobs(config: Config) -> int:
-    """Log-probabilities that an engine is asked for at each position, beside the sampled token's."""
+    """Log-probabilities to request from an engine at each position, besides the sampled token's."""
     if not config.rollout.is_cut or config.rollout.needs_masks:
         return 0
-    # vLLM cannot look for more than there are.
+    # vLLM accepts no more than the vocabulary has.
     return int(min(config.rollout.top_k + TIES, read_hf_config(config.model_path)["vocab_size"]))
 
 
 def kept_args(config: Config) -> dict[str, Any]:
-    """Arguments of vLLM with which an engine returns the sets."""
+    """Arguments of vLLM for an engine that returns the sets."""
     if config.rollout.needs_masks:
         return {"return_sampling_mask": True}
     return {"max_logprobs": num_logprobs(config)} if config.rollout.is_cut else {}
 
 
 def kept_problems(config: Config, *, on_gpu: bool) -> Iterator[str]:
-    """Sentences about why engines that a run starts cannot return the sets."""
+    """Problems of returning the sets from engines that a run starts."""
     rollout = config.rollout
     if rollout.needs_masks and not on_gpu:
         yield (
@@ -59,11 +59,11 @@ def kept_problems(config: Config, *, on_gpu: bool) -> Iterator[str]:
 
 
 def masked_tokens(sampled: Sequence[int], masks: Sequence[Sequence[int]] | None) -> KeptTokens:
-    """The set of each position, with the sampled token in it; empty where the masks do not say it.
+    """The set of each position, which includes the sampled token; empty if the mask lacks that token or is missing.
 
     Args:
         sampled: `[len]`.
-        masks: for each position the tokens that were left, in any order, each once; None: vLLM returned none.
+        masks: for each position its tokens, in any order, each once; None: vLLM returned none.
     """
     if masks is None or len(masks) != len(sampled):
         return KeptTokens.none(len(sampled))
@@ -76,11 +76,11 @@ def masked_tokens(sampled: Sequence[int], masks: Sequence[Sequence[int]] | None)
 
 
 def kept_tokens(sampled: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> KeptTokens:
-    """The set of each position, with the sampled token in it; empty where it is not whole.
+    """The set of each position, which includes the sampled token; empty if incomplete.
 
     Args:
         sampled: `[len]`.
-        ids, logprobs: `[len, num_logprobs]`, of the likeliest tokens, each once; rows are filled up with values that are not finite.
+        ids, logprobs: `[len, num_logprobs]`, of the likeliest tokens, each once; rows are padded with values that are not finite.
     """
     is_kept = np.isfinite(logprobs)
     mass = np.exp(logprobs, where=is_kept, out=np.zeros(logprobs.shape, np.float64)).sum(axis=1)

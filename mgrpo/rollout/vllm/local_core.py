@@ -1,6 +1,6 @@
 """vLLM's engine core inside the engine's actor, for engines with one worker on a CPU.
 
-vLLM itself puts it into a process of its own, and every request and token travels between the two. On a CPU that takes cores from the
+vLLM itself runs it in a separate process, and sends every request and token between the two. On a CPU that takes cores from the
 learners, and a third of the time of short completions. Imported in the actor's process only.
 """
 
@@ -24,31 +24,31 @@ T = TypeVar("T")
 
 
 def install() -> None:
-    """Have AsyncLLM use it in this process."""
+    """Make AsyncLLM use `LocalCore` in this process."""
     EngineCoreClient.make_async_mp_client = LocalCore
 
 
 class LocalCore(EngineCoreClient):
-    """AsyncLLM's client of an engine core that runs in one thread of this process, which does all calls in their order.
+    """AsyncLLM's client of an engine core in one thread of this process, which runs all calls in order.
 
-    The event loop stays free while the model computes. A step is one of the calls, so that others come between two steps.
+    The event loop stays free while the model computes. A step is one of the calls, so that others run between two steps.
     """
 
     def __init__(self, *, vllm_config: Any, executor_class: Any, log_stats: bool, **others: Any) -> None:
         self.thread = Background("engine core")
         self.core = self.thread.submit(lambda: EngineCore(vllm_config, executor_class, log_stats)).result()
         self.added: deque[EngineCoreRequest] = deque()
-        """Requests that the core has not seen yet: it takes over all of them before it does anything else."""
+        """Requests not yet in the core, which adds all of them before any call."""
         self.failed: list[EngineCoreOutput] = []
-        """The outputs of requests that the core could not take over."""
+        """Outputs of requests that could not be added."""
         self.is_called = asyncio.Event()
         """Set by each call since the last step."""
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        """AsyncLLM reads it. A failure that ends this core ends the actor."""
+        """Read by AsyncLLM. A failure that ends this core ends the actor."""
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """The outputs of the next step; waits for something to do."""
+        """Outputs of the next step; waits for work."""
         while True:
             self.is_called.clear()
             if (outputs := await self._run(self._step)) is not None:
@@ -56,7 +56,7 @@ class LocalCore(EngineCoreClient):
             await self.is_called.wait()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Without a pause, so that requests that are added together are scheduled together."""
+        """Queue a request, without an await, so that requests added together are scheduled together."""
         self.added.append(request)
         self.is_called.set()
 
@@ -105,7 +105,7 @@ class LocalCore(EngineCoreClient):
             try:
                 prepared = self.core.preprocess_add_request(request)
             except Exception:
-                # As vLLM does it in a process of the core's own: the failure is this request's alone.
+                # As in vLLM's separate core process, the failure concerns this request alone.
                 traceback.print_exc()
                 self.failed.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
             else:
@@ -113,7 +113,7 @@ class LocalCore(EngineCoreClient):
         return call()
 
     def _step(self) -> EngineCoreOutputs | None:
-        """The outputs of a step; None: there is nothing to do, or the scheduler is paused."""
+        """Outputs of a step; None: no work, or the scheduler is paused."""
         if self.failed:
             failed, self.failed = self.failed, []
             return EngineCoreOutputs(outputs=failed, finished_requests={each.request_id for each in failed})

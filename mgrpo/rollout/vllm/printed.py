@@ -1,4 +1,4 @@
-"""The engines' output: a file for each in the run's folder, and the last error in these files.
+"""Log files of the engines in the run's folder, and the last error in them.
 
 Engines print nothing to the terminal of the run; vLLM's lines about its start are in the files.
 """
@@ -14,18 +14,18 @@ from datetime import datetime
 from pathlib import Path
 
 FOLDER = "engine_logs"
-"""The folder of the files, in the run's folder."""
+"""Name of the log folder in the run's folder."""
 START = "mgrpo: engine started: "
-"""Begins the line that each start of an engine writes into its file."""
+"""Prefix of the line that each start of an engine writes to its file."""
 MOST_BYTES = 4 << 20
-"""The size of the end of a file that is read."""
+"""Bytes that are read from the end of a file."""
 ERROR = re.compile(r"\b\w*(?:Error|Exception|Interrupt)\b: .+")
 
 
 def print_into(file: Path) -> None:
     """Append the output of this process and its children to `file` from here on.
 
-    On a machine without the file's folder nothing changes: the run's folder is not shared with that machine.
+    No-op on a machine without the file's folder, which does not share the run's folder.
     """
     if not file.parent.is_dir():
         return
@@ -38,14 +38,14 @@ def print_into(file: Path) -> None:
 
 
 def last_error(folder: Path) -> str:
-    """A clause with the last error that engines have printed since their last starts, and with the folder; empty without files."""
+    """Clause for messages: the last error in the logs since the engines' last starts, and the folder; "" without files."""
     files = sorted((file for file in folder.glob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
     if not files:
         return ""
     errors = []
     for file in files:
         text = tail(file).decode(errors="replace").rpartition(START)[2]
-        # An EngineDeadError only says that there was another error.
+        # An EngineDeadError only follows from another error.
         errors += [line for line in ERROR.findall(text) if "EngineDeadError" not in line]
     last = f"; the last error of the engines' logs: {errors[-1][:500]}" if errors else ""
     return f"{last}; what the engines printed is in {folder}"

@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class RayReference(Protocol[T]):
-    """Ray's reference of a result."""
+    """Ray's reference to a result."""
 
     def future(self) -> Future[T]: ...
 
 
 class Remote(Protocol[T]):
-    """A method of an actor, as Ray's handle offers it."""
+    """A method of Ray's actor handle."""
 
     def remote(self, *args: object) -> RayReference[T]: ...
 
@@ -49,16 +49,16 @@ class RayEngine(Caller):
         """
         Args:
             starting: the result of the actor's `start`.
-            end_process: ends the actor's process, also one that hangs; Ray only asks it to end.
-            cluster_failure: the reason why Ray itself has failed, if it has; an engine's error only follows from that.
+            end_process: ends the actor's process even if it hangs, which Ray's request does not.
+            cluster_failure: the reason why Ray itself has failed, then the cause of an engine's error; None: it has not.
         """
         self.actor, self.cluster_failure, self.end_process = actor, cluster_failure, end_process
         self.turns = itertools.count()
         self.pending: set[Future[Any]] = set()
         self.refusal: str | None = None
-        """The reason why the actor must not be called again."""
+        """Reason why the actor must not be called again."""
         self.lock = threading.Lock()
-        """Held while the actor is called or the engine closed: a call after the end would start another Ray cluster."""
+        """Held during calls of the actor and `close`: a call after the end would start another Ray cluster."""
         self.ready: Future[None] = self._answer(starting)
 
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
@@ -70,7 +70,7 @@ class RayEngine(Caller):
         return self._remote(lambda: self.actor.ping.remote())
 
     def fail(self, reason: str) -> None:
-        """Ray may never answer again: all waiting calls fail, and all later ones."""
+        """Fail all pending and later calls: Ray may never answer again."""
         with self.lock:
             self.refusal = self.refusal or reason
         for answer in list(self.pending):
@@ -99,7 +99,7 @@ class RayEngine(Caller):
         return refused
 
     def _answer(self, reference: RayReference[T]) -> Future[T]:
-        """The result of a call of the actor; Ray's errors become an EngineError with the line that tells the cause."""
+        """Future of a call of the actor; Ray's errors become an EngineError with the line of the cause."""
         answer: Future[T] = Future()
         self.pending.add(answer)
 
@@ -122,7 +122,7 @@ class RayEngine(Caller):
 
 
 def _cause(err: BaseException) -> str:
-    """The last line of the message: Ray prints whole tracebacks, and guesses."""
+    """The last line of the message: Ray's messages contain whole tracebacks and guesses."""
     if type(err).__name__ == "ActorDiedError":
         return "its process has died"
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]

@@ -1,7 +1,7 @@
-"""A teacher's engine: its arguments, the GPUs it is on, and what it needs in vLLM's workers.
+"""A teacher's engine: its arguments, its GPUs, and its extension of vLLM's workers.
 
-It reads sequences and writes nothing, so that it needs room for those that it reads in a step, no CUDA graphs, and no cache of prefixes,
-which vLLM would not use where log-probabilities of a prompt are asked for.
+It only reads sequences, so it needs room for those of a step, no CUDA graphs, and no prefix cache, which vLLM would not use with
+prompt log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mgrpo.rollout.vllm.engine_set import EngineKind
 STEP_TOKENS = 2048
 """Tokens that an engine reads in a step. vLLM computes the logits of all of them at once."""
 SEQUENCES = 64
-"""Sequences that it reads at a time."""
+"""Sequences that an engine reads at a time."""
 ELEMENT_BYTES = {"float32": 4}
-"""Of keys and values; 2 of other types."""
+"""Bytes of an element of keys and values; 2 for other types."""
 
 
 class TeacherWorker:
     """A base class of vLLM's workers in a teacher's engine (`worker_extension_cls`)."""
 
     def divide_logits(self, temperature: float) -> None:
-        """Divide all logits from here on, in float32: vLLM has a temperature for what it samples only, not for the prompt's tokens."""
+        """Divide all logits from here on, in float32: vLLM applies temperatures only to sampled tokens, not to the prompt's."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         def divide(module: Any, args: Any, logits: Any) -> Any:
@@ -53,10 +53,10 @@ class TeacherWorker:
 
 
 def teacher_kinds(config: Config, *, on_gpu: bool, num_gpus: int, num_local_learners: int) -> list[EngineKind]:
-    """The engines of each teacher.
+    """Start parameters of each teacher's engines.
 
     Args:
-        num_gpus: of the cluster, without learners'.
+        num_gpus: GPUs of the cluster, without the learners'.
     Raises:
         RuntimeError: there are too few GPUs.
     """
@@ -86,7 +86,7 @@ def teacher_kinds(config: Config, *, on_gpu: bool, num_gpus: int, num_local_lear
                 args=partial(teacher_args, config, folder, on_gpu, bool(shared) or share < 1),
                 environment={
                     **environment_of(workers=workers, threads=threads, on_gpu=on_gpu, is_local=is_local),
-                    # Room for the token that vLLM wants to sample, and which no one reads.
+                    # Room for the token that vLLM samples, which is discarded.
                     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
                 },
                 has_local_core=has_local_core(workers, on_gpu=on_gpu),
@@ -107,7 +107,7 @@ def teacher_args(
     """Keyword arguments of vLLM's AsyncEngineArgs.
 
     Args:
-        shares_gpu: with other engines or a learner, whose memory changes while vLLM would measure what is free.
+        shares_gpu: the GPU is shared with other engines or a learner, whose memory changes while vLLM would measure free memory.
         spans_nodes: see `engine_args`.
     """
     own, model = config.distillation, config.model
@@ -143,7 +143,7 @@ def teacher_args(
 
 
 def _cache_bytes(config: Config, folder: str, longest: int) -> int:
-    """Keys and values of twice the tokens that can be under way: sequences wait for room only where they would wait for a step anyway."""
+    """Bytes of keys and values of twice the tokens that can be under way: sequences do not wait for room longer than for a step."""
     hf = read_hf_config(folder)
     heads = size_of(hf, "num_attention_heads")
     layers, kv_heads = size_of(hf, "num_hidden_layers"), size_of(hf, "num_key_value_heads") or heads
@@ -153,17 +153,17 @@ def _cache_bytes(config: Config, folder: str, longest: int) -> int:
         return config.engine.vllm_kv_cache_mb << 20
     here = max(kv_heads // config.distillation.teacher_tensor_parallel_size, 1)
     token = 2 * layers * here * head_dim * ELEMENT_BYTES.get(config.model.model_dtype, 2)
-    # A sequence takes whole blocks, of which the last is not full.
+    # A sequence takes whole blocks, the last of which is not full.
     return 2 * token * (longest + STEP_TOKENS + 32 * SEQUENCES)
 
 
 def gpu_share(config: Config, *, num_free: int) -> float | None:
-    """The part of a GPU for each worker of the teachers' engines: one each, or, where too few are free, as many on one as fit.
+    """Share of a GPU for each worker of the teachers' engines: 1, or, if too few GPUs are free, as many workers on one as fit.
 
-    None where they do not fit.
+    None: they do not fit.
 
     Args:
-        num_free: GPUs that neither learners nor the policy's engines take.
+        num_free: GPUs without learners and the policy's engines.
     """
     own = config.distillation
     workers = own.num_engines * own.teacher_tensor_parallel_size
@@ -175,7 +175,7 @@ def gpu_share(config: Config, *, num_free: int) -> float | None:
 
 
 def teacher_machine_problems(config: Config, *, num_local_learners: int) -> Iterator[str]:
-    """Sentences about everything that keeps teachers' engines from running on this machine, rank 0's."""
+    """All problems of teachers' engines on this machine, rank 0's."""
     own, engine, gpus = config.distillation, config.engine, serving_gpus()
     if not own.num_engines:
         return
@@ -198,7 +198,7 @@ def _head_problems(folder: str) -> Iterator[str]:
     try:
         hf = read_hf_config(folder)
     except ValueError:
-        return  # which the rules say
+        return  # reported by the rules
     heads, hidden = size_of(hf, "num_attention_heads"), size_of(hf, "hidden_size")
     head_dim = size_of(hf, "head_dim") or (hidden // heads if hidden and heads else None)
     if head_dim and head_dim not in CPU_HEAD_DIMS:
@@ -224,7 +224,7 @@ def _sharing_problems(config: Config, learners: int) -> Iterator[str]:
 
 
 def _policy_workers(config: Config) -> int:
-    """GPUs of the policy's engines that are theirs alone."""
+    """Number of GPUs that the policy's engines have for themselves."""
     engine = config.engine
     return engine.vllm_num_engines * engine.num_workers if engine.vllm_mode == "ray" else 0
 

@@ -1,4 +1,4 @@
-"""`mgrpo engines list|add|remove`: the engines of a run that is going on, asked through `run.ranks.engine_requests`."""
+"""`mgrpo engines list|add|remove`: engines of a running training, by requests to `run.ranks.engine_requests`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mgrpo.processes import local_socket
 from mgrpo.run.ranks.engine_requests import NAME
 
 ANSWER_S = 90.0
-"""An engine that is added may wait for room for a minute."""
+"""Seconds to wait for the answer: an added engine may wait for room for a minute."""
 
 
 def ask(output_dir: Path, question: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of the run in this folder.
+    """Send a request to the run in this folder and return its answer.
 
     Raises:
-        ConfigError: no run is going on there, it runs elsewhere, or it has refused.
+        ConfigError: there is no running training, it runs elsewhere, or it has refused.
     """
     try:
         place = json.loads((output_dir / NAME).read_text())

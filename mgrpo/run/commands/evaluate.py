@@ -1,7 +1,7 @@
 """`mgrpo eval`: a model on the held-out prompts of a configuration, with the engines and verifiers of a run and no learner.
 
-The engine loads the exported folder by itself. Everything else is what an evaluation in training does, settings, order of
-the prompts and random streams included, so that the numbers of an export are those of the run that made it.
+The engine loads the exported folder by itself. Everything else is as in an evaluation during training, including settings, order
+of the prompts and random streams, so that an export has the same numbers as in its run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample the held-out prompts with the model of `config` and score them; one process, without torchrun.
 
-    Writes into `output_dir/eval/NAME`, where NAME is the model folder's; what an earlier evaluation left there is renamed.
+    Writes to `output_dir/eval/NAME`, where NAME is the model folder's; files of an earlier evaluation there are renamed.
 
     Args:
         config: as `mgrpo.GRPOConfig(...)` makes it.
@@ -78,9 +78,9 @@ def evaluate(
         tools: functions and environments that the model may call.
         environment_factory: classes and functions of environments.
         rollout_func: a function that samples.
-        listener: is told of the evaluation.
+        listener: callbacks of the evaluation.
     Returns:
-        Its metrics, and where its files are.
+        Metrics, and the folder of the files.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
@@ -104,7 +104,7 @@ def ready(
     functions: list[str | Callable],
     eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
 ) -> Iterator[tuple[Config, Production]]:
-    """Engines, environments and verifiers for the held-out prompts of `config`, and the configuration that they have.
+    """Start engines, environments and verifiers for the held-out prompts of `config`; yields them with their configuration.
 
     Raises:
         ConfigError: see `evaluate`.
@@ -183,7 +183,7 @@ def _check(
 
 
 def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """The model's config.json, and what keeps this machine from serving it.
+    """The model's config.json, and problems with serving it on this machine.
 
     Any model that vLLM serves is accepted, also one that cannot be trained here.
     """
@@ -205,7 +205,7 @@ def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _unloadable(model: str | None) -> list[str]:
-    """A sentence about a folder of this project's that an engine cannot load by itself."""
+    """Problem of a folder of mgrpo's that an engine cannot load by itself."""
     kinds = dict.fromkeys((TORCH_DIST_INDEX, TRACKER), "a checkpoint of Megatron-core")
     kinds |= {MEGATRON: "a Megatron folder", MANIFEST: "a training state"}
     for mark, kind in kinds.items():

@@ -1,7 +1,7 @@
 """`mgrpo rollout`: some completions of a model, printed with their turns, tools and rewards, without training.
 
-What was sampled is green, what stands between turns is yellow: the tokens that a run would train on, and those that it would not.
-What a turn follows is dim; of a tree of turns, branches are printed one after the other, each from where it leaves another one.
+Sampled tokens, which a run would train on, are green; tokens between turns, which it would not, are yellow; the context is dim.
+Branches of a tree of turns are printed one after the other, each from its fork.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def num_of(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def first_prompts(config: Config, num: int) -> Config:
-    """The configuration with so many prompts, of the held-out data or else of the training data, and one completion of each."""
+    """The configuration with `num` prompts of the held-out data, or else of the training data, and one completion of each."""
     data = config.data
     mix, splits = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
     if not mix:
@@ -88,7 +88,7 @@ def show(evaluation: Evaluation, tokenizer: Any) -> None:
 def show_completion(console: Console, prompt: Prompt, completion: Completion, score: Score, tokenizer: Any) -> None:
     """Print one completion, token by token and branch after branch, and its rewards.
 
-    Whatever a model or an agent wrote is text: a terminal shows its control characters instead of obeying them.
+    Text of a model or an agent is untrusted input: control characters are printed visibly.
     """
     from rich.markup import escape
     from rich.text import Text
@@ -121,11 +121,11 @@ def show_completion(console: Console, prompt: Prompt, completion: Completion, sc
 
 
 Part = tuple[str | np.ndarray, str]
-"""Text or tokens, and how they look."""
+"""Text or tokens, and their style."""
 
 
 def _parts(prompt: Prompt, completion: Completion) -> Iterator[tuple[str, list[Part]]]:
-    """Of each branch its heading, if there are any, and what it follows and consists of; of what others began, only what is new."""
+    """Heading, context and new tokens of each branch; a shared prefix is printed once."""
     record = completion.trajectory
     if record is None or not record.branches:
         yield "", [(prompt.text, PROMPT), *_tokens(completion, 0, len(completion.tokens))]

@@ -1,7 +1,7 @@
 """`mgrpo serve-agent`: the endpoint over a model, without training, for an agent that you start yourself.
 
 Each prompt is a trajectory with an address and a key of its own, which the command prints. When your agent has ended, Enter ends
-the trajectory, and it is printed as `mgrpo rollout` prints it: what would be trained, and what it is worth.
+the trajectory, and its tokens and reward are printed as by `mgrpo rollout`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mgrpo.run.commands.sample import first_prompts, num_of, show
 
 AGENT = "mgrpo.environments.offered.waiting:wait"
 PATIENCE_S = 86400.0
-"""Longest time of a trajectory where `trajectory_timeout` is none: people debug between two calls."""
+"""Longest time of a trajectory without `trajectory_timeout`, in seconds: people debug between two calls."""
 _KEPT = (
     "agent_sets_reward",
     "agent_max_turns",
@@ -34,15 +34,13 @@ _KEPT = (
     "agent_endpoints",
     "agent_endpoint_url",
     "agent_endpoint_join",
-    "sampling_conflict",
-    "untaken_turns",
 )
-"""Settings that hold for whoever calls the endpoint; the others are about how an agent starts."""
+"""Settings of the endpoint and its clients; the other agent settings are about starting an agent."""
 _POLL_S = 0.1
 
 
 def serve_agent_command(argv: Sequence[str]) -> int:
-    """`mgrpo serve-agent`: serve a few prompts, print what became of them."""
+    """`mgrpo serve-agent`: serve a few prompts and print the trajectories."""
     from mgrpo.run.commands.evaluate import ready
 
     try:
@@ -63,7 +61,7 @@ def serve_agent_command(argv: Sequence[str]) -> int:
 
 
 def served(config: Config, folder: str) -> Config:
-    """The configuration with an agent that waits for somebody else's."""
+    """The configuration with a placeholder agent that waits for an external one."""
     agent = Agent(agent=AGENT, **{name: getattr(config.agent, name) for name in _KEPT})
     tools = dataclasses.replace(
         config.tools,
@@ -97,7 +95,7 @@ def _say(text: str) -> None:
 
 
 def words_of(offer: Mapping[str, Any]) -> str:
-    """What a shell needs for an agent of this trajectory."""
+    """Shell commands with the variables for an agent of this trajectory."""
     url, key = offer["base_url"], offer["api_key"]
     variables = {
         "OPENAI_BASE_URL": f"{url}/v1",

@@ -1,4 +1,4 @@
-"""The state that a run continues from: which one it is, and whether this configuration, model and data can continue it.
+"""Choice of the state that a run continues from, and checks that this configuration, model and data can continue it.
 
 Seed, data, model and kind of optimizer must be the state's. Everything else may change and is listed.
 """
@@ -6,6 +6,7 @@ Seed, data, model and kind of optimizer must be the state's. Everything else may
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,15 +15,33 @@ from mgrpo.checkpoint.folder import is_near, resumable, split_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.stored import Stored
 from mgrpo.config import Config
+from mgrpo.config.annotations import NO_ENTRIES
 from mgrpo.config.derived import state_root
 from mgrpo.config.fields import flat, settings, shown
+from mgrpo.config.loss import DIVERGENCE
+from mgrpo.config.tools import ACQUIRE_TIMEOUT_S, PYTHON, SEARCH, settings_of
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.peft import target_names
 from mgrpo.models.shape import ModelShape
 
 PLACES = ("output_dir", "dataset_local_cache_dir")
-"""Settings besides those of the checkpoint section that say where something is kept."""
+"""Settings outside the checkpoint section that name folders."""
 AFRESH = "or start afresh with --resume never"
+STD_NAMES = {(0, 1e-8): "population", (1, 1e-8): "sample", (1, 1e-6): "verl", (1, 1e-4): "trl"}
+"""`advantage_std` by the settings advantage_ddof and advantage_eps of earlier versions."""
+CONSTANTS: Mapping[str, object] = {
+    "active_sampling_max_rounds": 10,
+    "code_sandbox_memory_mb": 1024,
+    "distillation_clip": None,
+    "distillation_jsd_beta": 0.5,
+    "env_acquire_timeout": ACQUIRE_TIMEOUT_S,
+    "reshuffle_mini_batches": False,
+    "sampling_conflict": "override",
+    "turn_discount": 1.0,
+    "turn_scheduling": "auto",
+    "untaken_turns": "drop",
+}
+"""Settings of earlier versions that are constants now, those that change what is trained."""
 
 
 class _Saved(Protocol):
@@ -38,10 +57,10 @@ class _Saved(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continued:
-    """The training state that a run continues: found once, at its start, and handed to everything that goes on from it."""
+    """The training state that a run continues: found once, at its start, and passed to everything that continues from it."""
 
     path: str
-    """Its path or URL."""
+    """Path or URL."""
     step: int
     state: Mapping[str, Any]
     """The trainer's own state in its present form, see `Trainer.state_dict`."""
@@ -57,7 +76,7 @@ class Continued:
 
 
 def present_form(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A trainer's state with the keys "source" and "reporter", which earlier versions have merged into one, "head"."""
+    """A trainer's state with the keys "source" and "reporter"; earlier versions have both under "head"."""
     if "head" not in state:
         return state
     source = dict(state["head"])
@@ -67,10 +86,12 @@ def present_form(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find_state(config: Config) -> Continued | None:
-    """The state to continue, as far as its manifest and the sizes of its files tell; None: the run starts afresh.
+    """The state to continue, judged by its manifest and the sizes of its files; None: the run starts afresh.
+
+    Damaged states are skipped for earlier ones with resume=intact, and if they are on the nodes' disks.
 
     Raises:
-        ValueError: it does not exist, is damaged or of another version; with resume=intact only if none is left.
+        ValueError: the state does not exist, is damaged or of another version, and there is no earlier one to use.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -81,7 +102,7 @@ def find_state(config: Config) -> Continued | None:
         try:
             stored = Stored(*split_path(path))
             if is_near(path):
-                # What the nodes hold of its tensors the ranks find out when they are there.
+                # The ranks check later which of its tensors the nodes still have.
                 stored.check_size(stored.manifest.state)
             else:
                 stored.check_sizes()
@@ -95,7 +116,7 @@ def find_state(config: Config) -> Continued | None:
 
 
 def look_for_state(config: Config) -> tuple[Continued | None, str]:
-    """The state of `find_state`, or a sentence that says what is wrong with it."""
+    """The state of `find_state`, or its problem."""
     try:
         return find_state(config), ""
     except (ValueError, OSError) as err:
@@ -115,9 +136,9 @@ def resume_problems(
     """The reasons why this configuration cannot continue the state, one sentence each.
 
     Args:
-        shape: the shape of the configuration's model; None when it could not be read.
-        data: `Mixture.content` of the training data; None when they could not be read.
-        base: `fingerprint` of the model's weights, which a run with adapters leaves as they are; None: not compared.
+        shape: the shape of the configuration's model; None: unreadable.
+        data: `Mixture.content` of the training data; None: unreadable.
+        base: `fingerprint` of the model's weights, which a run with adapters does not change; None: not compared.
     """
     state, path = continued.state, continued.path
     order = state["source"]["sampler"]
@@ -152,12 +173,12 @@ def resume_problems(
 
 
 def saved_adapters(continued: Continued) -> dict[str, Any] | None:
-    """The state's record of its adapters and of their model; None where all weights were trained."""
+    """The state's record of its adapters and of their model; None: all weights were trained."""
     return continued.state.get("learner", {}).get("adapters")
 
 
 def adapter_record(lora: LoraShape, shape: ModelShape) -> dict[str, Any]:
-    """The settings that adapters were trained with, by name, in JSON."""
+    """The adapters' settings by name, in JSON."""
     return {
         "lora_r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -169,7 +190,7 @@ def adapter_record(lora: LoraShape, shape: ModelShape) -> dict[str, Any]:
 def _adapter_problems(
     config: Config, continued: Continued, *, shape: ModelShape | None, base: str | None
 ) -> Iterator[str]:
-    """Whether the state holds the adapters that the run is to train, of the same model."""
+    """Problems if the state does not hold the run's adapters, of the same model."""
     saved, lora, path = saved_adapters(continued), config.adapter.lora, continued.path
     if saved is None and lora is None:
         return
@@ -190,8 +211,8 @@ def _adapter_problems(
 
 
 def changes(config: Config, continued: Continued) -> Iterator[str]:
-    """Sentences about the settings that differ from those with which the state was saved, and about a run that is over."""
-    before = continued.state.get("config", {})
+    """Notes on settings that differ from the state's, and on a run without steps left."""
+    before = _renamed(continued.state.get("config", {}))
     now = json.loads(json.dumps(flat(config)))
     changed = [
         f"{name} {_shown(before[name])} -> {_shown(value)}"
@@ -200,6 +221,11 @@ def changes(config: Config, continued: Continued) -> Iterator[str]:
         and before[name] != value
         and settings()[name].section not in ("checkpoint", "tracking")
         and name not in PLACES
+    ]
+    changed += [
+        f"{name} {_shown(before[name])} -> {_shown(value)} (no longer a setting)"
+        for name, value in _fixed(config).items()
+        if before.get(name) not in (None, value)
     ]
     if changed:
         yield f"{continued.path} was saved with other settings: {', '.join(changed)}"
@@ -210,8 +236,38 @@ def changes(config: Config, continued: Continued) -> Iterator[str]:
         )
 
 
+def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a state, those that other settings have replaced by the present names and values."""
+    found = dict(saved)
+    if "advantage_ddof" in found:
+        ddof, eps = found["advantage_ddof"], found.get("advantage_eps", 1e-8)
+        found["advantage_std"] = STD_NAMES.get((ddof, eps), f"with ddof {ddof} and eps {eps:g}")
+    if found.get("rho_mask_tv_divergence"):
+        found["rho_mask_level"] = DIVERGENCE
+    if found.get("moe_token_dispatcher_type") == "flex":
+        found["moe_token_dispatcher_type"] = found["moe_flex_dispatcher_backend"]
+    for name, entries in (("code_tool_api_endpoint", PYTHON), ("search_api_endpoint", SEARCH)):
+        if found.get(name) is not None and (tools := found["tools"]):
+            found["tool_configs"] = [
+                json.dumps(settings_of(tool, text) | {"endpoint": found[name]}) if tool in entries else text
+                for tool, text in zip(tools, found["tool_configs"] or [NO_ENTRIES] * len(tools), strict=True)
+            ]
+    return found
+
+
+def _fixed(config: Config) -> dict[str, object]:
+    """Present values of the settings that have been retired."""
+    return {
+        **CONSTANTS,
+        "distillation_temperature": config.rollout.temperature,
+        "env_reset_timeout": config.tools.reset_timeout_s,
+        "rubric_judge_model": os.environ.get("RUBRIC_JUDGE_MODEL"),
+        "rubric_generation_model": os.environ.get("RUBRIC_GENERATION_MODEL"),
+    }
+
+
 def _data_problems(path: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Whether the rows are the same ones; their names may differ."""
+    """Problems if the rows are not the state's; their files' names may differ."""
     if [(line["rows"], line["taken"]) for line in before] != [(line["rows"], line["taken"]) for line in now]:
         yield (
             f"the training data are {_lines(now)}, but {path} was saved with {_lines(before)}; give the data that the run "

@@ -26,14 +26,14 @@ def owned_folders(config: Config) -> list[str]:
 
 
 def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    """Everything that is wrong with the folders.
+    """All problems of the folders.
 
     Args:
-        shape: the model's; None when it could not be read.
+        shape: shape of the model; None: unreadable.
     """
     folder, root = config.experiment.output_dir, state_root(config)
     if not folder or os.path.isfile(folder):
-        return  # a problem of the configuration, which has been reported
+        return  # a problem of the configuration, reported already
     if why := unwritable(folder):
         yield f"output_dir={folder} cannot be written to: {why}; name another folder"
         return
@@ -51,7 +51,7 @@ def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
 
 
 def room_notes(config: Config, shape: ModelShape) -> Iterator[str]:
-    """A sentence for each file system that the whole run may fill, although its first files fit."""
+    """Notes on file systems that the whole run may fill, although its first files fit."""
     for place, (needed, _) in _needed(config, shape, exports=num_exports(config), states=num_states(config)).items():
         if needed > free_bytes(place):
             yield (
@@ -78,7 +78,7 @@ def _or_no_states(config: Config) -> str:
 
 
 def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> dict[str, tuple[int, str]]:
-    """Bytes, and what they are for, by folder; folders on one file system are one."""
+    """Bytes and their purpose, by folder; folders on one file system count as one."""
     lora = config.adapter.lora
     export = export_bytes(shape, dtype_bytes=DTYPE_BYTES[config.model.model_dtype], lora=lora)
     state = training_state_bytes(

@@ -1,7 +1,7 @@
-"""The configurations of runs that do less than the one they are made from: an evaluation alone, and one step that leaves nothing.
+"""Configurations of reduced runs: an evaluation alone, and one step that leaves no files.
 
-Sections of which such a run needs almost nothing begin with their defaults. Of the others each setting is either changed here or
-kept, which has been decided for each: a test lists them.
+Sections that such a run hardly needs start from their defaults. In the others each setting is deliberately changed here or kept:
+a test lists them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def for_evaluation(config: Config) -> Config:
         reward=dataclasses.replace(
             config.reward,
             apply_evolving_rubric_reward=False,
-            rubric_generation_model=None,
             max_active_rubrics=Reward().max_active_rubrics,
             cache_evolving_rubric_data_dir=None,
         ),
@@ -58,7 +57,7 @@ def for_evaluation(config: Config) -> Config:
 
 
 def _own_engine(settings: Engine) -> Engine:
-    """A server may have the weights of any run."""
+    """Engine settings of one engine in Ray: a server may have the weights of any run."""
     return dataclasses.replace(
         settings, vllm_mode="ray", vllm_num_engines=1, vllm_server_base_url=(), vllm_server_timeout=240.0
     )

@@ -1,9 +1,12 @@
-"""One run in a folder: `run.lock` says who writes there, and keeps a second run out.
+"""Exclusive use of a folder by one run: `run.lock` names the owner and keeps a second run out.
 
-While its owner lives, it holds a flock on the file and touches it every few seconds. An owner that has died without
-deleting its lock is recognised by that: on this machine the kernel has released the flock at once; a lock of another
-machine, where the flock may not be visible, counts as abandoned when it has not been touched for `ABANDONED_S`. That is
-waited for, so that a job which is started again on another node goes on by itself.
+The owner holds a flock on the file and touches it every few seconds. A dead owner's lock is recognised by that: on this machine
+the kernel has released the flock; a lock of another machine, whose flock may be invisible, counts as abandoned once it has
+not been touched for `ABANDONED_S`. Taking a lock waits that long, so that a job restarted on another node continues by itself.
+
+`filelock` keeps less: its soft locks leave a dead owner's file for ever on file systems that cannot exchange two names
+(NFS, SMB) and an empty one everywhere, take a live owner's on another machine of the same host name, and don't notice a
+folder that was renamed.
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ _RECORD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, described so that no other one can be taken for it."""
+    """A process, uniquely described."""
 
     host: str
     kernel: str
-    """The boot of the machine and the namespace in which `pid` counts."""
+    """Boot of the machine and PID namespace of `pid`."""
     pid: int
     started: str
-    """When the process started, in ticks since the boot."""
+    """Start of the process, in ticks since the boot."""
     since: str
-    """When it took the lock, for people."""
+    """Time at which it took the lock, as text."""
 
     @classmethod
     def this(cls) -> Owner:
@@ -60,7 +63,7 @@ class Owner:
 
     @classmethod
     def read(cls, handle: int) -> Owner | None:
-        """The owner that a lock names; None for an empty or damaged one."""
+        """The owner in a lock; None: the lock is empty or damaged."""
         try:
             found = cls(**json.loads(os.pread(handle, _RECORD_BYTES, 0)))
         except (ValueError, TypeError):
@@ -68,7 +71,7 @@ class Owner:
         return found if isinstance(found.pid, int) else None
 
     def write(self, handle: int) -> None:
-        """Name it in a lock, in one write of a fixed size: a reader finds the old owner or the new one."""
+        """Write the owner into a lock, in one write of a fixed size: a reader finds the old owner or the new one."""
         os.pwrite(handle, json.dumps(asdict(self)).encode().ljust(_RECORD_BYTES), 0)
         os.fsync(handle)
 
@@ -79,14 +82,14 @@ class Owner:
 
 @contextlib.contextmanager
 def locked(folders: Iterable[str | Path], *, on_lost: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Hold the locks of `folders`, which are made if they do not exist; gives what releases them before the end.
+    """Hold the locks of `folders`, which are created if missing; yields a function that releases them early.
 
-    A lock that was deleted, with its folder or without, is taken again.
+    A lock that was deleted, with or without its folder, is taken again.
 
     Args:
         on_lost: called at most once, from a thread, with the reason, when another run has taken one of the folders.
     Raises:
-        ConfigError: another run writes to one of them.
+        ConfigError: another run uses one of them.
     """
     with contextlib.ExitStack() as held:
         handles = {Path(folder): held.enter_context(_lock(Path(folder))) for folder in folders}
@@ -99,7 +102,7 @@ def locked(folders: Iterable[str | Path], *, on_lost: Callable[[str], None]) -> 
 
 
 def in_use(folder: str | Path) -> str | None:
-    """The owner of a folder in words; None if no run writes there. Waits up to `ABANDONED_S` for another machine's sign of life."""
+    """Owner of a folder in words; None: no run uses it. Waits up to `ABANDONED_S` for a touch by another machine."""
     try:
         handle = os.open(Path(folder) / NAME, os.O_RDONLY)
     except OSError:
@@ -135,7 +138,7 @@ def _lock(folder: Path) -> Iterator[int]:
 
 
 def _other_owner(handle: int, folder: Path, kind: int) -> str | None:
-    """Another live owner of a lock, in words; None when the lock is free, which a supported flock of this `kind` has."""
+    """Another live owner of a lock, in words; None: the lock is free, and this process holds the flock of this `kind` if supported."""
     is_held = _is_held(handle, kind)
     owner = Owner.read(handle)
     if is_held:
@@ -149,8 +152,8 @@ def _other_owner(handle: int, folder: Path, kind: int) -> str | None:
 
 
 def _is_held(handle: int, kind: int) -> bool | None:
-    """Whether another process has the flock; None where the file system has none. Else this one has it afterwards."""
-    # A process that only looks holds it for a moment.
+    """True if another process has the flock, else this one takes it; None: the file system supports no flock."""
+    # A process that only checks the lock holds it for a moment.
     deadline = time.monotonic() + 0.3
     while True:
         try:
@@ -165,11 +168,11 @@ def _is_held(handle: int, kind: int) -> bool | None:
 
 
 def _is_touched(folder: Path, owner: Owner) -> bool:
-    """Whether another machine's lock is touched before it counts as abandoned."""
+    """True if another machine's lock is touched before it counts as abandoned."""
     first = _touched_at(folder)
     if first is None:
         return False
-    # Its age is wrong where the clock was set meanwhile, and a live owner touches it all the same.
+    # The age is wrong if the clock was set meanwhile; a live owner touches the lock all the same.
     left = min(max(ABANDONED_S - (_now(folder) - first), 2 * TOUCH_S), ABANDONED_S)
     print(
         f"mgrpo: {folder / NAME} is of {owner}; waiting up to {left:.0f} s for a sign of life from that run",
@@ -184,7 +187,7 @@ def _is_touched(folder: Path, owner: Owner) -> bool:
 
 
 def _touched_at(folder: Path) -> float | None:
-    """Opened anew each time: network file systems cache the times of files that stay open."""
+    """Time of the last touch; opens the file each time, since network file systems cache the times of open files."""
     try:
         with open(folder / NAME, "rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -193,7 +196,7 @@ def _touched_at(folder: Path) -> float | None:
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock of the file system, which is the one that touches set."""
+    """Time by the file system's clock, as used by touches."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
 
@@ -253,7 +256,7 @@ def _kernel() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started; nothing if there is none."""
+    """Start of a process in ticks since the boot; "": no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Notes on a run's prompts, printed at its start: tokens that the model expects and does not get, thoughts that are open already."""
+"""Notes on a run's prompts, printed at its start: missing bos tokens, unused end tokens, and opened thinking."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.run.inputs.prompts import Prompts
 
-# Functions that a reward function calls, one in another.
+# Depth of the functions that a reward function calls.
 _MOST_CALLS = 3
 
 
 def prompt_notes(config: Config, prompts: Prompts, functions: Sequence[str | Callable]) -> Iterator[str]:
-    """Sentences about prompts without bos, an end token that ends nothing, and rewards that look for an opened thought."""
+    """Notes on prompts without bos, an end token that ends nothing, and rewards that search for an opening think tag."""
     sets = [own for own in (prompts.train, prompts.held_out) if own is not None]
     yield from _about_bos(prompts.tokenizer, sets)
     yield from _about_eos(config, prompts)

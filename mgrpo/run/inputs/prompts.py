@@ -1,4 +1,4 @@
-"""The prompts of a run: its data under the model's chat template, tokenizer and limits, and what is wrong with them."""
+"""Prompts of a run: its data under the model's chat template, tokenizer and limits, and their problems."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Prompts:
     stop_ids: list[int]
     """Tokens that end a completion."""
     train: PromptSet | None
-    """The training rows; None where a model is only evaluated."""
+    """The training rows; None if a model is only evaluated."""
     held_out: PromptSet | None
     language: TemplateLanguage | None = None
     """Reads and answers turns, in a run with tools."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, before any was left out or cut."""
+        """Tokens of the longest prompt, before filtering and truncation."""
         sets = [own.statistics["total"]["tokens"] for own in (self.train, self.held_out) if own is not None]
         return max((tokens["max"] for tokens in sets if tokens), default=0)
 
     def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
-        """A prompt in which the opening words of its environment stand in its last user message."""
+        """A prompt with its environment's opening in the last user message."""
         own = self.train if is_training else self.held_out
         assert own is not None, "the prompt is one of these"
         return own.with_opening(prompt, text, self.tokenizer)
 
     def asked(self, prompt: Prompt, *, is_training: bool) -> object:
-        """The question of its row: text, or messages."""
+        """The row's question: text, or messages."""
         own = self.train if is_training else self.held_out
         assert own is not None, "the prompt is one of these"
         return own.asked(prompt)
 
     def reworded(self, prompt: Prompt, change: Callable[[str], str]) -> np.ndarray:
-        """The tokens of a training prompt with another text of its question, see `PromptSet.reworded`."""
+        """Tokens of a training prompt with a changed question, see `PromptSet.reworded`."""
         assert self.train is not None, "the prompt is one of these"
         return self.train.reworded(prompt, change, self.tokenizer)
 
@@ -65,14 +65,14 @@ class Prompts:
 def make_prompts(
     config: Config, mixtures: Sequence[Mixture], *, toolset: Toolset | None = None, vocab: int | None, is_sound: bool
 ) -> tuple[Prompts | None, list[str]]:
-    """Tokenize all rows, or load what an earlier run made of them; None and the reasons if the run cannot start.
+    """Tokenize all rows, or load an earlier run's tokens; None and the problems if the run cannot start.
 
     Imports transformers, and with it torch.
 
     Args:
-        mixtures: the training and the held-out data; nothing if they cannot be read: then only the tokenizer is checked.
-        vocab: tokens of the model; None if that is not known.
-        is_sound: False if the run will not start anyway: of many rows, which can take minutes, only one is tried.
+        mixtures: the training and the held-out data; empty if unreadable: then only the tokenizer is checked.
+        vocab: tokens of the model; None: unknown.
+        is_sound: False if the run will not start anyway: large data, which can take minutes, are only tried on one row.
     """
     from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
 
@@ -125,7 +125,7 @@ def make_prompts(
 
 
 def vocabulary_notes(tokenizer: Any, vocab: int) -> Iterator[str]:
-    """A sentence about a tokenizer with tokens that the model lacks, although no prompt of the run has one."""
+    """Note on a tokenizer with tokens that the model lacks, although no prompt of the run has one."""
     if len(tokenizer) > vocab:
         yield (
             f"the tokenizer knows {len(tokenizer)} tokens, and the model {vocab} (vocab_size in config.json): no prompt here uses "
@@ -134,7 +134,7 @@ def vocabulary_notes(tokenizer: Any, vocab: int) -> Iterator[str]:
 
 
 def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
-    """A sentence about a prompt with a token for which the model has no embedding."""
+    """Problem of a prompt with a token for which the model has no embedding."""
     found = prompts.beyond(vocab)
     if found is not None:
         origin, token, text = found

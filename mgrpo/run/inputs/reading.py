@@ -33,21 +33,23 @@ class Inputs:
     """Rank 0's data and reward functions, checked."""
 
     train: Mixture
-    """Empty where a model is only evaluated."""
+    """Empty if a model is only evaluated."""
     held_out: Mixture
     evaluates: bool = True
-    """Whether the held-out prompts are sampled; a run of one step that is only tried leaves them."""
+    """True if the held-out prompts are sampled; False in a dry run."""
     functions: tuple[str | Callable, ...] = ()
-    """Reward functions, or their names; empty: the rows' verifiers decide."""
+    """Reward functions, or their names; empty: the rows' verifiers score."""
+    advantage_fn: Callable | None = None
+    """Computes the advantages in place of the named estimator."""
     about_labels: tuple[str, ...] = ()
-    """Notes on what verifiers leave out of rows' labels."""
+    """Notes on parts of labels that verifiers ignore."""
     toolset: Toolset | None = None
     """None: every completion is one turn."""
     prompts: Prompts | None = None
-    """The rows as tokens, once they have been made."""
+    """The rows as tokens; None until they are made."""
 
     def notes(self, config: Config) -> list[str]:
-        """Notes of the verifiers and on the prompts, printed at start-up."""
+        """Notes on verifiers and prompts, printed at start-up."""
         found = list(prompt_notes(config, self.prompts, self.functions)) if self.prompts else []
         if not self.functions and config.reward.apply_verifiable_reward:
             found += [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
@@ -55,12 +57,12 @@ class Inputs:
         return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
-        """The names of the verifiers that the rows ask for, in lower case."""
+        """Names of the rows' verifiers, in lower case."""
         return sorted(_asked(self.train, self.held_out, config))
 
 
 def as_functions(given: Sequence[str | Callable] | str | Callable | None) -> list[str | Callable]:
-    """The caller's `reward_funcs` as a list, whether one, several or none were given."""
+    """The caller's `reward_funcs` (one, several or none) as a list."""
     return [given] if callable(given) or isinstance(given, str) else list(given or ())
 
 
@@ -71,11 +73,11 @@ def read_inputs(
     dataset: Iterable[Mapping] | None = None,
     eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
 ) -> tuple[Inputs | None, list[str]]:
-    """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
+    """The inputs, None if the data are unreadable, and every problem with them, one sentence each.
 
     Args:
         functions: the caller's reward functions, in place of the configuration's `reward_funcs`.
-        dataset, eval_dataset: training rows and held-out rows that the caller brings.
+        dataset, eval_dataset: the caller's training rows and held-out rows.
     """
     reward, problems = config.reward, []
     for check in (
@@ -94,7 +96,7 @@ def read_inputs(
 
         problems += check_functions(functions)
     verifies = reward.apply_verifiable_reward and not functions
-    # The rules have said what is wrong with the words of a mix.
+    # The rules report malformed mixes.
     malformed: dict[str, Any] = {mixer: () for mixer in MIXERS if any(mixer_problems(config.data, mixer))}
     toolset, about_tools = read_tools(config)
     problems += about_tools
@@ -129,7 +131,7 @@ def read_inputs(
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    """A sentence about each folder that cannot be written to. Missing ones are made."""
+    """Problems of folders that cannot be written to. Missing ones are created."""
     traces = config.rollout.rollouts_save_path if config.rollout.save_traces else None
     for setting, folder in (
         ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
@@ -159,7 +161,7 @@ def _holds_prepared_data(folder: str) -> bool:
 def _function_problems(
     functions: Sequence[str | Callable], train: Mixture, held_out: Mixture, *, has_environments: bool
 ) -> list[str]:
-    """The columns that the functions ask for and the data lack."""
+    """Problems of columns that the functions need and the data lack."""
     from mgrpo.rewards.function_catalog import load_functions
     from mgrpo.rewards.reward_functions import missing_arguments
 
@@ -172,7 +174,7 @@ def _function_problems(
 
 
 def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
-    """The verifiers that rows ask for, after `remap_verifier`: each with the place where it is named first."""
+    """The rows' verifiers after `remap_verifier`, each with the row that names it first."""
     return _replaced(train.verifiers | held_out.verifiers, config)
 
 
@@ -184,14 +186,14 @@ def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
 
 
 def _replacement(name: str, config: Config) -> str:
-    """The name, in lower case, of the verifier that scores the rows of this one."""
+    """Name of a verifier after `remap_verifier`, in lower case."""
     return config.reward.verifier_replacements.get(name.lower(), name.lower())
 
 
 def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:
-    """Sentences about weights and replacements of verifiers that no row asks for.
+    """Problems of weights and replacements of verifiers that no row names.
 
-    Without training rows they may be meant for those that the model was trained on.
+    Without training rows they may belong to the data that the model was trained on.
     """
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
@@ -221,7 +223,7 @@ def _unasked(name: str, asked: Iterable[str]) -> str:
 
 
 def _rubric_problems(train: Mixture, config: Config) -> Iterator[str]:
-    """A sentence where rubrics are to evolve and no training row has one."""
+    """Problem of evolving rubrics without a training row that has one."""
     asked = _replaced(train.verifiers, config)
     if config.reward.apply_evolving_rubric_reward and asked and RUBRIC not in asked:
         yield (

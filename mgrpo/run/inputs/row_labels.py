@@ -1,4 +1,4 @@
-"""Each row's label, looked at by its verifier before anything is started: an unreadable one would have no score in any step."""
+"""Check of each row's label by its verifier before the start: an unreadable label would never get a score."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import shown
 
 LIMIT_S = 60.0
-"""How long that may take; it is a hundred thousand labels or more."""
+"""Seconds that the check may take, enough for a hundred thousand labels or more."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """The labels of which a verifier says the same."""
+    """Labels with the same message of a verifier."""
 
     origin: str
     """"file:line" of the first."""
     said: str
-    """The verifier's words about the first."""
+    """The verifier's message about the first."""
     label: object
     count: int = 0
 
@@ -29,11 +29,11 @@ class _Found:
 def looked_at(
     labels: Iterable[tuple[str, str, object]], verifier_of: Callable[[str], str], *, limit_s: float = LIMIT_S
 ) -> tuple[list[str], list[str]]:
-    """A problem for each verifier that cannot read labels, and notes about what others leave out of theirs.
+    """A problem for each verifier that cannot read labels, and notes on parts of labels that verifiers ignore.
 
     Args:
-        labels: "file:line", the row's name of a verifier, ground truth.
-        verifier_of: the name of the verifier that scores it, after `remap_verifier`.
+        labels: "file:line", verifier in the row, ground truth.
+        verifier_of: maps the row's verifier to the scoring one, after `remap_verifier`.
     """
     unread: dict[str, _Found] = {}
     noted: dict[tuple[str, str], _Found] = {}

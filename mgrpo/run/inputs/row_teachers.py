@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
 
 COLUMN = "teacher"
-"""The column in which a row names its teacher."""
+"""Column with the name of a row's teacher."""
 NONE = "none"
-"""Its value in a row that has none."""
+"""Value of that column in a row without a teacher."""
 QUESTION, ANSWER, FEEDBACK = OWN = ("prompt", "answer", "feedback")
 """Placeholders that are not columns."""
 MOST_SHOWN = 8
-"""Names that a sentence lists."""
+"""Most names in a message."""
 
 
 class RowTeachers:
@@ -33,17 +33,17 @@ class RowTeachers:
         names = [teacher.name.lower() for teacher in distillation.teachers]
         self.places = {name: place for place, name in enumerate(names) if name}
         self.unnamed = names.index("") if "" in names else -1
-        """The teacher of rows that name no other; -1: they have none."""
+        """Teacher of rows that match no name; -1: none."""
 
     def of(self, columns: Mapping[str, object], source: str) -> int:
-        """The place of a row's teacher among `Distillation.teachers`, -1 for none.
+        """Index of a row's teacher in `Distillation.teachers`; -1: none.
 
-        It is the one that the column `teacher` names, else the first one with the name of a verifier in `dataset`, else of the
-        row's file or dataset, else the one without a name.
+        The column `teacher` names it; else it is the first teacher named like a verifier in `dataset`, else like the row's file or
+        dataset, else the one without a name.
 
         Args:
-            columns: the row's, except the prompt.
-            source: the file or the dataset that it comes from.
+            columns: the row's columns except the prompt.
+            source: the row's file or dataset.
         Raises:
             ValueError: the column `teacher` holds something else.
         """
@@ -65,38 +65,38 @@ class RowTeachers:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTemplate:
-    """A text with places for the question and for what only the teacher is told."""
+    """A text with placeholders for the question and for values that only the teacher reads."""
 
     parts: tuple[tuple[str, str | None], ...]
-    """Each a text and the name of what follows it, None at the end."""
+    """Literal texts, each with the name of the placeholder after it, None at the end."""
 
     @classmethod
     def read(cls, text: str) -> TeacherTemplate:
-        """From `teacher_prompt_template`, whose form the rules of the settings have checked."""
+        """Parse `teacher_prompt_template`, whose form has been checked."""
         return cls(tuple((literal, name) for literal, name, _, _ in Formatter().parse(text)))
 
     @property
     def names(self) -> set[str]:
-        """Of all placeholders."""
+        """Names of all placeholders."""
         return {name for _, name in self.parts if name is not None}
 
     @property
     def columns(self) -> set[str]:
-        """Of those that are columns of the row."""
+        """Names of the placeholders that are columns of the row."""
         return self.names.difference(OWN)
 
     def text(self, values: Mapping[str, str]) -> str:
-        """With a value for each placeholder."""
+        """The text with a value for each placeholder."""
         return "".join(literal + ("" if name is None else values[name]) for literal, name in self.parts)
 
 
 def text_of(value: object) -> str:
-    """A column's value in a template: text as it is, all else as JSON."""
+    """A column's value in a template: text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def row_teacher_problems(config: Config, train: Mixture) -> list[str]:
-    """Sentences about teachers that rows name and the run does not have, or the other way round, and about the template."""
+    """Problems of teachers that rows name and the run lacks, of unused teachers, and of the template."""
     distillation = config.distillation
     if not distillation.distills or not len(train):
         return []
@@ -110,13 +110,13 @@ def row_teacher_problems(config: Config, train: Mixture) -> list[str]:
 def template_remarks(
     config: Config, columns: Collection[str], *, longest: int, limit: int, num_tokens: Callable[[str], int]
 ) -> Iterator[str]:
-    """Sentences for the user about what the template cannot do.
+    """Notes for the user on limits of the template.
 
     Args:
-        columns: of the training rows.
+        columns: columns of the training rows.
         longest: tokens of the longest prompt.
-        limit: of the longest sequence that every teacher is asked about.
-        num_tokens: of a text.
+        limit: most tokens of a sequence that every teacher accepts.
+        num_tokens: counts the tokens of a text.
     """
     text = config.distillation.teacher_prompt_template
     if text is None or not config.distillation.distills:
@@ -136,7 +136,7 @@ def template_remarks(
 
 
 def _template_problems(text: str | None, columns: Collection[str]) -> Iterator[str]:
-    # The rules have said what is wrong with its form.
+    # The rules report a malformed template.
     if text is None or any(template_problems(text)):
         return
     for name in sorted(TeacherTemplate.read(text).columns.difference(columns)):
@@ -156,7 +156,7 @@ def _row_problems(distillation: Distillation, teachers: RowTeachers, train: Mixt
         except ValueError as err:
             first, count = unknown.get(str(err), (origin, 0))
             unknown[str(err)] = first, count + 1
-        # Without the path of a file.
+        # The name of a file, not its path.
         names.update(dict.fromkeys(name for name in _names(columns, source) if name != source.lower()))
     problems = [
         f"{origin}: {problem}" + (f" ({count - 1:,} more such rows)" if count > 1 else "")
@@ -171,7 +171,7 @@ def _row_problems(distillation: Distillation, teachers: RowTeachers, train: Mixt
 
 
 def _names(columns: Mapping[str, object], source: str) -> list[str]:
-    """The names by which teachers may know a row, in lower case."""
+    """Names that may select a row's teacher, in lower case."""
     verifiers = columns.get(VERIFIERS)
     given = verifiers if isinstance(verifiers, list) else [verifiers]
     path = PurePath(source)

@@ -1,7 +1,7 @@
-"""Models, tokenizers and adapters that a configuration names on the Hub, brought to this machine before anything is started.
+"""Download of the models, tokenizers and adapters that a configuration names on the Hub, before anything is started.
 
-Every rank asks: the first on a machine downloads, the others wait for it. A run that continues takes the commits that it began
-with, whatever the Hub has by then.
+Every rank calls it: the first on a machine downloads, the others wait. A continued run uses the commits that it began with, even
+if the Hub has newer ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mgrpo.run.inputs.continuing import Continued
 
 
 def names_some(config: Config) -> bool:
-    """Whether the configuration names anything on the Hub."""
+    """True if the configuration names anything on the Hub."""
     return any(_named(config))
 
 
 def located(config: Config, continued: Continued | None) -> Config:
-    """`config`, which knows the folders of the models that it names; names that lead to none are among its problems.
+    """`config` with the folders of its models on the Hub; names that cannot be fetched are added to its problems.
 
     Args:
-        continued: the state that the run continues, whose commits count.
+        continued: the state that the run continues, whose commits are used.
     """
     found: dict[str, HubSnapshot] = {}
     problems: list[str] = []
@@ -45,7 +45,7 @@ def located(config: Config, continued: Continued | None) -> Config:
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """The origin of the model, a name on the Hub or a folder; and the commit of each setting that names something on the Hub."""
+    """The model's name on the Hub or its folder, and the commit of each setting with a name on the Hub."""
     snapshots = config.provenance.snapshots
     model = snapshots.get("model_name_or_path")
     return {
@@ -55,9 +55,9 @@ def origin(config: Config) -> dict[str, Any]:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
-    """Each setting that holds a name: the name, its revision, and the part that is needed. A folder of that name comes first.
+    """Each setting with a name on the Hub: the name, its revision, and the part to fetch. A folder of that name takes precedence.
 
-    A setting of several names stands with each of them, SETTING:NAME.
+    A setting of several names is yielded for each of them, as SETTING:NAME.
     """
     model, tokenizer, hub = config.model.model_name_or_path, config.data.tokenizer_name_or_path, config.hub
     adapter = config.adapter.lora_adapter_path
@@ -79,7 +79,7 @@ def _is_name(value: str | None) -> TypeGuard[str]:
 
 
 def _commits(config: Config, continued: Continued) -> Mapping[str, str]:
-    """The commits that the state was saved with, of the settings that name the same as then."""
+    """The state's commits of settings whose values have not changed."""
     before, now = continued.state.get("config", {}), flat(config)
     same = ("model_revision", "tokenizer_revision")
     return {

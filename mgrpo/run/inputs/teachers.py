@@ -1,4 +1,4 @@
-"""Teachers whose weights a run loads itself: whether they read what the policy writes."""
+"""Checks of teachers whose weights a run loads: tokenizer, vocabulary, length and weights must fit the policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mgrpo.run.ranks.process import world_size
 
 
 def teacher_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """A sentence about every teacher that cannot judge this policy's tokens, or cannot be loaded. Imports transformers.
+    """Problems of teachers that cannot score this policy's tokens, or cannot be loaded. Imports transformers.
 
     Args:
-        shape: the policy's; None where it is not known.
+        shape: shape of the policy; None: unknown.
     """
     found = [
         f"{TEACHERS}={problem}"

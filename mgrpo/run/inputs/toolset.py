@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import mgrpo
 from mgrpo.config import Config
 from mgrpo.config.agent import DEFAULT_TIMEOUT_S, JOIN_TOKEN, WORKER_KEY
-from mgrpo.config.tools import PYTHON, ToolSpec, reference, settings_of, source_problems
+from mgrpo.config.tools import ACQUIRE_TIMEOUT_S, PYTHON, ToolSpec, reference, settings_of, source_problems
 from mgrpo.environments.boxes.opening import VARIABLES
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.offered.agent import ENDING_S
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 30
 MOST_WORKERS = 8
 UNUSED_FORMAT = "hermes"
-"""The format where there is nothing to call."""
+"""The tool-call format of runs without tools."""
 _REMOTE_OFFER = Offer(
     name="remote",
     entry="remote",
@@ -44,33 +44,31 @@ _REMOTE_OFFER = Offer(
     is_alternative=False,
     is_agent=True,
 )
-"""Agents that come and ask for their tasks."""
+"""Tool entry of remote agents, which connect and request their tasks."""
 ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
 """Columns in which a row names its own tools or environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolset:
-    """The tools that the settings ask for, and their description."""
+    """The tools of the settings, and their description."""
 
     specs: tuple[Spec, ...]
     description: Description
 
     def shown(self, config: Config) -> Description | None:
-        """The description that prompts give the model; None: they give none."""
+        """The description of the tools in prompts; None: prompts have none."""
         is_shown = config.tools.pass_tools_to_chat_template and self.description.tools
         return self.description if is_shown else None
 
     def plays_in_rounds(self, config: Config) -> bool:
-        """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
-        how = config.tools.turn_scheduling
-        repeats = not config.steps_ahead and config.tools.pool_size is None and self.description.is_repeatable
-        return how == "rounds" or (how == "auto" and repeats)
+        """True if all trajectories finish a turn before any begins its next; only then is a run bitwise repeatable."""
+        return not config.steps_ahead and config.tools.pool_size is None and self.description.is_repeatable
 
 
 def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     """The configuration's tools, built once in a process of their own; and every problem with them."""
-    # The rules have said what is wrong with the words.
+    # The rules report malformed settings.
     if not config.has_turns or any(source_problems(config.tools, config.agent.agent)):
         return None, []
     if config.agent.agent_kind == "remote":
@@ -113,7 +111,7 @@ def _agent_spec(config: Config) -> Spec:
 
 
 def with_stop_strings(config: Config, language: TemplateLanguage | None) -> Config:
-    """The configuration with which turns end where a call does."""
+    """The configuration with the parser's stop strings, so that turns end with a tool call."""
     if language is None or not language.format.stop_strings:
         return config
     texts = dict.fromkeys((*config.rollout.stop_strings, *language.format.stop_strings))
@@ -128,13 +126,13 @@ def make_language(
     stop_ids: Sequence[int],
     prompts: Sequence[PromptSet | None],
 ) -> TemplateLanguage:
-    """The language of a run, proven for its template, tokenizer and tools.
+    """The language of a run, checked for its template, tokenizer and tools.
 
     Args:
-        prompts: all of the run.
+        prompts: all prompts of the run.
     Raises:
-        ValueError: how calls are written is unknown, or the template cannot be gone on with after a tool, or after an
-            environment that acts as a user; or a tool's schema holds a special token.
+        ValueError: the format of tool calls is unknown; the template cannot continue after a tool, or after an environment that
+            acts as a user; or a tool's schema holds a special token.
     """
     from mgrpo.data.templates import find_template
     from mgrpo.data.tokenizer import special_token
@@ -205,11 +203,11 @@ def _format_name(config: Config, toolset: Toolset, template: str) -> str:
 def make_interaction(
     config: Config, toolset: Toolset, language: TemplateLanguage, *, opened: Opened, asked: Asked
 ) -> Interaction:
-    """Environments, and the episodes that completions play in them.
+    """Build the environments and the episodes of completions in them.
 
     Args:
         opened: see `Interaction`.
-        asked: gives programs the question of a prompt.
+        asked: returns the question of a prompt, for programs.
     """
     from mgrpo.environments.loop.driven import Driven
     from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes
@@ -222,7 +220,7 @@ def make_interaction(
         num_workers=tools.env_workers or max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)),
         limits=WorkerLimits(
             tool_timeout_s=tools.tool_timeout,
-            reset_timeout_s=tools.env_reset_timeout,
+            reset_timeout_s=tools.reset_timeout_s,
             acquire_timeout_s=_acquire_timeout(config),
         ),
         folders=_folders(),
@@ -251,7 +249,7 @@ def make_interaction(
 
 
 def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]:
-    """Makes the trajectories of a run's agents."""
+    """Factory of the trajectories of a run's agents."""
     from mgrpo.environments.agents.agent_episodes import AgentBounds, Agents
     from mgrpo.environments.agents.endpoint_link import Endpoints, EndpointSettings
     from mgrpo.environments.loop.program_language import ProgramLanguage
@@ -265,17 +263,15 @@ def _agents(config: Config, language: TemplateLanguage) -> Callable[..., Agents]
         port=own.agent_endpoint_port,
         public_url=own.agent_endpoint_url,
         max_turns=own.agent_max_turns,
-        sampling_conflict=own.sampling_conflict,
         worker_key=os.environ[WORKER_KEY] if are_remote else None,
         join=_address(own.agent_endpoint_join),
         join_secret=os.environ.get(JOIN_TOKEN, ""),
     )
     bounds = AgentBounds(
         limit_s=_agent_limit(config),
-        # An agent that is judged could write a reward and crash before its check.
+        # An agent with a check could write a reward and crash before the check.
         sets_reward=own.agent_sets_reward and own.agent_check is None,
         are_remote=are_remote,
-        untaken=own.untaken_turns,
         hidden=tuple(os.environ[name] for name in own.agent_env if name in os.environ),
     )
     return partial(Agents, endpoints=Endpoints(settings, count=own.agent_endpoints), own=bounds)
@@ -286,14 +282,14 @@ def _agent_limit(config: Config) -> float:
 
 
 def _variables(config: Config) -> tuple[str, ...]:
-    """Names of the variables that only workers with an agent are given: its own, and those of what opens its boxes."""
+    """Environment variables for workers with an agent only: the agent's own, and those of its box opener."""
     return (*config.agent.agent_env, *VARIABLES) if config.agent.agent is not None else ()
 
 
 def _acquire_timeout(config: Config) -> float:
-    """An agent that waits for its turn waits for whole trajectories of others."""
+    """Seconds to wait for a free environment: an agent may wait for whole trajectories of others."""
     least = _agent_limit(config) + ENDING_S if config.agent.agent is not None else 0.0
-    return max(config.tools.env_acquire_timeout, least)
+    return max(ACQUIRE_TIMEOUT_S, least)
 
 
 def _address(text: str | None) -> tuple[str, int] | None:
@@ -303,13 +299,13 @@ def _address(text: str | None) -> tuple[str, int] | None:
 
 
 def turn_rewards(config: Config) -> TurnRewards:
-    """The rule by which the rewards of a completion's turns become one."""
+    """Rule that combines the rewards of a completion's turns."""
     tools = config.tools
     return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
 
 
 def remarks(config: Config, toolset: Toolset, language: TemplateLanguage) -> list[str]:
-    """Sentences about tools for the user, before the run starts."""
+    """Notes on tools for the user, before the run starts."""
     found: list[str] = []
     if language.stripping is not None:
         found.append(
@@ -326,7 +322,7 @@ def remarks(config: Config, toolset: Toolset, language: TemplateLanguage) -> lis
 
 def _not_repeatable(config: Config, toolset: Toolset) -> list[str]:
     differ = [offer for offer in toolset.description.offers if not offer.is_repeatable]
-    if not differ or config.tools.turn_scheduling == "rounds":
+    if not differ:
         return []
     with_settings = {spec.entry for spec in toolset.specs if spec.entry not in NAMES}
     advice = "; if it does not, set is_repeatable to true in its tool_configs"
@@ -338,7 +334,7 @@ def _not_repeatable(config: Config, toolset: Toolset) -> list[str]:
 
 
 def _folders() -> list[str]:
-    """Folders in which modules of the user's own may lie."""
+    """Folders that may contain the user's own modules."""
     script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
     # With `python -m mgrpo` that is this package, whose types.py is not the standard library's.
     own = os.path.dirname(os.path.abspath(mgrpo.__file__))
@@ -346,7 +342,7 @@ def _folders() -> list[str]:
 
 
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
-    """Sentences about tools and environments that rows name and the run does not have, or that cannot go together."""
+    """Problems of tools and environments in rows that the run lacks, or that cannot be combined."""
     found: dict[str, str] = {}
     for mixture in filter(len, mixtures):
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))

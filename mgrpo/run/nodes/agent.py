@@ -1,7 +1,7 @@
-"""One node of a run: its ranks, its part of Ray, and its end, which is the end of all.
+"""One node of a run: its ranks, its part of Ray, and its end, which ends the run.
 
-Node 0 leads: it decides when the others start something, and its exit code is everybody's. A node that fails says so to node
-0, which gives its rank 0 a few seconds to end well.
+Node 0 leads: it decides when the others start something, and its exit code is that of all. A failed node reports to node 0, which
+gives its rank 0 a few seconds to end cleanly.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mgrpo.run.nodes.place import Place
 from mgrpo.run.ranks.local_ranks import GRACE_S, POLL_S, Ranks
 
 TOKEN = "RAY_AUTH_TOKEN"
-"""The variable with Ray's token. Set on all nodes, it also proves that a node belongs to the run; else node 0 makes one and sends it."""
+"""Variable with Ray's token. Set on all nodes, it also authenticates the nodes; otherwise node 0 makes one and sends it."""
 QUIET_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes that have nothing to do with engines: their logs are not kept."""
+"""Exit codes after which engine logs are not kept."""
 END_S = 20.0
-"""How long node 0 waits for the others to end."""
+"""Seconds that node 0 waits for the others to end."""
 CAUSE_S = 1.5
-"""How long another node may take to say why node 0's ranks have failed."""
+"""Seconds that node 0 waits for another node's report of why its own ranks have failed."""
 START_S = 180.0
-"""How long the others may take to start Ray."""
+"""Seconds for the others to start Ray."""
 
 
 class _Agent:
-    """The part that both kinds of nodes share."""
+    """Base of both kinds of nodes."""
 
     def __init__(self, place: Place, job: NodeJob) -> None:
         self.place, self.job = place, job
@@ -55,11 +55,11 @@ class _Agent:
         self.output_dir = ""
         self.events: queue.SimpleQueue[Event]
         self.signals: list[int] = []
-        """Signals that this process has got while the ranks run."""
+        """Signals that this process received while the ranks run."""
 
     def run(self) -> int:
-        """The run's exit code."""
-        # `ray start` leaves its daemons to this process, which then learns how one has ended.
+        """Run this node's part; returns the run's exit code."""
+        # `ray start` leaves its daemons to this process, which then gets their exit status.
         adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave)
@@ -118,7 +118,7 @@ class _Agent:
 
     def _start_ranks(self, ranks_a_node: int, meeting: tuple[str, int], words: Sequence[str], **more: Any) -> None:
         first = self.place.rank * ranks_a_node
-        # From here on they decide what a signal means.
+        # From here on the ranks handle signals.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         self.ranks.start(
@@ -130,7 +130,7 @@ class _Agent:
         )
 
     def _next_event(self) -> Event | None:
-        """The next event; None if none has come within a moment."""
+        """The next event; None: none within `POLL_S`."""
         _reap_orphans(self._own_children())
         try:
             return self.events.get(timeout=POLL_S)
@@ -149,7 +149,7 @@ class Leader(_Agent):
     first_failure = 0
     """Exit code of the first other node that failed."""
     has_cause = False
-    """Whether a node has said what happened to it; ranks report their failures themselves."""
+    """True once a node has reported a cause; ranks report their failures themselves."""
 
     def _run(self) -> int:
         secret = os.environ.get(TOKEN) or None
@@ -180,7 +180,7 @@ class Leader(_Agent):
         return self._watch()
 
     def _checked(self) -> tuple[Config, int]:
-        """The configuration and the ranks of a node, if all nodes can run them."""
+        """The configuration and the number of ranks on a node; ConfigError unless all nodes can run them."""
         assert self.meeting is not None
         ranks_a_node = self.job.ranks_a_node or len(self.gpus)
         found = differences(self.meeting.about)
@@ -225,7 +225,7 @@ class Leader(_Agent):
                 raise MeetingError(f"{late} has not joined Ray within {START_S:g} s")
 
     def _watch(self) -> int:
-        """Wait until the ranks of all nodes have ended, or a failure has ended those of this one; the exit code."""
+        """Wait until the ranks of all nodes have ended, or those of this one after a failure; returns the exit code."""
         num_passed, running = 0, set(range(1, self.job.learner_nodes))
         while (code := self.ranks.poll()) is None or (code == 0 and running and not self.first_failure):
             if code == 0:
@@ -249,7 +249,7 @@ class Leader(_Agent):
         return self.first_failure if self.first_failure and (was_killed or not code) else code or 0
 
     def _wait_for_cause(self, running: set[int]) -> None:
-        """An engine's death ends rank 0 before its node says what has happened to it."""
+        """Wait `CAUSE_S` for the report of a node: an engine's death ends rank 0 before it arrives."""
         deadline = time.monotonic() + CAUSE_S
         while not self.has_cause and time.monotonic() < deadline:
             if (event := self._next_event()) is not None:
@@ -332,13 +332,13 @@ class Follower(_Agent):
         except RuntimeError as err:
             self.guest.say({"ended": 1, "cause": str(err)})
             return
-        # From here on only node 0's ranks decide what a signal means.
+        # From here on node 0's ranks handle signals.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         self.guest.say({"ready": True})
 
     def _finish(self, code: int) -> int:
-        """Node 0 has ended: end here as well; this node's exit code."""
+        """End this node's ranks after node 0's end; returns the exit code."""
         self.ranks.end_within(GRACE_S)
         while code == 0 and self.ranks.poll() is None:
             time.sleep(POLL_S)
@@ -351,7 +351,7 @@ class Follower(_Agent):
 
 
 def _leave(number: int, frame: object) -> None:
-    """The handler of signals before there are ranks."""
+    """Signal handler before the ranks start."""
     sys.exit(128 + number)
 
 
@@ -362,7 +362,7 @@ def _report(cause: str) -> None:
 
 
 def _free_port(first: int) -> int:
-    """The first that is free on all addresses, where Ray listens; not of those that connections get, as it listens later."""
+    """The first free port on all addresses, for Ray; not an ephemeral one, which a connection could take before Ray listens."""
     for port in range(first, first + 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
@@ -372,7 +372,7 @@ def _free_port(first: int) -> int:
 
 
 def _reap_orphans(spared: set[int]) -> None:
-    """Take the status of adopted processes that have ended."""
+    """Reap adopted processes that have ended."""
     try:
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid in spared:

@@ -1,4 +1,4 @@
-"""The job that `mgrpo launch` is given, the record in which each node describes itself, and each node's share of the work."""
+"""The job of `mgrpo launch`, each node's description of itself, and each node's share of the work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NodeJob:
     words: Sequence[str]
     """The arguments of `mgrpo train`."""
     timeout_s: float
-    """The limit within which all nodes must have met."""
+    """Seconds within which all nodes must connect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Share:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no engine can run there."""
+        """True if no engine can run on the node."""
         return not self.gpus and not self.num_cpus
 
 
@@ -57,9 +57,9 @@ def share_of(
     num_cpus: int,
     shares_gpus: bool = False,
 ) -> Share:
-    """The share of a node with these GPUs and cores: what its learners leave.
+    """Share of a node: its GPUs and cores minus those of its learners.
 
-    Without GPUs learners share their node with engines only where all nodes have learners.
+    Without GPUs learners share their node with engines only if all nodes have learners.
 
     Args:
         shares_gpus: engines are on the learners' GPUs, which Ray does not count.
@@ -76,7 +76,7 @@ def share_of(
 
 
 def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
-    """This node's description of itself when it comes: `same` must be equal on all nodes, `packages` should be."""
+    """This node's description of itself: `same` must be equal on all nodes, `packages` should be."""
     return {
         "host": socket.gethostname(),
         "address": os.environ.get("VLLM_HOST_IP") or address,
@@ -95,7 +95,7 @@ def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
 
 
 def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Sentences about GPUs that learners and engines need and the nodes lack.
+    """Problems of GPUs that learners and engines need and the nodes lack.
 
     Args:
         told: the description of each node, see `about`.
@@ -127,7 +127,7 @@ def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[
 def _sharing_problems(
     config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Why engines cannot be on the learners' GPUs of these nodes."""
+    """Problems of engines on the learners' GPUs of these nodes."""
     engine, workers = config.engine, config.engine.num_workers
     learners = ranks_a_node * job.learner_nodes
     if job.learner_nodes < job.nodes:

@@ -1,7 +1,6 @@
-"""How the nodes of a run find each other, agree, and notice that one has gone: a connection of each with node 0.
+"""Rendezvous of a run's nodes: each has a connection to node 0, over which they agree and detect lost nodes.
 
-A connection that closes is a launcher that has ended; the kernel closes that of a machine that no longer answers. Standard
-library only.
+A closed connection means that a launcher has ended; the kernel closes those of unreachable machines. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from mgrpo.processes.tcp_links import GREETING_S, MAX_STRANGERS, Message, TcpLin
 from mgrpo.run.nodes.place import Place
 
 Event = tuple[int, Message | None]
-"""A node and its message; None: it has gone."""
+"""A node and its message; None: the connection was lost."""
 
 RETRY_S = 0.5
 
 
 class MeetingError(RuntimeError):
-    """Nodes have not come, or went away."""
+    """Nodes did not connect, or were lost."""
 
 
 class Meeting:
-    """Node 0's end: it opens the door at `place.head`."""
+    """Node 0's end, which listens at `place.head`."""
 
     def __init__(self, place: Place, about: Mapping[str, Any], *, secret: str | None) -> None:
         """
         Args:
-            about: node 0's own description, with which those of the others are compared.
-            secret: known to all nodes; None: any process that reaches the port may take part.
+            about: node 0's own description; the others' are compared with it.
+            secret: shared by all nodes; None: any process that reaches the port may take part.
         """
         self.place = place
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.about: dict[int, Mapping[str, Any]] = {0: about}
-        """The description of each node that has come."""
+        """Description of each connected node."""
         self.address = _resolve(place)
-        """The address at which the others reach node 0."""
+        """Address of node 0 for the others."""
         self._nodes: dict[int, TcpLink] = {}
         self._lock = threading.Lock()
         self._links = TcpLinks("meeting", on_message=self._heard, on_lost=self._lost, on_error=self._broken)
@@ -52,7 +51,7 @@ class Meeting:
     def _open(self) -> socket.socket:
         address = self.address
         if address.startswith("127.") and self.place.head != address and self.place.nodes > 1:
-            # A machine may know its own name as a loopback address: how the others reach it shows when they come.
+            # A machine's own name may resolve to a loopback address; the others' connections show the right one.
             address = ""
         try:
             return socket.create_server((address, self.place.port), backlog=self.place.nodes + MAX_STRANGERS)
@@ -67,10 +66,10 @@ class Meeting:
             ) from err
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all nodes have come.
+        """Wait until all nodes have connected.
 
         Raises:
-            MeetingError: naming those that have not come, or one that has gone again.
+            MeetingError: naming the missing nodes, or one that was lost.
         """
         deadline = time.monotonic() + timeout_s
         while len(self.about) < self.place.nodes:
@@ -92,25 +91,25 @@ class Meeting:
             self.about[rank] = message
 
     def name(self, rank: int) -> str:
-        """A node as the subject of a sentence."""
+        """A node's name in messages."""
         host = self.about.get(rank, {}).get("host")
         return f"node {rank} ({host})" if host else f"node {rank}"
 
     @property
     def connected(self) -> set[int]:
-        """The other nodes that have come and not gone."""
+        """The other nodes that are connected."""
         with self._lock:
             return set(self._nodes)
 
     def say(self, message: Message) -> None:
-        """Send to all other nodes."""
+        """Send a message to all other nodes."""
         with self._lock:
             links = list(self._nodes.values())
         for link in links:
             link.send(message)
 
     def close(self) -> None:
-        """Close all connections; the others take it for the end of node 0."""
+        """Close all connections, which the others treat as the end of node 0."""
         self._links.close()
 
     def _refusal(self, rank: int, is_known: bool) -> Message:
@@ -147,13 +146,13 @@ class Guest:
     """The other nodes' end."""
 
     def __init__(self, place: Place, about: Callable[[str], dict[str, Any]], *, secret: str | None, timeout_s: float):
-        """Come to node 0, which may start later.
+        """Connect to node 0, which may start later.
 
         Args:
-            about: makes this node's description, given the address of its end of the connection.
+            about: makes this node's description from the address of its end of the connection.
         Raises:
             MeetingError: node 0 has not answered within `timeout_s`.
-            ConfigError: it refuses this node.
+            ConfigError: RAY_AUTH_TOKEN is set on node 0 and missing here.
         """
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._link, nonce, is_secret = self._reach(place, timeout_s)
@@ -164,7 +163,7 @@ class Guest:
         self._link.prove(secret if is_secret else None, nonce, place.rank)
         told = about(self._link.own_address)
         self.address = told["address"]
-        """The address at which the others reach this node."""
+        """Address of this node for the others."""
         self._link.send(told)
         self._links = TcpLinks(
             "node 0",
@@ -192,16 +191,16 @@ class Guest:
             time.sleep(RETRY_S)
 
     def say(self, message: Message) -> None:
-        """Send to node 0."""
+        """Send a message to node 0."""
         self._link.send(message)
 
     def close(self) -> None:
-        """Close the connection; node 0 takes it for the end of this node."""
+        """Close the connection, which node 0 treats as the end of this node."""
         self._links.close()
 
 
 def differences(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Sentences about what must be equal on all nodes, under `same` of their descriptions, and is not."""
+    """Problems of values under `same` of the nodes' descriptions that are not equal."""
     found = []
     for name, expected in about[0]["same"].items():
         others = {rank: told["same"].get(name) for rank, told in about.items() if told["same"].get(name) != expected}
@@ -214,7 +213,7 @@ def differences(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _resolve(place: Place) -> str:
-    """The address of `place.head`; a pod's name may be unknown for some seconds."""
+    """Resolve `place.head`; a pod's name may be unknown for some seconds."""
     for is_last in (*[False] * 60, True):
         try:
             return socket.gethostbyname(place.head)

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run have the same packages: all that are installed, of which a run imports some only at times."""
+"""Comparison of the packages that are installed on a run's nodes, including those that a run imports only at times."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 NUM_NAMED = 8
-"""The number of packages that are named where a node's differ; the others are counted."""
+"""Number of differing packages that a note names; the others are counted."""
 
 
 def installed() -> dict[str, str]:
     """Name -> version of every package, as imports find them: the first on the path."""
     found: dict[str, str] = {}
     for package in distributions():
-        # What an interrupted pip has left has no name.
+        # Remains of an interrupted pip have no name.
         if name := package.metadata["Name"]:
             found.setdefault(canonicalize_name(name), package.version)
     return found
 
 
 def package_notes(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """How the `packages` of other nodes differ from node 0's, one sentence for all nodes that differ alike.
+    """Differences of other nodes' `packages` from node 0's, one sentence for all nodes with the same ones.
 
-    Packages that must be equal are under `same`, see `differences`; where others differ the run goes on.
+    Packages that must be equal are under `same`, see `differences`; other differences do not stop the run.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, told in sorted(about.items()):

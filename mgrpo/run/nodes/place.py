@@ -32,11 +32,11 @@ class _Scheduler:
 
     name: str
     rank: str
-    """The variable that holds this node's number."""
+    """Variable with this node's number."""
     nodes: str | None
-    """The variable that holds the number of nodes; None: it has none."""
+    """Variable with the number of nodes; None: none."""
     one_a_node: str
-    """The command that starts one process a node."""
+    """Command that starts one process a node."""
 
 
 def _schedulers(environ: Mapping[str, str]) -> Iterator[_Scheduler]:
@@ -63,10 +63,10 @@ def _schedulers(environ: Mapping[str, str]) -> Iterator[_Scheduler]:
 
 
 def find_place(*, nodes: int | None, rank: int | None, head: str | None, environ: Mapping[str, str]) -> Place:
-    """This node's place; the arguments are the flags, None where one was not given.
+    """This node's place. Arguments are the flags; None: not given.
 
     Raises:
-        ConfigError: everything that is missing, contradicts something else or makes no sense.
+        ConfigError: every missing, contradictory or invalid value.
     """
     problems: list[str] = []
     scheduler = next(_schedulers(environ), None)
@@ -133,7 +133,7 @@ def _numbers(item: str) -> list[str]:
 
 
 def _agreed(flag: str, given: int | None, name: str, environ: Mapping[str, str], problems: list[str]) -> int | None:
-    """The value of a scheduler's variable, which a flag may repeat."""
+    """Value of a scheduler's variable, or of the flag without it; they must agree."""
     text = environ.get(name)
     if text is None:
         return given

@@ -1,4 +1,4 @@
-"""Scored groups that wait for what their teachers, on engines or servers, say of their tokens."""
+"""Scored groups that wait for log-probabilities of teachers on engines or servers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mgrpo.types import Completion, RolloutGroup, ScoredGroup, TeacherScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """A question under way."""
+    """A request under way."""
 
     scored: ScoredGroup
     places: list[tuple[int, slice]]
-    """Of each sequence the completion, and its tokens there."""
+    """The completion's index and the range of its tokens for each sequence."""
     at: float
 
 
 class Asking:
-    """Asks about one group after the other, all at once. Methods are called in the caller's thread."""
+    """Requests teacher scores group by group, without waiting in between. Methods are called in the caller's thread."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class Asking:
     ) -> None:
         """
         Args:
-            names: what each teacher is called.
-            done: is given the number of a group and the group with the scores.
-            failed: is told that no more will come.
+            names: name of each teacher.
+            done: called with the number of a group and the group with its scores.
+            failed: called once no more scores will arrive.
         """
         self.teachers, self.names, self.post, self.done = teachers, names, post, done
         self.asked: dict[int, _Asked] = {}
         self.waits: dict[str, list[float]] = {}
-        """Seconds that each answer has taken since `take_metrics`, by teacher."""
+        """Seconds of each answer since `take_metrics`, by teacher."""
         teachers.listen(lambda err: post(partial(failed, err)))
 
     def add(self, number: int, scored: ScoredGroup) -> None:
-        """Ask about a group some of whose lessons have a prompt."""
+        """Request the scores of a group with at least one teacher prompt."""
         sequences: list[tuple[np.ndarray, int]] = []
         places: list[tuple[int, slice]] = []
         for place, (completion, lessons) in enumerate(zip(scored.group.completions, scored.lessons, strict=True)):
@@ -66,7 +66,7 @@ class Asking:
 
     @property
     def waited_for(self) -> str:
-        """The teachers that have not answered, with how many groups; "" if all have."""
+        """Teachers with open requests, each with its number of groups; "": none."""
         teachers = [asked.scored.group.prompt.teacher for asked in list(self.asked.values())]
         return " and ".join(
             f"the teacher {self.names[teacher]} (groups: {teachers.count(teacher)})"
@@ -95,7 +95,7 @@ def _spans(completion: Completion) -> list[slice]:
 
 
 def _with_scores(completion: Completion, own: slice, scores: TeacherScores) -> Completion:
-    """With a teacher's scores of some of its tokens; of those that were not sampled nothing is kept."""
+    """Add a teacher's scores of the tokens `own`, without those of tokens that were not sampled."""
     assert len(scores.logprobs) == own.stop - own.start, "a score for each token that was asked about"
     is_sampled = completion.loss_mask[own]
     places = np.zeros(len(completion.tokens), np.bool_)

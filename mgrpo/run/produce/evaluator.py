@@ -35,8 +35,8 @@ class Evaluator:
     def evaluate(self, done: int) -> Evaluation:
         """The evaluation after `done` training steps.
 
-        Where engines are drained before they take over weights, the evaluation has them to itself and uses a fixed random stream; they
-        are then reseeded for the next step. Otherwise it runs beside the groups to train on, and every prompt has its seed.
+        If engines drain before they receive weights, the evaluation has them to itself and uses a fixed random stream; they are then
+        reseeded for the next step. Otherwise it runs concurrently with training groups, and every prompt has its own seed.
         """
         start = time.perf_counter()
         rollout, dispatcher = self.config.rollout, self.dispatcher

@@ -1,4 +1,4 @@
-"""Scores of sampled groups, with what their teachers read, in a thread of their own; and the choice of groups that are worth training on."""
+"""Scoring of sampled groups in a thread, with their teacher prompts, and the choice of groups with a signal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mgrpo.run.produce.lessons import Lessons
 from mgrpo.types import RewardContext, RolloutGroup, ScoredBatch, ScoredGroup
 
 Post = Callable[[Callable[[], object]], None]
-"""Does some work soon, in the caller's thread."""
+"""Schedules work in the caller's thread."""
 Done = Callable[[Sequence[int], Sequence[ScoredGroup], Sequence[bool]], None]
-"""Is given the numbers of groups, their scores, and whether each has something to learn from."""
+"""Called with the numbers of groups, the scored groups, and for each True if it has a signal."""
 
 
 class Scoring:
-    """Gives the rewarder the groups that wait whenever it is idle. Methods are called in the caller's thread."""
+    """Passes waiting groups to the rewarder whenever it is idle. Methods are called in the caller's thread."""
 
     def __init__(
         self, algorithm: Algorithm, rewarder: Rewarder, *, lessons: Lessons | None, post: Post, done: Done
     ) -> None:
         """
         Args:
-            lessons: makes what teachers read; None: there are none.
+            lessons: builds teacher prompts; None: no teachers.
         """
         self.algorithm, self.rewarder, self.lessons = algorithm, rewarder, lessons
         self.post, self.done = post, done
@@ -40,13 +40,13 @@ class Scoring:
         self.thread = Background("scoring")
 
     def add(self, part: Unscored) -> None:
-        """Score these groups; reward functions see them without others."""
+        """Score these groups; reward functions receive them without others."""
         self.waiting.append(part)
         # Groups that are added before `_next` runs are scored together.
         self.post(self._next)
 
     def take_metrics(self) -> dict[str, float]:
-        """The cost of judges so far, and the values that reward functions have logged since the last call."""
+        """Cost of judges so far, and values that reward functions logged since the last call."""
         logged, self.logged = self.logged, {}
         return self.rewarder.metrics() | logged_metrics(logged)
 
@@ -74,7 +74,7 @@ class Scoring:
         self.done(numbers, batch.groups, self._keep(batch.groups))
 
     def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
-        """For each group, whether it has something to learn from."""
+        """For each group, True if it has a signal."""
         from mgrpo.algo import has_spread
 
         algorithm = self.algorithm

@@ -21,6 +21,9 @@ from mgrpo.run.produce.replay import ReplayBuffer
 from mgrpo.run.produce.saved_rollouts import PromptOf, fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, ScoredGroup
 
+ACTIVE_SAMPLING_ROUNDS = 10
+"""A step with active_sampling samples groups of at most this many steps' worth, its own included."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Cohort:
@@ -29,7 +32,7 @@ class Cohort:
     numbers: list[int]
     context: RewardContext
     num_there: int = 0
-    """The first of these need nothing before they can be scored."""
+    """Leading groups of `numbers` that are sampled, or need not be."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,27 +40,27 @@ class Group:
     """A group that is out: admitted, and not taken by a step."""
 
     prompt: Prompt | None
-    """None: this place stays empty, because too few prompts are left for a whole step, or because of `refusal`."""
+    """None: an empty place, because too few prompts are left for a whole step, or because of `refusal`."""
     cohort: Cohort
     refusal: RefusedError | None = None
-    """The reason why no engine samples its prompt."""
+    """The engines' reason to refuse the prompt."""
     refused_id: PromptId | None = None
-    """The prompt that is refused."""
+    """The refused prompt."""
     sampled: RolloutGroup | None = None
     scored: ScoredGroup | None = None
     is_kept: bool = False
-    """Whether it has something to learn from."""
+    """True if the group has a signal."""
     excludes: int | None = None
-    """The row that this group has shown to be solved for good."""
+    """Row that is solved for good according to this group."""
 
     @property
     def awaits_score(self) -> bool:
-        """Whether it will have a score and has none yet."""
+        """True if the group is to be scored and has no score yet."""
         return self.prompt is not None and self.scored is None
 
     @property
     def is_judged(self) -> bool:
-        """Whether its teacher, on an engine or a server, has answered all that it is asked."""
+        """True if its teacher, on an engine or a server, has scored all requested tokens."""
         assert self.scored is not None, "teachers are asked about scored groups"
         return all(
             completion.taught or not any(lesson.prompt is not None for lesson in lessons)
@@ -67,7 +70,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Sampled groups that reward functions see together."""
+    """Sampled groups that reward functions receive together."""
 
     numbers: Sequence[int]
     groups: Sequence[RolloutGroup]
@@ -92,9 +95,9 @@ class Groups:
         Args:
             prompt: the training prompt of an id that the sampler gives.
             scale: the scale of the rewards, if they have one.
-            scores_cohorts: whether groups that were admitted together are scored together, where steps take groups in order.
-            lessons: makes what teachers read, as when the groups were scored; None: there are none.
-            asks: whether scored groups wait for what these say, as they do where teachers are on engines or servers.
+            scores_cohorts: score groups that were admitted together as one batch, if steps take groups in order.
+            lessons: makes the teachers' prompts again for restored groups; None: no teachers.
+            asks: scored groups wait for teachers on engines or servers.
         """
         self.lessons, self.asks = lessons, asks
         self.config, self.sampler, self.prompt, self.scale = config, sampler, prompt, scale
@@ -109,17 +112,17 @@ class Groups:
             sync_steps=config.engine.weight_sync_steps,
         )
         self.scores_cohorts = scores_cohorts and self.stream.is_ordered
-        self.most_returned = (algorithm.active_sampling_max_rounds - 1) * wanted if algorithm.active_sampling else 0
-        """Groups of a step that may give their place back."""
+        self.most_returned = (ACTIVE_SAMPLING_ROUNDS - 1) * wanted if algorithm.active_sampling else 0
+        """Most groups of a step that may free their slots."""
         self.out: dict[int, Group] = {}
         self.returned: dict[int, Group] = {}
-        """Groups that gave their place back and that no step has reported."""
+        """Groups that have freed their slots and that no step has reported yet."""
         self.chosen: dict[int, Group] = {}
         """The last result of `choose`, by number."""
         self.left_over: list[PromptId] = []
         """Prompts that a resumed run has to sample again, before new ones."""
         self.num_admitted = self.num_cohorts = 0
-        """Groups and cohorts that were admitted since the last step was taken."""
+        """Groups and cohorts admitted since the last step was taken."""
         self.num_reported = 0
         """`num_admitted` when `choose` found a step."""
         self.buffer = ReplayBuffer(
@@ -131,21 +134,21 @@ class Groups:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines sample only while learners wait; then no duration has an influence on the result."""
+        """True if engines sample only while learners wait; results then do not depend on timing."""
         return self.stream.is_ordered and not self.stream.ahead
 
     @property
     def has_room(self) -> bool:
-        """Whether groups may be admitted."""
+        """True if groups may be admitted."""
         return self.stream.room > 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group that is out has been sampled and scored, and judged by its teacher."""
+        """True if every group that is out has been sampled and scored, also by its teacher."""
         return len(self.stream.finished) == len(self.out)
 
     def admit(self) -> list[int]:
-        """Admit as many groups as there is room for, a step's number at a time; the numbers of those that have a prompt."""
+        """Admit groups while there is room, a step's number at a time; returns the numbers of those with a prompt."""
         admitted: list[int] = []
         while (room := self.stream.room) > 0:
             count = min(room, self.stream.group_count)
@@ -172,13 +175,13 @@ class Groups:
         )
 
     def sampled(self, number: int, sampled: RolloutGroup) -> Unscored | None:
-        """A group has been sampled. The groups that can be scored now."""
+        """Record a sampled group; returns the groups that can be scored now."""
         group = self.out[number]
         group.sampled = sampled
         return self._unscored(group.cohort, number)
 
     def refused(self, number: int, refusal: RefusedError) -> Unscored | None:
-        """A group will not be sampled, and its place stays empty. The groups that can be scored now."""
+        """Record a refused group, whose place stays empty; returns the groups that can be scored now."""
         group = self.out[number]
         assert group.prompt is not None, "a place without a prompt is asked of no engine"
         group.refused_id, group.prompt, group.refusal = group.prompt.id, None, refusal
@@ -186,7 +189,7 @@ class Groups:
         return self._unscored(group.cohort, number)
 
     def _unscored(self, cohort: Cohort, number: int) -> Unscored | None:
-        """The groups that can be scored because this one of the cohort will not be waited for any longer."""
+        """Groups that can be scored now that this one of the cohort is sampled or refused."""
         if self.scores_cohorts and not self._is_there(cohort):
             return None
         numbers = cohort.numbers if self.scores_cohorts else (number,)
@@ -195,7 +198,7 @@ class Groups:
         return Unscored(numbers=list(part), groups=groups, context=cohort.context) if part else None
 
     def _is_there(self, cohort: Cohort) -> bool:
-        """Whether every group of a cohort that awaits its score has been sampled."""
+        """True if every group of a cohort that awaits its score has been sampled."""
         while cohort.num_there < len(cohort.numbers):
             group = self.out.get(cohort.numbers[cohort.num_there])
             if group is not None and group.awaits_score and group.sampled is None:
@@ -204,7 +207,7 @@ class Groups:
         return True
 
     def scored(self, number: int, scored: ScoredGroup, is_kept: bool) -> None:
-        """A group has its score. If it has nothing to learn from, it gives its place back while others may replace it."""
+        """Record a score. A group without signal frees its slot while replacements are allowed."""
         group = self.out[number]
         group.scored, group.is_kept = scored, is_kept
         if self.awaits_teacher(number):
@@ -217,19 +220,19 @@ class Groups:
         self._exclude(group)
 
     def awaits_teacher(self, number: int) -> bool:
-        """Whether the group has its score and is to be judged by its teacher."""
+        """True if the group has its score and still waits for its teacher."""
         group = self.out.get(number)
         return self.asks and group is not None and bool(group.scored and group.scored.is_taught) and not group.is_judged
 
     def judged(self, number: int, judged: RolloutGroup) -> None:
-        """The group has been judged by its teacher."""
+        """Record the teacher's scores of a group."""
         group = self.out[number]
         assert group.scored is not None, "teachers are asked about scored groups"
         group.sampled, group.scored = judged, replace(group.scored, group=judged)
         self.stream.finish(number)
 
     def _exclude(self, group: Group) -> None:
-        """Do not sample a prompt again that this group has shown to be solved for good."""
+        """Exclude the prompt from sampling if this group shows that it is solved for good."""
         from mgrpo.algo import solved_for_good
 
         pass_rate = self.config.algorithm.no_resampling_pass_rate
@@ -241,7 +244,7 @@ class Groups:
             group.excludes = row if self.sampler.num_excluded > before else None
 
     def choose(self) -> list[Group] | None:
-        """The groups of the next step, and those that gave their places back, in order; None while it has to wait.
+        """Groups of the next step and those that freed their slots, in order; None: not enough groups are ready.
 
         Raises:
             RefusedError: engines refuse all prompts of the step.
@@ -268,7 +271,7 @@ class Groups:
         return chosen
 
     def take(self) -> list[Group]:
-        """The step has been given the groups of `choose`, which are returned."""
+        """Remove the groups of `choose`, which the step has received, and return them."""
         chosen = [group for _, group in sorted(self.chosen.items())]
         taken = self.out.keys() & self.chosen
         kept = [
@@ -287,10 +290,9 @@ class Groups:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that were sampled and not trained on, the prompts to sample again, and the place in the data: JSON, and arrays under
-        "rollouts".
+        """Groups that were not trained on, prompts to sample again, and the position in the data: JSON, and arrays under "rollouts".
 
-        Where sampling and training take turns, it is the state before the step that is under way, which is sampled again as a whole.
+        If sampling and training take turns, it is the state before the present step, which is sampled again as a whole.
         """
         # Buffer and rubrics change only when a step is taken, as `before` does.
         state = self.buffer.add_to(self.before if self.takes_turns else self._state())
@@ -327,9 +329,9 @@ class Groups:
         }
 
     def _lasts(self, number: int) -> bool:
-        """Whether a resumed run gets the group as it was sampled, and does not sample it again.
+        """True if a resumed run restores the group instead of sampling it again.
 
-        Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, with the same result.
+        In a run that repeats, groups that began with the newest weights are sampled again, with the same result.
         """
         has_just_begun = self.stream.born[number] == self.stream.steps
         group = self.out[number]
@@ -337,11 +339,11 @@ class Groups:
         return is_empty or (group.sampled is not None and not (self.config.repeats and has_just_begun))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
-        """Continue where `state_dict` was taken, with engines that have the weights of its last step. The groups to score; others may
-        be those that `awaits_teacher` finds.
+        """Continue from `state_dict`, with engines that have the weights of its last step; returns the groups to score. Others may wait
+        for their teachers (`awaits_teacher`).
 
-        Groups that the settings of this run do not allow are sampled again: those that would be too old or have another size, and all
-        of them where only one of the two runs cuts the tokens to sample from (`top_k`).
+        Groups that do not fit the settings of this run are sampled again: groups that would be too old or have another size, and all
+        groups if only one of the two runs cuts the tokens to sample from (`top_k`).
         """
         self.sampler.load_state_dict(state["sampler"])
         # States of earlier versions end where a step does.
@@ -367,7 +369,7 @@ class Groups:
         return list(unscored.values())
 
     def _allows(self, record: Mapping[str, Any], arrays: Mapping[str, Any], place: int) -> bool:
-        """Whether this run may train on a saved group; `place` is its index among the saved ones, from the oldest on."""
+        """True if this run may train on a saved group; `place` is its index among the saved ones, oldest first."""
         own, sampled = self.stream, record["sampled"]
         is_in_time = record["born"] + own.bound >= own.steps + place // own.group_count
         return not self.takes_turns and is_in_time and (sampled is None or fits(sampled, arrays, self.config.rollout))
@@ -396,7 +398,7 @@ class Groups:
                 self.stream.finish(number)
 
     def _teacher_of(self, prompt: Prompt) -> list[Any] | None:
-        """Who is asked about the prompt's groups, and what, in JSON; None where nobody is. What was said to another question is of no use."""
+        """Identity of the teacher query, in JSON; stored answers to another query are discarded. None: no query."""
         own = self.config.distillation
         if not self.asks or prompt.teacher < 0:
             return None

@@ -1,4 +1,4 @@
-"""What the teacher of a scored group reads before each completion: what the policy read, or the template's text with more than that.
+"""Teacher prompts of a scored group's completions: the policy's own context, or the text of a template.
 
 Pure: equal groups give equal lessons, so that a resumed run makes those of saved groups again.
 """
@@ -15,21 +15,21 @@ from mgrpo.run.inputs.row_teachers import ANSWER, FEEDBACK, QUESTION, TeacherTem
 from mgrpo.types import Completion, Lesson, Prompt, RewardScale, Score, ScoredGroup
 
 Reworded = Callable[[Prompt, Callable[[str], str]], np.ndarray]
-"""The tokens of a prompt with another text of the user's last message, which the function makes of the present one."""
+"""Tokenizes a prompt after the function has rewritten the text of the user's last message."""
 TOLERANCE = 1e-8
 
 
 class Lessons:
-    """Makes the lessons of groups. For one thread at a time."""
+    """Builds the teacher prompts of groups. For one thread at a time."""
 
     def __init__(
         self, template: TeacherTemplate | None, *, reworded: Reworded, scale: RewardScale | None, longest: Sequence[int]
     ) -> None:
         """
         Args:
-            template: None: teachers read what the policy reads.
-            scale: of the rewards, if they have one.
-            longest: for each teacher the tokens of a prompt by the template and the completion after it, at most.
+            template: None: teachers read the policy's context.
+            scale: scale of the rewards, if they have one.
+            longest: for each teacher, most tokens of a templated prompt with its completion.
         """
         self.template, self.reworded, self.scale, self.longest = template, reworded, scale, longest
 
@@ -49,7 +49,7 @@ class Lessons:
         return replace(scored, lessons=tuple(lessons))
 
     def _lesson(self, head: np.ndarray | str, prompt: Prompt, context: np.ndarray, num_tokens: int) -> Lesson:
-        """Of what was sampled after `context`, with the teacher's prompt, or the reason for which there is none."""
+        """Lesson of the tokens sampled after `context`: the teacher's prompt, or the reason for its absence."""
         if not num_tokens:
             return Lesson(prompt=None)
         if isinstance(head, str):
@@ -64,7 +64,7 @@ class Lessons:
         return Lesson(prompt=np.concatenate([head, rest]) if len(rest) else head)
 
     def _values(self, template: TeacherTemplate, scored: ScoredGroup, number: int) -> dict[str, str] | str:
-        """What stands for the placeholders except that of the question; or the reason for which a completion is not taught."""
+        """Values of the placeholders except the question's, or the reason why the completion is not taught."""
         columns, values = scored.group.prompt.columns, {}
         for name in sorted(template.columns):
             if columns.get(name) is None:
@@ -83,14 +83,14 @@ class Lessons:
         values: Mapping[str, str],
         made: dict[tuple[str, ...], np.ndarray],
     ) -> np.ndarray:
-        """One array for all completions with equal values: it travels once."""
+        """Teacher prompt; one array for all completions with equal values, so that it is sent once."""
         key = tuple(values.values())
         if key not in made:
             made[key] = self.reworded(prompt, lambda question: template.text({**values, QUESTION: question}))
         return made[key]
 
     def _answer(self, scored: ScoredGroup, number: int) -> str:
-        """The text of the right answer with the highest reward among the other completions, the first of equals; "" without one."""
+        """Text of the right answer with the highest reward among the other completions (the first of equals); "": none."""
         completions, rewards = scored.group.completions, scored.rewards
         others = [
             place
@@ -102,7 +102,7 @@ class Lessons:
 
 
 def lesson_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """How many completions, or branches of them, teachers judge, and how many they do not, and why; empty without teachers."""
+    """Numbers of completions or branches that teachers score and do not score, by reason; empty without teachers."""
     lessons = [lesson for group in groups for own in group.lessons for lesson in own]
     untaught = Counter(lesson.untaught for lesson in lessons if lesson.untaught)
     if not lessons:
@@ -115,10 +115,10 @@ def lesson_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def right_answers(scored: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
-    """`[group]` bool: completions with the highest reward that their row can have, whatever the penalty for length takes off.
+    """`[group]` bool: completions with the highest possible reward of their row, before the penalty for length.
 
-    Where rewards have no such scale, because functions or an environment decide, those with the highest reward of the group, if
-    others have less.
+    Rewards of functions or an environment have no such scale: then completions with the group's highest reward, if others have
+    less.
     """
     if scale is not None and scale.highest(scored) > 0:
         return scale.shares(scored) >= 1 - TOLERANCE
@@ -130,12 +130,12 @@ def right_answers(scored: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
 
 
 def feedback(score: Score, completion: Completion) -> str:
-    """What was said of a completion: what reward functions recorded as `feedback` (`log_extra`), or else what a tool or an environment
-    answered last; "" if nothing was."""
+    """Feedback on a completion: `feedback` recorded by reward functions (`log_extra`), else the last answer of a tool or an
+    environment; "": none."""
     recorded = [
         text_of(value) if isinstance(value, str) else str(value)
         for name, value in score.extras.items()
-        # That of a second function stands under its name.
+        # A second function's feedback has its name as prefix.
         if name.rpartition("/")[2] == FEEDBACK and value is not None
     ]
     if text := "\n".join(recorded).strip():
@@ -146,7 +146,7 @@ def feedback(score: Score, completion: Completion) -> str:
 
 
 def _parts(prompt: Prompt, completion: Completion) -> list[tuple[np.ndarray, int]]:
-    """What the policy read before each branch of a completion, and the number of its tokens."""
+    """For each branch of a completion, the policy's context and the number of tokens."""
     branches = completion.trajectory.branches if completion.trajectory else ()
     return [(branch.prompt_tokens, branch.end - branch.start) for branch in branches] or [
         (prompt.tokens, len(completion.tokens))

@@ -1,6 +1,6 @@
 """From the next prompts to scored groups: data, engines and rewards of the training steps. No torch, no other ranks.
 
-The way of a step's groups through the threads of rank 0:
+Path of a step's groups through the threads of rank 0:
 
     main            rank-0            rollout                                   engines           scoring
     Source.next --> take -----------> Groups.admit, from the sampler
@@ -14,12 +14,12 @@ The way of a step's groups through the threads of rank 0:
     hand_over ----------------------> Groups.take: room for new groups
 
 - `rollout` is `Dispatcher.thread`. It owns the groups, the sampler, the replay buffer and the loads of the engines, so none of them needs a
-  lock. It never waits: every answer of an engine, of the rewarder or of an environment is posted to it.
-- `rank-0` is the thread of `Lead.work`. It waits for the step that is asked for, at most `rollout_timeout` seconds (`Dispatcher.wait`), and
-  packs it. Evaluations, with their scoring, run in it as well.
+  lock. It never blocks: every answer of an engine, of the rewarder or of an environment is posted to it.
+- `rank-0` is the thread of `Lead.work`. It waits for the next step, at most `rollout_timeout` seconds (`Dispatcher.wait`), and packs it.
+  Evaluations, with their scoring, also run in it.
 - `main` waits for `rank-0` and sends heartbeats to the other ranks, which wait for rank 0. While it trains, `rollout` goes on.
-- With tools, an event loop in the thread `environments` lies between `rollout` and the groups: it is given whole groups, and sends
-  back a request for each turn.
+- With tools, an event loop in the thread `environments` lies between `rollout` and the groups: it receives whole groups and returns a
+  request for each turn.
 
 The queues, and the limit of each:
 
@@ -28,15 +28,15 @@ The queues, and the limit of each:
 - `Dispatcher.waiting`: requests for which no engine has room. Evaluations come first, then turns of groups that have begun.
 - The requests of an engine: `samples_per_engine`, or all at once where a run must repeat.
 - `Asking.asked`: scored groups, of those whose prompt has a teacher on an engine or a server; it waits while the engines pause for a sync.
-- `Scoring.waiting`: sampled groups. The rewarder is called for them one by one; slow rewards delay steps, and sampling only by
+- `Scoring.waiting`: sampled groups. The rewarder is called for one batch at a time; slow rewards delay steps, and sampling only by
   the first limit.
 
-Engines pause for a weight sync, and where a run repeats after every step: `pause` begins it after a step's training, or `hand_over`
-where sampling and training take turns; `begin` or the next `take` ends it. Groups that have begun are sampled to their end first, or go
-on after it (`inflight_updates`).
+Engines pause for a weight sync, and after every step in a run that repeats. The pause begins with `pause` after a step's training, or
+with `hand_over` if sampling and training take turns, and ends with `begin` or the next `take`. Groups that have begun are sampled to
+their end first, or continue after it (`inflight_updates`).
 
 A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run. A request that
-engines refuse leaves the place of its group empty; a step of which nothing else is left fails.
+engines refuse leaves its group's place empty; a step without any other group fails.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Producer:
         """
         Args:
             prompt: the training prompt of an id that the sampler gives.
-            lessons: makes what teachers read; None: there are none.
-            teachers: those that are on engines or servers.
+            lessons: builds teacher prompts; None: no teachers.
+            teachers: teachers on engines or servers.
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
@@ -106,39 +106,39 @@ class Producer:
         self.asked_at = self.answered_at = self.scored_at = 0.0
         self.failure: Exception | None = None
         self.is_running = False
-        """Whether the engines sample, and more groups may be admitted."""
+        """True while engines sample and groups may be admitted."""
         self.busy = Stopwatch()
         """Runs while engines have work."""
         dispatcher.listen(self)
 
     def begin(self) -> None:
-        """The engines go on after the last step: sample. Returns at once, and may be called again."""
+        """Start or resume sampling. Returns at once; may be called repeatedly."""
         self.dispatcher.post(self._begin)
 
     def take(self) -> Future[Rollouts]:
-        """The groups of the next step; `Dispatcher.wait` waits for them. With active sampling others replace those left out.
+        """Request the groups of the next step, for `Dispatcher.wait`. With active sampling other groups replace dropped ones.
 
-        Neither groups nor dropped ones: every prompt is solved for good.
+        Neither groups nor dropped ones in the result: every prompt is solved for good.
         """
         taking: Future[Rollouts] = Future()
         self.dispatcher.post(partial(self._ask, taking, time.perf_counter()))
         return taking
 
     def hand_over(self, *, prepare: bool) -> None:
-        """The groups of `take` have been given to the learners: a resumed run is not given them again.
+        """Record that the learners have the groups of `take`: a resumed run does not get them again.
 
         Args:
-            prepare: where sampling and training take turns, queue the next step's prompts in the engines. Not before an
+            prepare: if sampling and training take turns, queue the next step's prompts in the engines. Not before an
                 evaluation, which would sample them.
         """
         self.thread.submit(partial(self._hand_over, prepare=prepare)).result()
 
     def pause(self) -> None:
-        """Have the engines sample no more, and wait until they do not."""
+        """Pause the engines, and wait until they are paused."""
         self.dispatcher.wait(self.thread.submit(self._pause).result())
 
     def abort(self) -> None:
-        """End sampling for good; the step that is waited for fails with an EngineError."""
+        """Stop sampling for good; a pending step fails with an EngineError."""
         self.dispatcher.fleet.abort()
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Producer:
         ).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, before the first `begin`."""
+        """Continue from `state_dict`, before the first `begin`."""
         self.thread.submit(partial(self._load, state)).result()
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Producer:
         has_paused, self.is_running = not self.is_running, True
         self.dispatcher.holds_training = False
         self.groups.stream.update()
-        # Groups that no engine has been given begin with the present weights.
+        # Groups that are still queued begin with the present weights.
         self.groups.stream.replay(self.dispatcher.numbers_that_wait())
         self._admit()
         if has_paused:
@@ -205,7 +205,7 @@ class Producer:
             self.scoring.add(part)
 
     def _refused(self, number: int, err: Exception) -> None:
-        # Of other failures `failed` is told once for all.
+        # Other failures are reported once, to `failed`.
         if isinstance(err, RefusedError):
             if part := self.groups.refused(number, err):
                 self.scoring.add(part)
@@ -240,7 +240,7 @@ class Producer:
         return self.asking.waited_for if self.asking else ""
 
     def _refill(self) -> None:
-        """Admit others in the place of groups that gave theirs back."""
+        """Admit groups in the place of those that freed their slots."""
         if not self.is_running or not self.groups.has_room:
             return
         if not self.groups.takes_turns:
@@ -252,7 +252,7 @@ class Producer:
             self._resume()
 
     def _advance(self) -> None:
-        """Give the learners the next step's groups, if they wait and the groups are there."""
+        """Resolve the learners' pending `take` once the next step's groups are ready, or with a failure."""
         if self.taking is None or self.taking.done():
             return
         try:

@@ -38,6 +38,7 @@ from mgrpo.types import Prompt, PromptId
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mgrpo.algo import AdvantageFunction
     from mgrpo.run.inputs.prompts import Prompts
 
 
@@ -51,13 +52,13 @@ class Started:
     interaction: Interaction | None = None
     """Between engines and environments, in a run with tools."""
     teachers: Teachers | None = None
-    """Those on engines or servers of their own."""
+    """Teachers on engines or servers of their own."""
     startup: StartUp = field(default_factory=StartUp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Production:
-    """Rank 0's half that samples, ready to work."""
+    """The sampling half of a run, on rank 0, ready to work."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -68,9 +69,11 @@ class Production:
     """`Mixture.content` of the training data."""
     remarks: Sequence[str]
     """Sentences for the user about the run."""
+    advantage_fn: AdvantageFunction | None = None
+    """Computes the advantages in place of the named estimator."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Add to an exported model the tokenizer and chat template that it was trained with, if they differ from the source model's."""
+        """Add the tokenizer and chat template of the training to an exported model, if they differ from the source model's."""
         from mgrpo.data.templates import find_template
 
         data = self.config.data
@@ -91,7 +94,7 @@ def started(
     on_failure: Callable[[str], object] | None,
     startup: StartUp | None = None,
 ) -> Iterator[Started]:
-    """Start the engines and the processes that score, without waiting for them; they end with the context.
+    """Start the engines and the scoring processes without waiting for them; they end with the context.
 
     Call from the main thread, see `started_engines`, also for `on_failure`.
     """
@@ -198,7 +201,9 @@ def prepare(config: Config, parts: Started) -> Production:
         producer=producer,
         evaluator=evaluator,
         data=parts.inputs.train.content,
+        advantage_fn=parts.inputs.advantage_fn,
         remarks=[
+            *([_own_advantages(config)] if parts.inputs.advantage_fn else ()),
             *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
             *(remarks(config, toolset, language) if toolset and language else ()),
             *template_remarks(
@@ -212,8 +217,17 @@ def prepare(config: Config, parts: Started) -> Production:
     )
 
 
+def _own_advantages(config: Config) -> str:
+    algorithm = config.algorithm
+    left_out = "; groups whose rewards are all equal are left out (filter_zero_std_samples)"
+    return (
+        f"advantage_normalization_type {algorithm.advantage_normalization_type}: your own function, called on rank 0"
+        f"{left_out if algorithm.filter_zero_std_samples else ''}"
+    )
+
+
 def _sample(config: Config, tokenizer: PreTrainedTokenizerBase) -> TextSample | None:
-    """What teachers on servers must read as the policy does."""
+    """Text and tokens that teachers on servers must tokenize as the policy does; None: no such teachers."""
     from mgrpo.data.tokenizer import text_of_all_tokens
 
     return TextSample(*text_of_all_tokens(tokenizer)) if config.distillation.teacher_server_base_url else None
@@ -229,9 +243,9 @@ def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
 
 
 def _samples_per_engine(config: Config) -> int | None:
-    """A little more than an engine samples at a time, so that the rest may go to the engine that is ready first.
+    """A little more than an engine samples at a time; other requests go to the engine that is ready first.
 
-    None where a run must repeat: then engines are given whole batches.
+    None in a run that repeats: engines then get whole batches.
     """
     if config.repeats:
         return None
@@ -251,7 +265,7 @@ def _engines(config: Config) -> str:
 
 
 def _training_prompt(config: Config, prompts: Prompts, prompt_id: PromptId, opening: str = "") -> Prompt:
-    """A prompt to train on, with its teacher and the text that an environment has added."""
+    """A training prompt with its teacher and an environment's opening."""
     train = prompts.train
     assert train is not None, "checked: there are training data"
     prompt = _prompt(train, prompt_id, replacements=config.reward.verifier_replacements)
@@ -274,7 +288,7 @@ def _lessons(config: Config, prompts: Prompts, rewarder: Rewarder) -> Lessons | 
 
 
 def _most_tokens(config: Config) -> list[int]:
-    """For each teacher the tokens of the longest sequence that it is asked about."""
+    """Most tokens of a sequence, for each teacher."""
     own = config.distillation
     return [
         most_tokens(config, config.model_path if teacher.model == SELF else config.teacher_path(teacher))
@@ -285,7 +299,7 @@ def _most_tokens(config: Config) -> list[int]:
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacements: Mapping[str, str]) -> Prompt:
-    """One prompt, with the verifiers that `remap_verifier` puts in place of others."""
+    """One prompt, with verifiers replaced by `remap_verifier`."""
     prompt = prompts.prompt(prompt_id)
     if not replacements:
         return prompt

@@ -20,7 +20,7 @@ from mgrpo.run.produce.saved_rollouts import PromptOf, fits, packed, plain_score
 from mgrpo.types import ScoredGroup
 
 PREFIX = "replay_"
-"""Begins the names of the arrays in a saved state."""
+"""Prefix of the arrays' names in a saved state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StoredGroup:
 
     scored: ScoredGroup
     born: int
-    """The number of steps whose weights the engines had when its sampling began."""
+    """Number of training steps in the engines' weights when its sampling began."""
 
     @property
     def priority(self) -> float:
@@ -44,19 +44,19 @@ class ReplayBuffer:
     def __init__(self, size: int, *, bound: int | None, seed: int) -> None:
         """
         Args:
-            size: groups that are kept at most; 0: nothing is kept or replayed.
-            bound: greatest age in steps at which a group is replayed; None: any.
-            seed: the run's.
+            size: most groups that are stored; 0: nothing is stored or replayed.
+            bound: greatest age of a replayed group in steps; None: no limit.
+            seed: seed of the run.
         """
         self.size, self.bound, self.seed = size, bound, seed
         self.stored: list[StoredGroup] = []
         self.drawn: list[StoredGroup] = []
         """Stored groups that the next step also trains on."""
         self.steps = 0
-        """Steps before the next one."""
+        """Number of steps before the next one."""
 
     def draw(self, count: int, *, steps: int) -> None:
-        """Draw at most `count` groups for the step after `steps` steps, oldest first; again the same ones for the same step."""
+        """Draw at most `count` groups for the step after `steps` steps, oldest first; equal for equal steps."""
         fit = [group for group in self.stored if self._fits(group, steps)]
         priorities = np.array([group.priority for group in fit], np.float64)
         chances = np.maximum(priorities, np.finfo(np.float64).tiny)
@@ -66,10 +66,10 @@ class ReplayBuffer:
         self.drawn, self.steps = [fit[place] for place in sorted(first)], steps
 
     def add(self, groups: Iterable[tuple[ScoredGroup, int]], *, steps: int) -> None:
-        """After `steps` steps: keep the groups of the highest priority that may still be replayed; among equals the newest.
+        """After `steps` steps, store the groups of the highest priority that may still be replayed; the newest among equals.
 
         Args:
-            groups: with the births of `StoredGroup`.
+            groups: each with its `born`, see `StoredGroup`.
         """
         added = [StoredGroup(scored=scored, born=born) for scored, born in groups]
         fit = [group for group in (*self.stored, *added) if self._fits(group, steps)]
@@ -107,7 +107,7 @@ class ReplayBuffer:
         return {**state, "replay": records, "rollouts": {**state["rollouts"], **arrays}}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt: PromptOf, rollout: Rollout) -> None:
-        """Continue where `add_to` was called, without groups that these settings do not allow."""
+        """Continue from `add_to`, without groups that do not fit these settings."""
         saved = state.get("rollouts", {}).items()
         arrays = {name.removeprefix(PREFIX): array for name, array in saved if name.startswith(PREFIX)}
         groups = []

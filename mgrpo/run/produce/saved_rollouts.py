@@ -33,15 +33,15 @@ from mgrpo.types import (
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
 
 PromptOf = Callable[..., Prompt]
-"""The prompt of an id, with the text that an environment has added if that is given as well."""
+"""Returns the prompt of an id, with an environment's opening if given."""
 
 
 def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
-    """For each group a record in JSON of where its completions lie in the arrays, end to end.
+    """For each group a JSON record of its completions' places in the arrays, which lie end to end.
 
     The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories,
-    `contexts` int32 if these have branches, `routes` if engines said which experts they chose, `kept_ids` and `kept_sizes`, both
-    int32, if the sampling was cut, and `taught_logprobs` float32, `taught_ids` int32 and `taught_likeliest` float32, of the completions of which a teacher has spoken.
+    `contexts` int32 if these have branches, `routes` if engines report routed experts, `kept_ids` and `kept_sizes`, both
+    int32, if the sampling was cut, and `taught_logprobs` float32, `taught_ids` int32 and `taught_likeliest` float32, for completions with teacher scores.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
@@ -127,13 +127,13 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
 
 
 def fits(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray], rollout: Rollout) -> bool:
-    """Whether a run with these settings may train on the group: it has their size, and its logprobs have their meaning."""
+    """True if a run with these settings may train on the group: its size matches, and so does the meaning of its logprobs."""
     has_size = len(record["finish_reasons"]) == rollout.num_samples_per_prompt_rollout
     return has_size and ("kept_sizes" in arrays) == rollout.is_cut
 
 
 def plain_scores(scored: ScoredGroup) -> list[list[Any]]:
-    """The scores of a group in JSON. The records of reward functions may be of any type; others than JSON's become strings."""
+    """The scores of a group in JSON. Records of reward functions of other types become strings."""
     return [
         [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))] for score in scored.scores
     ]
@@ -145,7 +145,7 @@ def read_scores(plain: Sequence[Sequence[Any]]) -> tuple[Score, ...]:
 
 
 def _scores_as_arrays(taught: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
-    """End to end; likeliest tokens flat."""
+    """Teacher scores end to end; likeliest tokens flat."""
     parts = {
         "taught_logprobs": [scores.logprobs for scores in taught],
         "taught_ids": [scores.ids.ravel() for scores in taught if scores.ids is not None],
@@ -155,7 +155,7 @@ def _scores_as_arrays(taught: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
 
 
 def _scores(arrays: Mapping[str, np.ndarray], start: int, end: int, k: int) -> TeacherScores:
-    """Those of the tokens from `start` to `end`, end excluded, of all that were taught; all of a state have the same k."""
+    """Scores of taught tokens `start` to `end`, end excluded; `k` is equal in a state."""
     logprobs = arrays["taught_logprobs"][start:end]
     if not k:
         return TeacherScores(logprobs=logprobs)
@@ -172,7 +172,7 @@ def _branches(completion: Completion) -> tuple[Branch, ...]:
 
 
 def _record(trajectory: TrajectoryRecord | None, context_ends: Iterator[int]) -> dict[str, Any] | None:
-    """`context_ends`: where each further branch's context ends."""
+    """A trajectory in JSON; `context_ends`: ends of the contexts of the branches that follow."""
     if trajectory is None:
         return None
     names = [field.name for field in dataclasses.fields(trajectory) if field.name not in ("is_sampled", "branches")]
@@ -204,7 +204,7 @@ def _branch(
     messages: Sequence[Mapping[str, object]] = (),
     after: int = -1,
 ) -> Branch:
-    """States of earlier versions have neither parent and messages nor the turn that it goes on from."""
+    """A branch from its record. States of earlier versions lack `parent`, `messages` and `after`."""
     context, said = contexts[first:last], tuple(messages)
     return Branch(prompt_tokens=context, start=start, end=end, parent=parent, after=after, messages=said)
 

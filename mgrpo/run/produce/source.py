@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Source:
-    """Rank 0 samples, scores and packs, and gives every rank its slice."""
+    """Rank 0's source: samples, scores and packs, and sends every rank its slice."""
 
     def __init__(
         self,
@@ -34,21 +34,21 @@ class Source:
         """
         Args:
             hidden: width of the model, see `make_batch`.
-            rejoining: gives engines that are started again the weights while a batch is waited for; None: nothing does.
+            rejoining: sends the weights to restarted engines during the wait for a batch; None: not done.
         """
         assert production.producer is not None, "checked: there are training data"
         self.production, self.producer, self.lead = production, production.producer, lead
         self.config, self.layout, self.hidden, self.rejoining = config, layout, hidden, rejoining
 
     def begin(self, done: int) -> None:
-        """The engines go on after step `done`: sample, unless an evaluation comes first, which samples alone."""
+        """Resume sampling after step `done`, unless an evaluation follows that needs the engines to itself."""
         if not self._evaluates_alone(done):
             self.producer.begin()
 
     def pause(self) -> bool:
-        """Have the engines sample no more, for example because the weights are about to change. Collective.
+        """Pause the engines, for example before the weights change. Collective.
 
-        False when rank 0 was asked to end; the engines may still be sampling then.
+        Returns False if the run was stopped; the engines may still be sampling then.
         """
         try:
             self._run(self.producer.pause)
@@ -62,7 +62,7 @@ class Source:
         Args:
             policy_version: the version of the weights that train.
         Raises:
-            Stopped: rank 0 was asked to end.
+            Stopped: the run was stopped.
         """
         batch = self._run(partial(self._make, policy_version))
         self.producer.hand_over(
@@ -74,25 +74,25 @@ class Source:
         return replace(batch, slices=(), slice=own) if batch.num_sampled else None
 
     def evaluate(self, done: int) -> Evaluation:
-        """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
+        """Evaluate the held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
         if self.config.rollout.inflight_updates:
             self.producer.begin()
         return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Groups.state_dict`; also the datasets."""
+        """State of the producer, see `Groups.state_dict`, and of the datasets."""
         return {**self.producer.state_dict(), "data": self.production.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue from `state_dict`."""
         self.producer.load_state_dict(state)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Complete an exported model."""
+        """Add the tokenizer to an exported model."""
         self.production.save_tokenizer(folder)
 
     def _evaluates_alone(self, done: int) -> bool:
-        """Whether an evaluation follows step `done` that needs the engines to itself."""
+        """True if an evaluation follows step `done` that needs the engines to itself."""
         return evaluates_after(self.config, done) and not self.config.rollout.inflight_updates
 
     def _run(self, work: Callable[[], T]) -> T:
@@ -110,11 +110,12 @@ class Source:
             hidden=self.hidden,
             reward_weights=self.producer.rewarder.weights,
             policy_version=policy_version,
+            advantage_fn=self.production.advantage_fn,
         )
 
 
 class SilentSource:
-    """The same on the other ranks, which only wait and receive."""
+    """The source of the other ranks, which only wait and receive."""
 
     def __init__(self, lead: Lead, config: Config, *, layout: Layout, rejoining: Rejoining | None) -> None:
         self.lead, self.config, self.layout, self.rejoining = lead, config, layout, rejoining
@@ -127,7 +128,7 @@ class SilentSource:
         return batch if batch.num_sampled else None
 
     def begin(self, done: int) -> None:
-        """Rank 0 does."""
+        """No-op: rank 0 does it."""
 
     def pause(self) -> bool:
         """See `Source`."""
@@ -138,15 +139,15 @@ class SilentSource:
         return True
 
     def evaluate(self, done: int) -> None:
-        """See `Source`; without the results."""
+        """See `Source`; returns nothing."""
         self.lead.follow(self.rejoining)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: rank 0 has it."""
+        """Empty: rank 0 has the state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """No-op: rank 0 does it."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Rank 0 does."""
+        """No-op: rank 0 does it."""

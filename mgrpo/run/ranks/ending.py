@@ -1,4 +1,4 @@
-"""The end of a rank when something is wrong: with one cause, in bounded time, also where its main thread hangs.
+"""The end of a failed rank: with one cause, in bounded time, even if its main thread hangs.
 
 The main thread may be inside a call that no exception reaches (a collective, Ray's start, a user's endless loop). Then another
 thread ends the process with `os._exit`; Ray and the verifiers end with their parent.
@@ -24,7 +24,7 @@ from mgrpo.telemetry.untrusted import printable
 
 INTERRUPTED = 128 + signal.SIGINT
 CLEAN_UP_S = 5.0
-"""How long the clean-up after Ctrl-C may take."""
+"""Seconds for the clean-up after Ctrl-C."""
 
 _reported = threading.Lock()
 _silenced = threading.Event()
@@ -32,20 +32,20 @@ _timers: list[threading.Timer] = []
 
 
 def begin() -> None:
-    """A run begins: the reports of an earlier one in this process do not silence it."""
+    """Reset the reports at the start of a run: those of an earlier run in this process must not silence it."""
     if _reported.locked():
         _reported.release()
     _silenced.clear()
 
 
 def report(cause: str, *, details: str = "") -> None:
-    """Say once why this rank ends: first `cause`, one line, then the details; also in torchrun's file for errors."""
+    """Print once why this rank ends: `cause`, one line, then the details; also to torchrun's error file."""
     if not _silenced.is_set():
         _say(cause, details)
 
 
 def report_interrupt(after: str = "") -> None:
-    """Ctrl-C: rank 0 says so, and `after` which step and how to go on, whatever else the other ranks have said of it."""
+    """Report Ctrl-C on rank 0, with `after` (step and how to continue), even if other ranks have reported a cause."""
     if rank() == 0:
         _say(f"interrupted{after}", "")
 
@@ -54,7 +54,7 @@ def _say(cause: str, details: str) -> None:
     if not _reported.acquire(blocking=False):
         return
     sys.stdout.flush()
-    # The text of an exception may be a model's: a terminal must not obey it.
+    # An exception may contain a model's text: untrusted input for the terminal.
     sys.stderr.write(printable(f"mgrpo: {cause}\n{details}"))
     sys.stderr.flush()
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -65,23 +65,23 @@ def _say(cause: str, details: str) -> None:
 
 
 def is_reported() -> bool:
-    """Whether the cause has been said, here or by another rank."""
+    """True if the cause has been reported, here or by another rank."""
     return _reported.locked() or _silenced.is_set()
 
 
 def silence() -> None:
-    """Another rank reports why the run ends."""
+    """Report nothing: another rank reports why the run ends."""
     _silenced.set()
 
 
 def follow() -> None:
-    """Another rank ends the run and says why: this one ends as well, also where it hangs."""
+    """End this rank, even if it hangs, because another rank ends the run and reports why."""
     silence()
     leave_within("another rank has ended the run", 2 * CLEAN_UP_S)
 
 
 def report_error(err: BaseException) -> None:
-    """Report an error; beneath one of the user's code where it lies, beneath an unexpected one its traceback."""
+    """Report an error; with its place for one of the user's code, with a traceback for an unexpected one."""
     if isinstance(err, ConfigError):
         report(str(err))
         return
@@ -108,10 +108,10 @@ def leave_within(cause: str, seconds: float) -> None:
 
 @contextmanager
 def bounded(leave_others: Callable[[], None]) -> Iterator[None]:
-    """A run: within, Ctrl-C raises KeyboardInterrupt once; the process ends if the run does not within `CLEAN_UP_S`.
+    """Run the block so that Ctrl-C raises KeyboardInterrupt once and the process ends `CLEAN_UP_S` later at the latest.
 
     Args:
-        leave_others: called at once, from any thread: no rank is to report the end of another.
+        leave_others: called at once, from any thread, so that other ranks do not report this one's end.
     """
     is_main = threading.current_thread() is threading.main_thread()
     try:
@@ -125,7 +125,7 @@ def bounded(leave_others: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _exits_explained(leave_others: Callable[[], None]) -> Iterator[None]:
-    """Within, code of the user's that calls `os._exit` in this process ends it no less, but not without a word."""
+    """Report a call of `os._exit` by the user's code within the block before it ends this process."""
     exit_now, own = os._exit, os.getpid()
 
     def explained(status: int) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Rank 0 answers `mgrpo engines` while its run goes on: which engines there are, one more, one less.
+"""Rank 0's server for `mgrpo engines` during a run: list, add or remove engines.
 
-It answers on a Unix socket, whose name is in the run's folder: only processes of the same user on the same machine can ask.
+It listens on a Unix socket, whose name is in the run's folder: only processes of the same user on the same machine can connect.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.engines.roster import Roster
 
 NAME = "engines.json"
-"""The file with the socket's name in the run's folder, while the run goes on."""
+"""File with the socket's name in the run's folder, during the run."""
 QUESTION_S = 5.0
 
 
 @contextmanager
 def controllable(roster: Roster, output_dir: str | Path) -> Iterator[None]:
-    """Within, `mgrpo engines` commands about the run in this folder are done."""
+    """Serve `mgrpo engines` commands for the run in this folder within the block."""
     file = Path(output_dir) / NAME
     listener, name = local_socket.listen(backlog=4)
     with contextlib.closing(listener):
@@ -44,7 +44,7 @@ def _serve(listener: socket.socket, roster: Roster) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:
-            return  # It is closed.
+            return  # The listener is closed.
         with connection, contextlib.suppress(OSError, ValueError, RecursionError):
             if local_socket.is_own(connection):
                 connection.settimeout(QUESTION_S)

@@ -1,7 +1,7 @@
-"""Rank 0 leads: it works while the other learners wait. Once a run has started, the only place that tests for rank 0.
+"""Work of rank 0 while the other learners wait. Once a run has started, the only place that tests for rank 0.
 
-While they wait, rank 0 sends the others a heartbeat at intervals, so that they give up soon after rank 0 dies, not after the
-time-out of the training's collectives, which is hours.
+Meanwhile rank 0 sends heartbeats, so that the others fail soon after rank 0 dies, not after the time-out of the training's
+collectives, which is hours.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mgrpo.run.ranks.liveness import Pulse
 HEARTBEAT_S = 5.0
 POLL_S = 0.2
 PATIENCE_S = 60.0
-"""A learner that receives nothing from rank 0 for this long, heartbeats included, gives up: the channel's time-out."""
+"""Time-out of the channel in seconds: a learner that receives neither messages nor heartbeats from rank 0 fails."""
 
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The run ends before its last step: it was asked to (SIGTERM), or cannot go on for the reason in the message."""
+    """The run ends before its last step: stopped (SIGTERM), or unable to continue for the reason in the message."""
 
 
 class Rejoining(Protocol):
-    """Engines that were started again, which get the weights while rank 0's work waits for engines."""
+    """Sends the weights to restarted engines while rank 0's work waits for engines."""
 
     def wants_rejoin(self) -> bool:
-        """Whether there are any. Rank 0 only."""
+        """True if a restarted engine needs the weights. Rank 0 only."""
 
     def rejoin(self) -> None:
-        """Give them the weights. Collective."""
+        """Send the weights. Collective."""
 
 
 class Lead:
@@ -49,7 +49,7 @@ class Lead:
 
         Args:
             stop: set on rank 0 when the run is to save its state and end.
-            pulse: is told what this rank does.
+            pulse: records this rank's part of the work for heartbeats.
         """
         self.pulse = pulse or Pulse()
         self.channel = BroadcastChannel(timeout_s=PATIENCE_S)
@@ -57,26 +57,26 @@ class Lead:
         self._leads = self.channel.rank == 0
         self._thread = Background("rank-0")
         self._aside = Background("rank-0-aside")
-        """The thread for work that is done while other work goes on in `_thread`."""
+        """Thread for work that runs beside the work in `_thread`."""
         self._is_aside = False
 
     def run(self, task: Callable[[], T], *, may_stop: bool = False, rejoining: Rejoining | None = None) -> T | None:
-        """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
+        """Return the result of `task` on rank 0, None on the others, which wait for it. See `work`."""
         if self._leads:
             return self.work(task, may_stop=may_stop, rejoining=rejoining)
         self.follow(rejoining)
         return None
 
     def work(self, task: Callable[[], T], *, may_stop: bool = False, rejoining: Rejoining | None = None) -> T:
-        """Rank 0: the result of `task`, which runs in a thread, while the others `follow`.
+        """Rank 0: run `task` in a thread and return its result, while the others `follow`.
 
         Args:
-            may_stop: `task` waits for engines, and may have to for long: it is cancelled when rank 0 is asked to end.
-            rejoining: gives the weights to engines that were started again meanwhile; the others pass theirs to `follow`.
+            may_stop: `task` may wait long for engines: the wait ends when the run is stopped.
+            rejoining: sends the weights to engines that restart meanwhile; the others pass theirs to `follow`.
 
         Raises:
-            Stopped: on all ranks, with `may_stop`, once rank 0 has been asked to end; `task` may still be running then.
-            Exception: what `task` raised; `follow` raises a RuntimeError with its message on the others.
+            Stopped: on all ranks, with `may_stop`, once the run is stopped; `task` may still be running then.
+            Exception: the exception of `task`; on the others `follow` raises a RuntimeError with its message.
         """
         self._stop_if_asked(may_stop)
         done = (self._aside if self._is_aside else self._thread).submit(task)
@@ -100,7 +100,7 @@ class Lead:
         return result
 
     def follow(self, rejoining: Rejoining | None = None) -> None:
-        """The other ranks: wait until rank 0's work is done. They give `rejoining` where rank 0 does."""
+        """The other ranks: wait until rank 0's work is done. `rejoining` must be given if rank 0 gives it."""
         while (action := self.channel.action()) in (Action.HEARTBEAT, Action.REJOIN):
             self.pulse.go_on()
             if action is Action.REJOIN:
@@ -122,11 +122,11 @@ class Lead:
             raise Stopped
 
     def call(self, task: Callable[[], T]) -> T | None:
-        """Rank 0: the result of `task`; None on the others, which do not wait."""
+        """Return the result of `task` on rank 0, None on the others, which do not wait."""
         return task() if self._leads else None
 
     def share(self, make: Callable[[], T]) -> T:
-        """The value that rank 0 makes, on every rank: JSON carries it, so that tuples become lists on all of them."""
+        """Broadcast rank 0's value of `make()` as JSON: tuples become lists on every rank."""
         made = self.call(lambda: {"json": np.frombuffer(json.dumps(make()).encode(), np.uint8)})
         return json.loads(self.channel.arrays(made)["json"].tobytes())
 
@@ -135,6 +135,6 @@ class Lead:
         self.channel.fail(message)
 
     def close(self) -> None:
-        """Take no more work."""
+        """Stop the threads; no more work is accepted."""
         self._thread.close()
         self._aside.close()

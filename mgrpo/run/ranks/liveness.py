@@ -1,8 +1,8 @@
-"""Every learner says every few seconds that it is alive and where it is, so that one that hangs is named.
+"""Heartbeats of all learners with their place in the work, so that an error names the rank that hangs.
 
-Rank 0 keeps a connection with each other rank, and every rank a thread that writes to it and reads from it. A process that
-has ended closes its connection; one that was stopped says nothing more; one that is caught in a loop says where. Collectives
-alone would wait for hours, and then name no rank.
+Rank 0 has a connection to each other rank, which a thread on each end serves. A dead process closes its connection; a stopped
+one sends no more heartbeats; one in an endless loop sends its place. Collectives alone would wait for hours, and then name no
+rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mgrpo.processes.tcp_links import MAX_STRANGERS, ROUND_S, Message, TcpLink, 
 
 BEAT_S = 2.0
 SILENCE_S = 50.0
-"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names no rank."""
+"""Seconds without a heartbeat after which a rank counts as hung; below the time-out of rank 0's messages, which names no rank."""
 MOVED_BYTES = 1 << 20
-"""A rank that reads or writes this much between two beats makes progress: it loads or saves."""
+"""Bytes read or written between two heartbeats that count as progress: the rank loads or saves."""
 WAITING = (
     "torch.distributed.distributed_c10d",
     "megatron.core.pipeline_parallel.p2p_communication",
@@ -40,11 +40,11 @@ WAITING = (
     "mgrpo.sync.nodes.nodes_sender",
     "mgrpo.run.ranks.lead",
 )
-"""Modules whose functions wait for other ranks or for rank 0's work, which has limits of its own."""
+"""Modules whose functions wait for other ranks or for rank 0's work, with time limits of their own."""
 
 
 class Pulse:
-    """The place where this rank is in its work. The main thread calls `at`; any thread may ask."""
+    """This rank's place in its work. The main thread calls `at`; any thread may read it."""
 
     def __init__(self) -> None:
         self.part = "starting"
@@ -55,16 +55,16 @@ class Pulse:
         self._clock = time.pthread_getcpuclockid(self._main or 0)
 
     def at(self, part: str) -> None:
-        """A part of the work begins."""
+        """Record that a part of the work begins."""
         self.part = part
         self.go_on()
 
     def go_on(self) -> None:
-        """The work makes progress."""
+        """Record progress of the work."""
         self.count += 1
 
     def state(self) -> dict[str, Any]:
-        """The content of a beat: the part, a count of progress, the line of the main thread, and whether it waits for other ranks."""
+        """Content of a heartbeat: the part, a count of progress, the main thread's line, and `waits`: it waits for other ranks."""
         moved = _bytes_moved()
         if moved - self._moved > MOVED_BYTES:
             self.count += 1
@@ -89,7 +89,7 @@ class OtherRank:
     has_left: bool = False
 
     def update(self, state: dict[str, Any]) -> None:
-        """Take the state of a beat."""
+        """Store the state of a heartbeat."""
         self.heard = time.monotonic()
         if state.get("count") != self.state.get("count"):
             self.moved = self.heard
@@ -97,12 +97,12 @@ class OtherRank:
 
     @property
     def where(self) -> str:
-        """The end of a sentence about it."""
+        """The rank's place, for the end of a sentence."""
         return f"{self.state.get('part', 'starting')}, {self.state.get('place', 'place unknown')}"
 
 
 class Liveness:
-    """This rank's part: it says where it is, and hears it of others. Call `leave` before the rank ends."""
+    """This rank's end of the heartbeats. Call `leave` before the rank ends."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Liveness:
         """
         Args:
             timeout_s: `learner_timeout`.
-            on_failure: called at most once, from a thread, with which rank has failed and how.
-            on_goodbye: called from a thread when another rank ends the run, and says why itself.
+            on_failure: called at most once, from a thread, with the failed rank and the failure in words.
+            on_goodbye: called from a thread when another rank ends the run and reports why itself.
         """
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.on_failure, self.on_goodbye = on_failure, on_goodbye
@@ -139,7 +139,7 @@ class Liveness:
         self._begun = self._last_round = self._next_beat = time.monotonic()
 
     def listen(self, host: str) -> str:
-        """Rank 0: listen, and begin; the invitation with which the others `connect`."""
+        """Rank 0: start, and return the invitation with which the others `connect`."""
         listener = socket.create_server((host, 0), backlog=self.world_size + MAX_STRANGERS)
         secret = secrets.token_hex(16)
         self._links.listen(listener, secret=secret, refusal=self._refusal)
@@ -147,10 +147,10 @@ class Liveness:
         return json.dumps([host, listener.getsockname()[1], secret])
 
     def connect(self, invitation: str) -> None:
-        """The other ranks: connect with rank 0, and begin.
+        """The other ranks: connect to rank 0, and start.
 
         Raises:
-            ConnectionError: rank 0 cannot be reached; it says where.
+            ConnectionError: rank 0 cannot be reached at the address in the message.
         """
         host, port, secret = json.loads(invitation)
         try:
@@ -167,7 +167,7 @@ class Liveness:
         self._links.start()
 
     def leave(self, *, is_failing: bool) -> None:
-        """This rank ends; where it fails it says why itself. From any thread."""
+        """Announce the end of this rank, which reports a failure itself. From any thread."""
         if not self._closing.is_set():
             self._closing.set()
             for link in list(self.peers):
@@ -175,7 +175,7 @@ class Liveness:
             self._links.stop()
 
     def has_other_cause(self, timeout_s: float) -> bool:
-        """Whether another rank ends the run, and says why, or its failure was reported here."""
+        """Wait up to `timeout_s`; True if another rank ends the run and reports why, or its failure was reported here."""
         return self._ended.wait(timeout_s)
 
     def _name(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Liveness:
         now = time.monotonic()
         if (
             now - self._last_round > BEAT_S + 5
-        ):  # this process was stopped itself: what the others said meanwhile is unread
+        ):  # this process was stopped itself: the others' messages are still unread
             for peer in self.peers.values():
                 peer.heard = peer.moved = now
             self.own.moved = now
@@ -201,13 +201,13 @@ class Liveness:
         self.own.update(self.pulse.state())
         for link, peer in list(self.peers.items()):
             if not peer.has_left:
-                # One that takes nothing is found by its silence.
+                # A rank that does not read is found by its missing heartbeats.
                 link.send({"state": self.own.state, **self._name()})
         if (failure := self._failure()) is not None:
             self._fail(*failure)
 
     def _failure(self) -> tuple[str, list[OtherRank]] | None:
-        """The sentence about a rank that has failed, and the ranks that are to blame; None: all is well."""
+        """Message about a failed rank, and the ranks that caused it; None: no failure."""
         now, silence = time.monotonic(), min(SILENCE_S, self.timeout_s)
         alive = [peer for peer in self.peers.values() if not peer.has_left]
         for peer in alive:
@@ -265,9 +265,9 @@ class Liveness:
                 self.on_goodbye()
 
     def _lost(self, link: TcpLink) -> None:
-        """A connection was closed: well, or because the process has ended."""
+        """Handle a closed connection: after a goodbye, or because the process has died."""
         peer = self.peers.pop(link)
-        # Of the other ranks one is enough to say that rank 0 has ended.
+        # Rank 1 alone reports the end of rank 0.
         if not peer.has_left and self.rank <= 1:
             self._fail(f"{_named(peer)} has ended without a word, as if killed; it was last in {peer.where}", [])
 
@@ -277,9 +277,9 @@ def _named(peer: OtherRank) -> str:
 
 
 def _place(thread: int | None, *, is_idle: bool) -> tuple[str, bool]:
-    """The innermost line of the thread that is not a library's, and whether it is inside a collective.
+    """The thread's innermost line outside libraries, and True if it is inside a collective.
 
-    Also one that Megatron has begun and waits for: an idle thread whose innermost line is Megatron's or torch's.
+    An idle thread whose innermost line is Megatron's or torch's also counts: Megatron waits for a collective.
     """
     frame = sys._current_frames().get(thread or 0)
     innermost = frame.f_code.co_filename if frame is not None else ""

@@ -1,7 +1,7 @@
 """`mgrpo train --nproc-per-node N`: N ranks on this machine, without torchrun.
 
-They meet on a socket of the loopback interface. The first rank that fails decides the exit code; its own message is
-all that is printed. This process imports neither torch nor Ray.
+They meet on a socket of the loopback interface. The failed rank's own message is all that is printed, and the exit code is the
+lowest failed rank's. This process imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mgrpo.run.ranks.process import LAUNCHED, OPENMP, STORE_SOCKET
 
 FLAG = "--nproc-per-node"
 GRACE_S = 12.0
-"""How long rank 0 may take to end after another rank has failed."""
+"""Seconds for rank 0 to end after another rank has failed."""
 INTERRUPT_S = 6.0
-"""How long the ranks may take to end after Ctrl-C."""
+"""Seconds for the ranks to end after Ctrl-C."""
 POLL_S = 0.05
 
 
 def num_ranks_of(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The number that follows `--nproc-per-node` (None without it), and the other words.
+    """The value of `--nproc-per-node` (None without it), and the other words.
 
     Raises:
-        ConfigError: it is not a number of ranks, or this process is a rank itself.
+        ConfigError: the value is not a number of ranks, or this process is a rank itself.
     """
     words = [part for word in argv for part in (word.split("=", 1) if _is_flag(word) else (word,))]
     if not any(map(_is_flag, words)):
@@ -49,7 +49,7 @@ def _is_flag(word: str) -> bool:
 
 
 def run_ranks(num_ranks: int, argv: Sequence[str]) -> int:
-    """Run `mgrpo train argv` as `num_ranks` ranks; the exit code is that of the first that fails."""
+    """Run `mgrpo train argv` as `num_ranks` ranks; returns the exit code, see `Ranks.poll`."""
     ranks = Ranks()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: ranks.pass_on(number))
@@ -65,7 +65,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.signalled: int | None = None
-        """The first signal that asked for the end."""
+        """The first signal to end the run."""
         self.deadline = float("inf")
         self.processes: list[subprocess.Popen] = []
         self.numbers = range(0)
@@ -85,7 +85,7 @@ class Ranks:
 
         Args:
             world_size: ranks on all machines.
-            meeting: the address where they meet.
+            meeting: host and port of rank 0's store.
             listener: the socket of that address, which rank 0 inherits.
             environment: further variables of this machine's ranks.
         """
@@ -106,7 +106,10 @@ class Ranks:
             self.processes.append(_start(argv, own, listener if rank == 0 else None))
 
     def poll(self) -> int | None:
-        """Their exit code when all have ended; one that fails ends the others."""
+        """Exit code once all ranks have ended, else None. A failed rank ends the others.
+
+        The code is 130 after Ctrl-C, else the first positive one in the order of ranks, else 128 + number of the first rank's signal.
+        """
         running = [process for process in self.processes if process.poll() is None]
         if not running:
             if self.code is None:
@@ -121,18 +124,18 @@ class Ranks:
         return None
 
     def end_within(self, seconds: float) -> None:
-        """Kill the ranks that still run after that time."""
+        """Kill the ranks that still run in `seconds` from now."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """Kill all of them now, without a report."""
+        """Kill all ranks now, without a report."""
         for process in self.processes:
             process.kill()
             process.wait()
         self.processes = []
 
     def pass_on(self, number: int) -> None:
-        """Ctrl-C ends the ranks in seconds; SIGTERM lets rank 0 save its state, and a second one does not."""
+        """Forward a signal: Ctrl-C ends the ranks in `INTERRUPT_S`; SIGTERM lets rank 0 save its state, a second one does not."""
         if self.signalled is not None or number == signal.SIGINT:
             self.end_within(INTERRUPT_S)
         self.signalled = self.signalled or number
@@ -147,7 +150,7 @@ class Ranks:
         if said := [code for code in codes if code > 0]:
             return said[0]
         for rank, process in zip(self.numbers, self.processes, strict=True):
-            if process.returncode < 0:  # it could not say so itself
+            if process.returncode < 0:  # it could not report that itself
                 sys.stderr.write(f"mgrpo: rank {rank} (process {process.pid}) {ending(process.returncode)}\n")
                 return 128 - process.returncode
         return 0

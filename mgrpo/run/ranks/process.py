@@ -13,11 +13,11 @@ from mgrpo.rollout.process_limits import raise_open_files
 from mgrpo.rollout.start import engines_are_local
 
 LAUNCHED = "MGRPO_LAUNCHED"
-"""Set in the ranks that `mgrpo train --nproc-per-node` starts."""
+"""Variable set in the ranks that `mgrpo train --nproc-per-node` starts."""
 STORE_SOCKET = "MGRPO_STORE_SOCKET"
-"""Set in rank 0 of those: number of the inherited socket on which it serves the ranks' store."""
+"""Variable set in rank 0 of those: number of the inherited socket on which it serves the ranks' store."""
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-"""Spinning OpenMP threads on a busy machine make a matmul 20 times slower."""
+"""Defaults of OpenMP: spinning threads on a busy machine make a matmul 20 times slower."""
 
 _OWN: set[str] = set()
 """Variables that `prepare_environment` has set."""
@@ -36,7 +36,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Learner ranks; 1 without torchrun."""
+    """Number of learner ranks; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -46,20 +46,20 @@ def local_rank() -> int:
 
 
 def process_age_s() -> float:
-    """Seconds since this process began."""
+    """Seconds since the start of this process."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def num_local_learners() -> int:
-    """Learner ranks on this machine."""
+    """Number of learner ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def meeting_host(store: Store) -> str:
-    """The address at which the run's other machines reach this one; the loopback address where there are none. Every rank must call.
+    """This machine's address for the run's other machines; the loopback address if there are none. Every rank must call.
 
-    gloo and NCCL are told the interface as well, unless the user has chosen one.
+    Also sets the interface of gloo and NCCL, unless the user has chosen one.
 
     Raises:
         OSError: there is no route from this machine to another one of the run.
@@ -67,7 +67,7 @@ def meeting_host(store: Store) -> str:
     if num_local_learners() == world_size():
         return LOOPBACK
     if rank() == int(os.environ.get("LOCAL_RANK", "0")):
-        # On rank 0's machine, where MASTER_ADDR may be a loopback address. The first rank of the next one has found it.
+        # On rank 0's machine MASTER_ADDR may be a loopback address: use the route to the next machine's first rank.
         address = own_address(store.get(f"address of rank {num_local_learners()}").decode())
     else:
         address = own_address(os.environ["MASTER_ADDR"])
@@ -78,29 +78,29 @@ def meeting_host(store: Store) -> str:
 
 
 def store_socket() -> int | None:
-    """Number of the socket on which this rank serves the ranks' store; None where another process does."""
+    """Number of the socket on which this rank serves the ranks' store; None: another process serves it."""
     number = os.environ.get(STORE_SOCKET)
     return None if number is None else int(number)
 
 
 def has_launcher() -> bool:
-    """Whether torchrun or `mgrpo train --nproc-per-node` has started this rank, and is its parent."""
+    """True if torchrun or `mgrpo train --nproc-per-node` has started this rank, and is its parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without the variables of the run's own processes, which keep these from the network for example."""
+    """The environment without the variables of `prepare_environment`, which for example disable the network."""
     return {name: value for name, value in os.environ.items() if name not in _OWN}
 
 
 def prepare_environment(config: Config) -> None:
-    """Set the variables that torch reads when it is imported; those that the user has set stay. Raise the limit of open files."""
+    """Set the variables that torch reads at its import, unless the user has set them, and raise the limit of open files."""
     raise_open_files()
     defaults = {
         **OPENMP,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # Of every learner; the default is up to 32 on each machine.
+        # For each learner; the default is up to 32.
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
     if config.parallel.tensor_model_parallel_size > 1 and config.parallel.zero_stage < 2:

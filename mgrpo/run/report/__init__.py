@@ -1,1 +1,1 @@
-"""Telling: metrics, files, trackers, exports and the results of a run."""
+"""Reports of a run: metrics, files, trackers, exports and results."""

@@ -23,7 +23,7 @@ from mgrpo.config.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """An export, and the value that it was judged by."""
+    """An export and its value of the metric."""
 
     step: int
     metric: str
@@ -46,9 +46,9 @@ class BestExport:
         """
         self.folder, self.settings = folder, settings
         self.evaluated: tuple[int, float] | None = None
-        """The last evaluation: its step, and the value that counts."""
+        """The last evaluation: its step, and its value of the metric."""
         self.best: Best | None = None
-        own = settings.metric_for_best_model, settings.greater_is_better
+        own = settings.best_metric, settings.greater_is_better
         if settings.load_best_model_at_end and resumed:
             before = Best(**resumed)
             is_there = (folder / f"step_{before.step}").is_dir()
@@ -61,14 +61,14 @@ class BestExport:
                 (folder / name).unlink(missing_ok=True)
 
     def evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation after training step `step`.
+        """Record an evaluation after training step `step`.
 
         Raises:
             ConfigError: the first one does not have the metric.
         """
         if not self.settings.load_best_model_at_end:
             return
-        name = self.settings.metric_for_best_model
+        name = self.settings.best_metric
         if self.evaluated is None and name not in metrics:
             known = [metric for metric in metrics if metric.startswith("eval/")]
             near = difflib.get_close_matches(name, known, n=3) or known
@@ -76,14 +76,14 @@ class BestExport:
         self.evaluated = step, float(metrics.get(name, math.nan))
 
     def export(self, step: int) -> None:
-        """The model of step `step` has been written, after its evaluation."""
+        """Record the export of step `step`, after its evaluation."""
         if self.evaluated is None or self.evaluated[0] != step or math.isnan(self.evaluated[1]):
             return
         value, sign = self.evaluated[1], 1 if self.settings.greater_is_better else -1
         if self.best is None or sign * value > sign * self.best.value:
             self.best = Best(
                 step=step,
-                metric=self.settings.metric_for_best_model,
+                metric=self.settings.best_metric,
                 value=value,
                 greater_is_better=self.settings.greater_is_better,
             )

@@ -1,4 +1,4 @@
-"""What a program that calls `mgrpo.train` may hear of a run while it goes on, and how it may end it."""
+"""Callbacks of a running training, and a way to stop it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class RunListener:
-    """Override the methods of what you want to hear; here they do nothing.
+    """Callbacks of a run; override those that you need. Here they do nothing.
 
-    They are called on rank 0 in the main thread, after the run's own files have been written, and the run waits for them.
-    Other ranks give up on rank 0 when it takes a minute; an error ends the run.
+    They are called on rank 0 in the main thread, after the run's own files have been written, and block the run. Other ranks
+    time out when rank 0 takes a minute; an error ends the run.
     """
 
     wants_end = False
-    """Set it to true, and the present step is the last one: evaluation and export follow as after the last
+    """Set to True to make the present step the last one: evaluation and export follow as after the last
     step, unless they were due after this one."""
 
     def begin(self, config: Config, *, done: int) -> None:
-        """The engines have the weights, and training begins.
+        """Called when the engines have the weights and training begins.
 
         Args:
             config: the configuration as it is run, with its length.
@@ -32,15 +32,15 @@ class RunListener:
         """
 
     def step(self, step: int, metrics: Mapping[str, float | list[int]], rollouts: Rollouts) -> None:
-        """Training step `step` is done.
+        """Called after training step `step`.
 
         Args:
             metrics: its line of metrics.jsonl, docs/metrics.md.
-            rollouts: what was sampled for it, with the scores.
+            rollouts: the groups sampled for it, with their scores.
         """
 
     def evaluation(self, step: int, metrics: Mapping[str, float], evaluation: Evaluation) -> None:
-        """The held-out prompts have been sampled with the weights after `step` training steps."""
+        """Called after an evaluation of the weights after `step` training steps."""
 
     def exported(self, step: int, folder: Path, best: Best | None) -> None:
-        """The model after `step` training steps is in `folder`; `best` is the best export so far, if one is looked for."""
+        """Called when the model after `step` training steps is in `folder`; `best`: the best export so far, if the run selects one."""

@@ -1,4 +1,4 @@
-"""What failures cost a run over all its starts: seconds at resumes, seconds for saves, and the share of its time that counts."""
+"""Cost of failures over all starts of a run: seconds lost at resumes, seconds of saves, and goodput."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Mapping
 
 
 class LostTime:
-    """Rank 0's account. Its own state is part of every saved one, so that a run that is continued goes on counting."""
+    """Rank 0's account. It is part of every saved state, so that a continued run goes on counting."""
 
     def __init__(self, resumed: Mapping[str, float] | None = None, *, clock: Callable[[], float] = time.time) -> None:
         """
         Args:
             resumed: `state_dict` of the state that the run continues; None: a new run.
-            clock: seconds since a moment that is the same for all starts of the run.
+            clock: seconds since an epoch that all starts of the run share.
         """
         self._clock = clock
         self.began = resumed["began"] if resumed else clock()
         self.counted_s = resumed["counted_s"] if resumed else 0.0
-        """Seconds of the steps that belong to the run: those that were done again after a failure count once."""
+        """Seconds of the run's steps; steps repeated after a failure count once."""
         self.lost_s = resumed["lost_s"] if resumed else 0.0
-        """Seconds between the states that the run was continued from and the moments from which it went on."""
+        """Seconds from each state that the run was continued from to the moment when training went on."""
         self._saved_at = resumed["saved_at"] if resumed else None
         self._unsaved_since = self.began
         self._save_s = 0.0
 
     def begin(self) -> None:
-        """Training begins or goes on."""
+        """Record that training begins or goes on."""
         now = self._clock()
         if self._saved_at is not None:
             self.lost_s += max(0.0, now - self._saved_at)
@@ -34,12 +34,12 @@ class LostTime:
         self._unsaved_since = now
 
     def saved(self, seconds: float) -> None:
-        """A state has been taken, for which training stood still for `seconds`."""
+        """Record a saved state, which blocked training for `seconds`."""
         self._save_s += seconds
         self._unsaved_since = self._clock() - seconds
 
     def step(self, seconds: float) -> dict[str, float]:
-        """The metrics of a step that took `seconds`; docs/metrics.md says what each means."""
+        """Metrics of a step that took `seconds`, described in docs/metrics.md."""
         now = self._clock()
         self.counted_s += seconds
         metrics = {
@@ -52,7 +52,7 @@ class LostTime:
         return metrics
 
     def state_dict(self) -> dict[str, float]:
-        """In JSON, at the moment at which the state is taken."""
+        """Counters in JSON; call when the state is taken."""
         return {
             "began": self.began,
             "counted_s": self.counted_s,

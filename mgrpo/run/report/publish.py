@@ -32,15 +32,15 @@ NAMED = (
     "dataset_mixer_list",
     "dataset_mixer_eval_list",
 )
-"""Settings about which the card has sentences of its own."""
+"""Settings that the card describes in sentences of its own."""
 
 _log = logging.getLogger(__name__)
 
 
 def publish(config: Config, inputs: Inputs, result: TrainResult) -> None:
-    """Write the cards of the last and the best export, and upload one of them if that was asked for.
+    """Write the cards of the last and the best export, and upload one of them if requested.
 
-    Neither may end a run that has succeeded: an error is a warning.
+    Errors are warnings: the run has succeeded already.
     """
     for folder in {result.exported, result.best} - {None}:
         assert folder is not None
@@ -87,7 +87,7 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
 
 
 def _evaluation(lines: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """Metrics of the evaluation after a step; empty where there was none. One that no completion had is missing."""
+    """Metrics of the evaluation after a step, without those that no completion had; empty: no evaluation."""
     found = [line for line in lines if line.get("step") == step and "eval/scores" in line]
     last = found[-1] if found else {}
     return {name: value for name, value in last.items() if name.startswith("eval/") and value is not None}
@@ -102,7 +102,7 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _is_private(value: object) -> bool:
-    """Whether it names a place on this machine or in a network."""
+    """True if the value names a place on this machine or in a network."""
     texts = value if isinstance(value, tuple) else (value,)
     return any(isinstance(text, str) and re.match(r"[/~.]|.*(://|@)", text) for text in texts)
 

@@ -1,4 +1,4 @@
-"""Rank 0 reports: metrics, samples, progress and the report page. On the other ranks a no-op twin."""
+"""Rank 0's reports: metrics, samples, progress and the report page. Other ranks have a no-op twin."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 60.0
-"""The greatest age of report.html between evaluations."""
+"""Greatest age of report.html between evaluations, in seconds."""
 SHOWN_OF_EVALUATION = 64
-"""Completions of an evaluation that trackers are given; the folder has all."""
+"""Completions of an evaluation that are sent to trackers; the folder has all."""
 UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
-"""Seconds that trackers have to send what is left: at the end of a run, and of one that was stopped or has failed."""
+"""Seconds for trackers to send remaining data: at the end of a run, and after a stop or failure."""
 
 
 class Reporter:
@@ -63,16 +63,16 @@ class Reporter:
         listener: RunListener | None = None,
         start: Mapping[str, float] | None = None,
     ) -> None:
-        """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
+        """Open the files. Files of an earlier run are moved aside, so create it only once the run has started well.
 
         Args:
-            scale: the unit of rewards; None where functions decide.
+            scale: scale of the rewards; None: functions score.
             throughput: computes the learners' throughput; None for an evaluation alone.
             continued: the state that the run continues.
-            pieces: the text of single tokens; None: it is not written.
-            engines: gives the states of the run's engines.
-            listener: is told of the run.
-            start: seconds of the phases of the start, which are complete when the first step is.
+            pieces: the text of single tokens; None: not written.
+            engines: returns the states of the run's engines.
+            listener: callbacks of the run.
+            start: seconds of the start's phases, complete after the first step.
         """
         self.start = {} if start is None else start
         self.config, self.scale, self.throughput = config, scale, throughput
@@ -116,24 +116,24 @@ class Reporter:
         abandon(root, after=-1 if after is None else after)
         self.watch = AlertWatch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
-        """When the report is next brought up to date between evaluations."""
+        """Time of the report's next update between evaluations."""
         self._failure = ""
         self._has_ended = False
         write_status(self.output_dir, "running")
 
     @property
     def tracked(self) -> tuple[str, ...]:
-        """Lines that say where the trackers are."""
+        """Lines with the trackers' addresses."""
         return tuple(sink.where for sink in self.writer.sinks if sink.where)
 
     @property
     def failure(self) -> str:
-        """The reason why a file could not be written: the run should save its state and end. Empty: all could."""
+        """Reason why a file could not be written, after which the run should save its state and end; "": none."""
         return self._failure
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Keep the reason when a file cannot be written, instead of ending the run with steps that are not saved."""
+        """Keep the reason of a failed write, instead of ending the run with unsaved steps."""
         try:
             yield
         except OSError as err:
@@ -142,7 +142,7 @@ class Reporter:
 
     @property
     def wants_end(self) -> bool:
-        """Whether the listener wants the present step to be the last."""
+        """True if the listener ends the run after the present step."""
         return self.listener.wants_end
 
     def say(self, text: str) -> None:
@@ -150,19 +150,19 @@ class Reporter:
         self.progress.say(text)
 
     def begin(self, done: int) -> None:
-        """Training begins, after the `done` steps of the state that the run continues."""
+        """Report that training begins, after the `done` steps of the state that the run continues."""
         self.lost_time.begin()
         self.listener.begin(self.config, done=done)
 
     def saved(self, seconds: float) -> None:
-        """The run's state has been taken, for which training stood still for `seconds`."""
+        """Record a saved state, which blocked training for `seconds`."""
         self.lost_time.saved(seconds)
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
-        """One line of metrics for training step `step`; docs/metrics.md says what each means.
+        """Write the metrics of training step `step`, described in docs/metrics.md, and its samples.
 
         Args:
-            version: the weights' version after the step.
+            version: version of the weights after the step.
             clock: has the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
         rollouts = batch.rollouts
@@ -204,7 +204,7 @@ class Reporter:
         self.listener.step(step, metrics, rollouts)
 
     def _check_folder(self, step: int) -> None:
-        """Begin new files where those of the run were deleted or replaced, and say so at once."""
+        """Begin new files, with a warning, if those of the run were deleted or replaced."""
         if self.writer.reopen_if_gone():
             (self.output_dir / "config.yaml").write_text(self._settings)
             write_status(self.output_dir, "running")
@@ -233,11 +233,11 @@ class Reporter:
         when: str = "",
         before: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Metrics of the evaluation after training step `step`, which are written with its samples, and printed.
+        """Write the metrics and samples of the evaluation after training step `step`, print and return the metrics.
 
         Args:
-            policy_version: None for a model that no run is training.
-            when: in words, for the printed line; empty prints none.
+            policy_version: None: the model is not in training.
+            when: time of the evaluation in words, for the printed line; "": no line.
             before: metrics of the evaluation before training, to compare with.
         """
         assert evaluation is not None
@@ -264,7 +264,7 @@ class Reporter:
         return metrics
 
     def make_way(self, folder: Path) -> None:
-        """Rename an earlier run's export where this run's is to stand; one of this run, or of the run that it continues, is deleted."""
+        """Free the path of an export: rename an earlier run's, delete one of this run or of the run that it continues."""
         if self.continues or folder in self.own_exports:
             shutil.rmtree(folder, ignore_errors=True)
         else:
@@ -272,7 +272,7 @@ class Reporter:
         self.own_exports.add(folder)
 
     def exported(self, step: int) -> None:
-        """The model of training step `step`, which was evaluated if that was due, has been written."""
+        """Record the written export of training step `step`; its evaluation, if due, comes first."""
         folder = self.output_dir / "hf" / f"step_{step}"
         with self._writing():
             self.best.export(step)
@@ -282,22 +282,22 @@ class Reporter:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best export; None without `load_best_model_at_end`, or while there is none."""
+        """Step of the best export; None: no export yet, or no `load_best_model_at_end`."""
         return self.best.best.step if self.best.best else None
 
     def write_report(self) -> None:
-        """Bring report.html up to date; a failed report must not end the run."""
+        """Update report.html; a failed report must not end the run."""
         began = time.monotonic()
         try:
             write_report(self.output_dir)
         except Exception as err:
             _log.warning("no report: %s: %s", type(err).__name__, err)
         took = time.monotonic() - began
-        # It reads all metrics so far: a long run must not spend its time on it.
+        # A report reads all metrics so far: a long run must not spend its time on that.
         self.report_due = began + max(REPORT_EVERY_S, 100 * took)
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """The run is over: a summary on the terminal."""
+        """Close the files and print a summary at the end of the run."""
         with self._writing():
             for when, values in (("before", before), ("after", after)):
                 self.writer.summary({f"{when}/{name}": value for name, value in values.items()})
@@ -307,7 +307,7 @@ class Reporter:
         if self.best.best:
             self.say(f"best export: {self.best.best}")
         elif self.config.checkpoint.load_best_model_at_end:
-            self.say(f"no export is the best one: {self.config.checkpoint.metric_for_best_model} was never a number")
+            self.say(f"no export is the best one: {self.config.checkpoint.best_metric} was never a number")
 
     def _say_finished(self) -> None:
         with self._writing():
@@ -315,7 +315,7 @@ class Reporter:
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON: the number of lines written, the best export, the run's id, and the time that was lost."""
+        """In JSON: number of lines written, best export, the run's id, and lost time."""
         return {
             "num_lines": self.writer.num_lines,
             "best": self.best.state_dict(),
@@ -324,10 +324,10 @@ class Reporter:
         }
 
     def close(self, cause: str = "") -> None:
-        """Close the files with a last report, however the run ended, and give the terminal back.
+        """Close the files with a last report, however the run ended, and release the terminal.
 
         Args:
-            cause: why the run has failed; empty: it has not, or was asked to stop.
+            cause: reason of the run's failure; "": finished or stopped.
         """
         self.progress.close()
         with self._writing():
@@ -345,30 +345,30 @@ class SilentReporter:
 
     @property
     def tracked(self) -> tuple[str, ...]:
-        """Rank 0 knows them."""
+        """Empty: rank 0 has the trackers."""
         return ()
 
     @property
     def failure(self) -> str:
-        """Nothing is written."""
+        """Empty: nothing is written."""
         return ""
 
     @property
     def wants_end(self) -> bool:
-        """Rank 0 knows it."""
+        """Always False: rank 0 has the listener."""
         return False
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """No-op."""
 
     def begin(self, done: int) -> None:
-        """Nothing."""
+        """No-op."""
 
     def saved(self, seconds: float) -> None:
-        """Nothing."""
+        """No-op."""
 
     def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
-        """Nothing."""
+        """No-op."""
 
     def evaluation(
         self,
@@ -383,22 +383,22 @@ class SilentReporter:
         return {}
 
     def make_way(self, folder: Path) -> None:
-        """Nothing: rank 0 writes."""
+        """No-op: rank 0 writes."""
 
     def exported(self, step: int) -> None:
-        """Nothing."""
+        """No-op."""
 
     @property
     def best_step(self) -> int | None:
-        """Rank 0 knows it."""
+        """Always None: rank 0 has it."""
         return None
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Nothing."""
+        """No-op."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: rank 0 has it."""
+        """Empty: rank 0 has it."""
         return {}
 
     def close(self, cause: str = "") -> None:
-        """Nothing."""
+        """No-op."""

@@ -14,25 +14,25 @@ class TrainResult:
     output_dir: Path
     """The folder with everything that the run has written."""
     steps: int
-    """Training steps done, those before a resume included."""
+    """Training steps done, including those before a resume."""
     before: dict[str, float]
     """Metrics of the evaluation before training; empty without held-out data, and on ranks other than 0."""
     after: dict[str, float]
-    """The same after training."""
+    """Metrics of the evaluation after training."""
     exported: Path | None
     """The folder of the trained model in Hugging Face format; None with save_final=false."""
     best: Path | None = None
     """The folder of the export with the best evaluation, with `load_best_model_at_end`."""
     has_trained: bool = True
-    """Whether any step had a gradient; also true of a run that had no step to do."""
+    """True if any step had a gradient, or the run had no step to do."""
     tracked: tuple[str, ...] = ()
     """Lines with the addresses of its trackers."""
 
     def where(self, *, has_held_out: bool) -> list[str]:
-        """Lines that say where everything is, and how to evaluate the trained model.
+        """Lines with the places of all files, and the command that evaluates the trained model.
 
         Args:
-            has_held_out: whether the run's own config.yaml names held-out prompts.
+            has_held_out: True if the run's own config.yaml names held-out prompts.
         """
         out = self.output_dir
         lines = [
@@ -51,7 +51,7 @@ class TrainResult:
 
 
 class NothingTrained(RuntimeError):
-    """A run has done all of its steps, and none of them changed the weights."""
+    """None of a run's steps changed the weights."""
 
     def __init__(self, result: TrainResult) -> None:
         super().__init__(
@@ -59,11 +59,11 @@ class NothingTrained(RuntimeError):
             f"{result.output_dir}/report.html say why"
         )
         self.result = result
-        """The outcome of the run all the same."""
+        """The outcome of the run."""
 
 
 def step_of(export: Path) -> int:
-    """The training steps after which it was written."""
+    """Number of training steps before an export."""
     return int(export.name.removeprefix("step_"))
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a training step, from what rank 0 knows of its batch, what was learned, and the clock."""
+"""Metrics of a training step from rank 0's batch, the learners' results and the clock."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def step_metrics(
     scale: RewardScale | None,
     throughput: Throughput | None,
 ) -> dict[str, float | list[int]]:
-    """The metrics by name; docs/metrics.md says what each means.
+    """Metrics of a step by name, described in docs/metrics.md.
 
     Args:
-        version: the weights' version after the step.
+        version: version of the weights after the step.
         clock: has the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         scale, throughput: as for `Reporter`.
     """
@@ -89,7 +89,7 @@ def step_metrics(
 
 
 def asynchrony(config: Config, batch: Batch, clock: Clock) -> dict[str, float]:
-    """The age of the groups, and the waits of learners and engines; empty where all tokens are of the weights that train."""
+    """Age of the groups, and waits of learners and engines; empty if `max_age` is 0."""
     rollouts, seconds = batch.rollouts, clock.seconds
     if rollouts is None or not config.max_age:
         return {}

@@ -10,10 +10,10 @@ from mgrpo.types import PackLengths
 
 
 class Throughput:
-    """Computes the figures on rank 0, which knows the packs of all learners.
+    """Throughput of the learners, computed on rank 0 from all packs.
 
     Args:
-        device_name: this rank's GPU, as CUDA names it; None on a CPU. All learners are taken to have the same.
+        device_name: CUDA's name of this rank's GPU, assumed equal for all learners; None on a CPU.
     """
 
     def __init__(self, config: Config, shape: ModelShape, *, num_learners: int, device_name: str | None) -> None:
@@ -21,16 +21,16 @@ class Throughput:
         self.passes = passes_of(config)
         gpu = gpu_of(device_name) if device_name else None
         self.peak_flops = gpu and gpu.tflops * 1e12
-        """FLOPs of one GPU per second; None where they are not known."""
+        """FLOPs of one GPU per second; None: unknown."""
 
     def metrics(self, packs: PackLengths, train_s: float) -> dict[str, float]:
         """Figures of a step whose training took `train_s` seconds.
 
-        MFU is that of PaLM (arXiv:2204.02311, appendix B), for all passes of the step: operations that recomputation
-        repeats do not count, attention counts the keys that a token sees.
+        MFU as in PaLM (arXiv:2204.02311, appendix B), for all passes of the step: recomputed operations do not count, and attention
+        counts the keys that a token attends to.
 
         Args:
-            packs: those of one pass over the batch, of all mini-batches and data-parallel ranks.
+            packs: packs of one pass over the batch, of all mini-batches and data-parallel ranks.
         """
         learner_s = train_s * self.num_learners
         found = {"time/learner_tokens_per_second_per_gpu": packs.tokens / learner_s}

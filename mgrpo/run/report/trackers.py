@@ -1,4 +1,4 @@
-"""The trackers of a run: whether they can be used, checked before anything is started, and the sinks that write to them."""
+"""Trackers of a run: checks before the start that they can be used, and the sinks that write to them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROBLEM: dict[str, Callable[[], str | None]] = {"wandb": wandb.problem, "trackio
 
 
 def tracker_problems(config: Config) -> Iterator[str]:
-    """Sentences about trackers that are asked for by name and cannot be used."""
+    """Problems with trackers that `report_to` names."""
     for name, problem in PROBLEM.items():
         if name in config.tracking.report_to and (why := problem()):
             yield f"report_to={name}: {why}, or leave {name} out of report_to"
 
 
 def new_run_id() -> str:
-    """A run's name with trackers that tell runs apart; it stays the same when the run is continued."""
+    """A run's unique id for trackers; a continued run keeps it."""
     return secrets.token_hex(4)
 
 
@@ -43,13 +43,13 @@ def opened(
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Iterator[Sink]:
-    """The sinks of `report_to`, none of which is waited for.
+    """The sinks of `report_to`; none of them blocks.
 
     Args:
         settings: the configuration as text.
         resumed_after: the step after which the run is continued; None: a new run.
-        say: called with where to look.
-        warn: called with why the run goes on without one of them.
+        say: called with each tracker's address.
+        warn: called with the reason when the run goes on without a tracker.
     """
     own, folder = config.tracking, Path(config.experiment.output_dir)
     is_asked = own.asks_for
@@ -74,13 +74,13 @@ def opened(
         "trackio": {"folder": str(folder / "trackio"), "is_continued": resumed_after is not None},
     }
     for name in TRACKERS:
-        # What is asked for by name has been checked.
+        # Trackers that `report_to` names have been checked.
         if name in options and (name in own.report_to or (EVERY in own.report_to and not PROBLEM[name]())):
             yield Tracker(name, common | options[name], say=say, warn=warn)
 
 
 def _values(config: Config) -> dict[str, object]:
-    """Every setting by name, and what follows from them."""
+    """Every setting by name, and values derived from them."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in flat(config).items()}
     return {
         **values,

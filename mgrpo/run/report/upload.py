@@ -21,7 +21,7 @@ from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.ranks.process import users_environment
 
 CARDS = (CARD, CURVE)
-"""Written when the run is over; until then an export has the card of the model that it was trained from."""
+"""Files written at the end of the run; until then an export has the card of the source model."""
 FILES = (
     *(name for name in MODEL_FILES if name not in CARDS),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
@@ -29,29 +29,29 @@ FILES = (
 """Files of an export that go to the Hub. Others beside a model may be the user's own."""
 ATTEMPTS = 3
 REFUSED = (400, 401, 403, 404)
-"""Answers that another attempt does not change."""
+"""HTTP status codes that are not retried."""
 
 
 class Uploads:
     """The uploads of one run, on rank 0. Failures are warnings."""
 
     current: ClassVar[subprocess.Popen[str] | None] = None
-    """The upload that is under way, of all runs of this process: the next one must not overtake it."""
+    """The upload under way, of all runs of this process: the next one must not overtake it."""
     folder: ClassVar[Path]
     """The folder of that upload."""
 
     def __init__(self, config: Config, *, pause_s: float = 5.0) -> None:
-        """`pause_s` is the pause after the first failed attempt, four times as long after the second."""
+        """`pause_s`: seconds of the pause after the first failed attempt, four times as long after the second."""
         self.settings, self.run_name = config.hub, config.experiment.run_name
         self.pause_s = pause_s
 
     @property
     def repository(self) -> str:
-        """The name on the Hub, perhaps without its owner."""
+        """Name on the Hub, possibly without its owner."""
         return self.settings.hub_model_id or self.run_name
 
     def saved(self, folder: Path, step: int) -> None:
-        """An export during the run has been written: begin to upload it, unless the one before is still under way."""
+        """Begin to upload an export of the running training, unless the last upload is still under way."""
         if not self.settings.push_to_hub or self.settings.hub_strategy != "every_save" or not has_token():
             return
         if self.current is None or self.current.poll() is not None:
@@ -59,7 +59,7 @@ class Uploads:
             self._start(folder, f"Training step {step}", FILES)
 
     def finish(self, folder: Path, step: int, *, message: str | None = None) -> None:
-        """The run is over: upload the trained model, and wait for it."""
+        """Upload the trained model at the end of the run, and wait for it."""
         if not self.settings.push_to_hub or not has_token():
             return
         self.wait()
@@ -69,7 +69,7 @@ class Uploads:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until the upload that is under way has succeeded or failed."""
+        """Wait until the upload under way has succeeded or failed."""
         if self.current is not None:
             try:
                 self.current.wait()
@@ -99,7 +99,7 @@ class Uploads:
         )
 
     def _tell(self) -> None:
-        """Print the result of the last upload, which has ended."""
+        """Print the result of the last upload, which must have ended."""
         if self.current is None:
             return
         out, err = self.current.communicate()
@@ -116,14 +116,14 @@ class Uploads:
 
 
 def has_token() -> bool:
-    """Whether this machine has a token of the Hub."""
+    """True if this machine has a token of the Hub."""
     from huggingface_hub import get_token
 
     return get_token() is not None
 
 
 def token_problems(config: Config) -> Iterator[str]:
-    """A sentence where the user asks for an upload that cannot be. A preset that asks gets `token_warning` instead."""
+    """Problem of an upload that the user requests without a token. A preset's request gets `token_warning` instead."""
     by_preset = config.provenance.sources.get("push_to_hub", "").startswith("preset ")
     if token_warning(config) and not by_preset:
         yield (
@@ -133,7 +133,7 @@ def token_problems(config: Config) -> Iterator[str]:
 
 
 def token_warning(config: Config) -> str | None:
-    """A sentence that nothing will be uploaded, though it was asked for; None otherwise."""
+    """Warning that a requested upload will not happen for lack of a token; None: no problem."""
     if not config.hub.push_to_hub or has_token():
         return None
     return "push_to_hub=true, but there is no token, so nothing will be uploaded; log in with hf auth login, or set HF_TOKEN"
@@ -142,7 +142,7 @@ def token_warning(config: Config) -> str | None:
 def upload(
     folder: str, repository: str, *, revision: str | None, private: bool, message: str, files: Sequence[str]
 ) -> str:
-    """Make the repository and the branch if they are not there, and commit files of the folder; the address."""
+    """Create the repository and the branch if missing, commit files of the folder, and return the commit's address."""
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="mgrpo")
@@ -155,7 +155,7 @@ def upload(
         revision=revision,
         commit_message=message,
         allow_patterns=[*files],
-        # Of an upload before, which may have had other files.
+        # Files of an earlier upload, which may have other names.
         delete_patterns=["*.safetensors", "*.safetensors.index.json"],
     )
     return str(commit.commit_url)

@@ -46,21 +46,21 @@ def make_trainer(
     loss: LossFunction | None = None,
     listener: RunListener | None = None,
 ) -> Trainer:
-    """A trainer whose engines have the policy's weights. Collective over all learners.
+    """Build a trainer whose engines have the policy's weights. Collective over all learners.
 
     Args:
-        started: on rank 0.
-        host: the address at which other learners reach this machine.
-        continued: the state that the run continues; rank 0's counts.
+        started: the sampling half, on rank 0.
+        host: address of this machine for other learners.
+        continued: the state that the run continues; rank 0's is used.
         loss: in place of the configuration's `policy_loss`.
-        listener: is told of the run on rank 0.
+        listener: callbacks on rank 0.
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
     shape = shape_of(read_hf_config(config.model_path))
     states = States(config, lead, host_group, host=host)
     checkpoint = states.open(continued.path if continued else None, shape)
-    # With resume=intact that may be an earlier one.
+    # It may be an earlier one, see `States.open`.
     continued = Continued.of(checkpoint) if checkpoint else None
     if config.engine.shares_gpus:
         # An engine refuses to start on a GPU that is not nearly empty, and both at once may not fit.
@@ -134,7 +134,7 @@ def make_trainer(
 
 
 def _check_weights(config: Config, group: dist.ProcessGroup) -> None:
-    """Compare the weights with the checksums beside them, if there are any: each machine its own files, each rank its share.
+    """Compare the weights with the checksums beside them, if any: each machine its own files, each rank its share.
 
     Raises:
         ConfigError: on all ranks, when any has changed.
@@ -159,7 +159,7 @@ def _facts(learner: Learner, weights: EngineWeights) -> Iterator[str]:
 
 
 def _has_held_out(started: Started | None) -> bool:
-    """Rank 0: whether there are prompts to evaluate with."""
+    """Rank 0: True if there are prompts to evaluate with."""
     assert started is not None, "rank 0 has the inputs"
     return started.inputs.evaluates and len(started.inputs.held_out) > 0
 

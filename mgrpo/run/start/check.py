@@ -41,7 +41,7 @@ from mgrpo.run.report.trackers import tracker_problems
 from mgrpo.run.report.upload import token_problems, token_warning
 
 if TYPE_CHECKING:
-    from mgrpo.algo import LossFunction
+    from mgrpo.algo import AdvantageFunction, LossFunction
 
 
 def check_run(
@@ -53,13 +53,14 @@ def check_run(
     dataset: Iterable[Mapping] | None,
     eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None,
     loss: LossFunction | None,
+    advantage_fn: AdvantageFunction | None = None,
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
 
     Args:
         continued, about_state: rank 0's result of `look_for_state`.
     Returns:
-        On rank 0 the configuration with its length, which the other ranks do not know if it follows from the data.
+        The configuration, on rank 0 with its length, which other ranks lack if it follows from the data.
     Raises:
         ConfigError: every problem at once.
     """
@@ -86,7 +87,9 @@ def check_run(
         if problems:
             raise ConfigError(problems)
         return config, None
-    # What follows from several settings can be worked out only if each is sound.
+    advantage_fn, found = _advantages(config, advantage_fn)
+    problems += found
+    # Derived settings can be computed only if each setting is sound.
     is_sound = not problems
     inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
     problems += [problem for problem in found if problem not in problems]
@@ -94,8 +97,8 @@ def check_run(
     problems += [*tracker_problems(config), *token_problems(config)]
     if hf_config:
         problems += file_problems(config, shape)
-        # A tokenizer takes seconds to import, and a misspelt name should take none; transformers knows models that cannot be
-        # built here, and says much about their config.json.
+        # Importing a tokenizer takes seconds, which a misspelt name should not; and transformers prints much about config.json of
+        # models that cannot be built here.
         if shape is not None and not config.provenance.problems:
             inputs = with_prompts(config, inputs, hf_config, problems)
             if config.distillation.loaded_teachers and os.path.isdir(config.tokenizer_path):
@@ -113,6 +116,7 @@ def check_run(
     if problems:
         raise ConfigError(problems)
     assert inputs is not None and shape is not None, "there would be problems with them"
+    inputs = replace(inputs, advantage_fn=advantage_fn)
     for sentence in (
         *config.notes,
         *warnings(config, world_size=world_size(), hf_config=hf_config, num_reward_funcs=len(functions)),
@@ -128,7 +132,7 @@ def check_run(
 
 
 def _model(config: Config) -> tuple[HfConfig | None, ModelShape | None, list[str]]:
-    """The model's config.json and its shape, None where they cannot be read; what keeps this machine from training it."""
+    """The model's config.json and its shape, None if unreadable; and problems with training it on this machine."""
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
@@ -165,7 +169,7 @@ def _counted(config: Config, inputs: Inputs | None) -> Config:
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """Sentences about the model's weights, and the files that an export copies. The weights' values are compared when they load.
+    """Problems of the model's weight files, and of files that an export copies. The weights' values are checked when they load.
 
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
@@ -190,7 +194,7 @@ def _left_out_notes(config: Config, shape: ModelShape) -> list[str]:
 
 
 def changed_files(config: Config, *, of_weights: bool, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Sentences about files that are not those that an export wrote; see `sum_problems`. No weights are loaded from the tokenizer's folder."""
+    """Problems of files that differ from those of an export; see `sum_problems`. No weights are loaded from the tokenizer's folder."""
     adapter = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
     settings: dict[str | None, str] = dict.fromkeys(
         map(config.teacher_path, config.distillation.loaded_teachers), TEACHERS
@@ -221,7 +225,7 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
 def _about(
     continued: Continued, config: Config, shape: ModelShape | None, inputs: Inputs | None
 ) -> tuple[list[str], list[str]]:
-    """The problems of the state that the run continues, and remarks about it for the user."""
+    """Problems of the state that the run continues, and notes on it for the user."""
     problems = resume_problems(
         config,
         continued,
@@ -233,7 +237,7 @@ def _about(
 
 
 def _base(config: Config, shape: ModelShape) -> str | None:
-    """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
+    """Fingerprint of the weights that adapters belong to; None: unreadable, which is reported elsewhere."""
     prepare_environment(config)
     from mgrpo.model_io.model_reader import fingerprint, model_reader
 
@@ -244,10 +248,26 @@ def _base(config: Config, shape: ModelShape) -> str | None:
 
 
 def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
-    """Sentences about a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
+    """Problems of the user's own loss, whose module imports torch; checking a named loss does not need that."""
     if loss is None and not config.loss.is_own_function:
         return []
     prepare_environment(config)
     from mgrpo.algo import loss_problems
 
     return loss_problems(config.loss, loss)
+
+
+def _advantages(config: Config, function: AdvantageFunction | None) -> tuple[AdvantageFunction | None, list[str]]:
+    """The user's own estimator (None: a named one), and problems with it. Named ones need no import of torch."""
+    if not config.algorithm.is_own_estimator:
+        return None, []
+    prepare_environment(config)
+    from mgrpo.algo import check_advantages, load_advantages
+
+    try:
+        if function is None:
+            return load_advantages(config.algorithm), []
+        check_advantages(function)
+    except ValueError as err:
+        return None, [str(err)]
+    return function, []

@@ -1,7 +1,7 @@
 """The start and the end of a run.
 
-Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
-engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
+All checks come first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the engines, because they take
+longest; then Megatron is imported. This module imports none of them at its top.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import counts_of, same_counts
+from mgrpo.config.user_functions import short_name
 from mgrpo.moving.config_doors import as_config, with_tools
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.processes.user_code import UserCodeError
@@ -53,12 +54,12 @@ from mgrpo.run.start.check import check_run
 from mgrpo.telemetry.progress import StartUp
 
 OTHER_CAUSE_S = 3.0
-"""How long an error that another rank may have caused waits for that rank's own."""
+"""Seconds that an error which another rank may have caused waits for that rank's own error."""
 _NUMBERS = itertools.count()
-"""The numbers of the runs of this process, which may share torchrun's store."""
+"""Numbers of the runs of this process, which may share torchrun's store."""
 
 if TYPE_CHECKING:
-    from mgrpo.algo import LossFunction
+    from mgrpo.algo import AdvantageFunction, LossFunction
     from mgrpo.run.inputs.reading import Inputs
     from mgrpo.run.produce.production import Started
     from mgrpo.run.report.listener import RunListener
@@ -72,6 +73,7 @@ def train(
     dataset: Iterable[Mapping] | None = None,
     eval_dataset: Iterable[Mapping] | Mapping[str, Iterable[Mapping]] | None = None,
     loss: LossFunction | None = None,
+    advantage_fn: AdvantageFunction | None = None,
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
     rollout_func: Callable | None = None,
@@ -87,21 +89,22 @@ def train(
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
         eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`; or several such sets by name.
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
+        advantage_fn: called on rank 0 in place of the configuration's `advantage_normalization_type`, see
+            `mgrpo.algo.AdvantageFunction`.
         tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
             import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
         environment_factory: as the setting of this name, also such classes and functions.
         rollout_func: as the setting of this name, also such a function.
-        listener: is told on rank 0 what the run does, and may end it.
+        listener: callbacks on rank 0, which may also end the run.
     Returns:
-        What the run has reached, and where its files are; None with `cache_dataset_only`, which ends when the data are
-        prepared.
+        Metrics and files of the run; None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
-        UserCodeError: a reward function failed; a note says in which line.
+        UserCodeError: a reward function failed; a note names the line.
         NothingTrained: when everything has been written, if no step changed the weights.
     """
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
-    config, continued, about_state = _found(with_tools(as_config(config), own))
+    config, continued, about_state = _found(_with_estimator(with_tools(as_config(config), own), advantage_fn))
     config, inputs = check_run(
         config,
         continued=continued,
@@ -110,6 +113,7 @@ def train(
         dataset=dataset,
         eval_dataset=eval_dataset,
         loss=loss,
+        advantage_fn=advantage_fn,
     )
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
@@ -117,7 +121,7 @@ def train(
     try:
         result = _start(config, inputs, continued, loss, listener)
     except UserCodeError as err:
-        # The frames between this call and the user's code say nothing to its author.
+        # The frames between this call and the user's code do not help its author.
         raise err.with_traceback(None) from None
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
@@ -131,7 +135,7 @@ def train(
 
 
 def try_out(config: Config) -> None:
-    """A run of one step into a folder that is deleted, to find problems before a real run. Every rank must call it.
+    """Run one step into a folder that is deleted, to find problems before a real run. Every rank must call it.
 
     All data are read and checked; there is no evaluation.
     """
@@ -154,13 +158,13 @@ def try_out(config: Config) -> None:
 
 
 def _found(config: Config) -> tuple[Config, Continued | None, str]:
-    """`config` with the folders of what it names on the Hub; the state that the run continues, or what is wrong with it.
+    """`config` with the folders of the models that it names on the Hub; the state that the run continues, or its problem.
 
-    Of the other ranks only those that need its commits look for it; rank 0's counts.
+    Other ranks look for the state only if they need its commits; rank 0's is used.
     """
     continued, about_state = None, ""
     if rank() == 0 or names_some(config):
-        # A run that is about to end there may save one more state. What is wrong with the folders is checked later.
+        # A run that is about to end there may save one more state. Problems of the folders are reported later.
         with suppress(ValueError, OSError):
             for folder in owned_folders(config) if rank() == 0 and config.checkpoint.resume != "never" else ():
                 in_use(folder)
@@ -168,8 +172,20 @@ def _found(config: Config) -> tuple[Config, Continued | None, str]:
     return located(config, continued), continued, about_state
 
 
+def _with_estimator(config: Config, function: AdvantageFunction | None) -> Config:
+    """`config`, which names the function as the source of its advantages; it is not imported by that name."""
+    if function is None:
+        return config
+    # An object without a name of its own, such as a partial function, has another representation in every process.
+    own = function if hasattr(function, "__qualname__") else type(function)
+    name = f"{own.__module__}:{short_name(own)}"
+    return dataclasses.replace(
+        config, algorithm=dataclasses.replace(config.algorithm, advantage_normalization_type=name)
+    )
+
+
 def _show_data(config: Config, inputs: Inputs | None) -> None:
-    """Print where the tokenized data are kept, and statistics."""
+    """Print the folders and statistics of the tokenized data."""
     if inputs is None or inputs.prompts is None:
         return
     from mgrpo.data.statistics import statistics_lines
@@ -180,12 +196,12 @@ def _show_data(config: Config, inputs: Inputs | None) -> None:
 
 
 class StopRequest:
-    """SIGTERM on rank 0: the run ends when its state is saved; immediately on a second signal, or before training has begun."""
+    """SIGTERM on rank 0: end the run once its state is saved; at once on a second signal, or before training has begun."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.is_polled = False
-        """Whether there is a trainer that polls `event`."""
+        """True once a trainer polls `event`."""
 
     def on_signal(self, number: int, frame: object) -> None:
         """The signal handler."""
@@ -235,7 +251,7 @@ def _run_with_engines(
         leave = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
 
         def lost(reason: str) -> None:
-            """End at once: nothing more may be written to the folder."""
+            """End the process at once: nothing more may be written to the folder."""
             watch.leave(is_failing=True)
             ending.leave(reason)
 
@@ -261,12 +277,12 @@ def _run_with_engines(
 
 
 def _startup() -> StartUp:
-    """A start that began with this process, where that is the run's own."""
+    """Start-up clock, from the start of this process if the run owns it."""
     return StartUp(began=time.monotonic() - process_age_s()) if has_launcher() else StartUp()
 
 
 def _meet(config: Config, watch: Liveness) -> str:
-    """Form the process group of all ranks, who watch each other from here on; where others reach this machine."""
+    """Form the process group of all ranks and start their heartbeats; returns this machine's address for other ranks."""
     from torch.distributed import DistError, PrefixStore
 
     from mgrpo.parallel import backend
@@ -292,7 +308,7 @@ def _meet(config: Config, watch: Liveness) -> str:
 
 
 def _compare_commits(config: Config, store: Store) -> None:
-    """Machines ask the Hub one after the other, and a branch may move in between."""
+    """Raise RuntimeError if machines resolved a model to different commits: a branch may move between their requests."""
     own = origin(config)["commits"]
     if rank() == 0:
         store.set("commits", json.dumps(own))
@@ -370,7 +386,7 @@ def _run(
 
 
 def _check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs would serve engines, and on GPUs of which engines would not know."""
+    """Refuse learners on the CPU if engines would use this machine's GPUs, and learners on GPUs that engines would not find."""
     from mgrpo.parallel import backend
 
     gpus = serving_gpus()
@@ -390,5 +406,5 @@ def _check_gpus() -> None:
 
 
 def _may_follow_from_another(err: BaseException) -> bool:
-    """Whether another rank may have the cause: rank 0 reports what all ranks find, and not what a collective says."""
+    """True if another rank may have the cause: on any rank but 0, and on rank 0 for errors of collectives."""
     return rank() != 0 or any(name in str(err) for name in ("gloo", "NCCL"))

@@ -1,8 +1,8 @@
 """The weight sync as one object: transfer groups, then a version of the weights after every `weight_sync_steps` steps.
 
-Rank 0 decides which engines take part, and tells all learners before each sync: no learner waits for an engine that another one has
-dropped. An engine that was started again joins with a group of its own, and gets its weights like all others. Where there are
-many engines, some send on what they receive (`mgrpo.sync.sending.seating`); those below an engine that fails are served without it.
+Rank 0 decides which engines take part and broadcasts that before each sync, so that no learner waits for an engine that another one
+has dropped. A restarted engine joins with a group of its own and gets its weights like all others. With many engines some forward
+the weights (`mgrpo.sync.sending.seating`); the same sync then serves engines below one that fails.
 
 weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
 weights.connect()
@@ -37,7 +37,7 @@ from mgrpo.sync.plan import ReshardPlan
 from mgrpo.sync.sending.seating import Apart, Link, Seating
 
 TURNS: tuple[Apart | None, ...] = (None, "tree", "direct")
-"""Of a sync: in each, engines are served that those above them have not served in the one before."""
+"""Passes of one sync: later passes serve engines whose upstream failed, in a tree of their own and then one by one."""
 
 
 class EngineWeights:
@@ -59,7 +59,7 @@ class EngineWeights:
         Args:
             fleet: the engines, on rank 0.
             host_group: gloo group of all learners.
-            host: the address at which the other learners reach this machine.
+            host: address of this machine for the other learners.
         """
         self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
         self.lead, self._fleet, self.host_group = lead, fleet, host_group
@@ -67,22 +67,22 @@ class EngineWeights:
         self.present: tuple[int, int] | None = None
         """The version of the policy's weights, and the training step that is sampled next."""
         self.version: int | None = None
-        """The version that engines have, except for those that have been started since it was sent: these have a newer one."""
+        """Version that was last sent to all engines; engines started since then have a newer one."""
         self.num_served = 0
-        """Engines that have got weights in the last `send` or `keep`."""
+        """Number of engines that received weights in the last `send` or `keep`."""
         self.seating = Seating()
-        """On rank 0 the engines' places."""
+        """The engines' places in the broadcast trees, on rank 0."""
         self.heads: dict[int, int] = {}
-        """The engines that learners send to in this sync, each with its seat."""
+        """Engines that learners send to in this sync, with their seats."""
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that the last `send` or `keep` has moved."""
+        """Bytes moved by the last `send` or `keep`."""
         return self.plan.bytes_moved // self.plan.engines * self.num_served if self.num_served else 0
 
     @property
     def plan(self) -> ReshardPlan:
-        """The transfers of each sync; there is a plan once the engines are connected."""
+        """The transfers of each sync; available after `connect`."""
         return self.sender.plan
 
     @property
@@ -92,10 +92,10 @@ class EngineWeights:
         return self._fleet
 
     def connect(self) -> None:
-        """Plan the sync, and form the transfer groups.
+        """Plan the sync and form the transfer groups.
 
         Raises:
-            RuntimeError: no engine has joined: each has failed, or needed more than `weight_sync_timeout` seconds.
+            RuntimeError: no engine has joined within `weight_sync_timeout` seconds.
         """
         settings = self.settings
         # Rank 0 keeps the store that it serves.
@@ -131,15 +131,15 @@ class EngineWeights:
 
     @record_function("mgrpo: weight sync")
     def send(self, version: int, *, step: int, check: bool = False) -> None:
-        """Give every engine the present weights as `version`, and the random stream of training step `step`.
+        """Send every engine the present weights as `version`, and the random stream of training step `step`.
 
-        Waits for engines that are starting if too few are there. An engine that fails is lost, and the others get theirs.
+        Waits for starting engines if too few are ready. An engine that fails is lost; the others still get the weights.
 
         Args:
-            check: prove by digests of every tensor that the engines hold exactly these weights.
+            check: compare digests of every tensor with those of the engines.
         Raises:
-            RuntimeError: a digest differs, it names engine, worker and tensors; or too few engines are left.
-            Stopped: the run was asked to end while it waited for engines.
+            RuntimeError: a digest differs (names engine, worker and tensors), or too few engines are left.
+            Stopped: the run was stopped while it waited for engines.
         """
         self.present, self.version = (version, step), version
         # A run that is asked to end finishes the step that it is in, and only stops waiting.
@@ -148,22 +148,22 @@ class EngineWeights:
         self._sync(self._begin(), check=check)
 
     def wants_rejoin(self) -> bool:
-        """Whether engines that have been started since the last sync need its weights. Rank 0 only."""
+        """True if engines that were started since the last sync need its weights. Rank 0 only."""
         # Learners that have released their memory have no weights to send.
         return not self.settings.takes_turns and self.fleet.needs_sync
 
     def rejoin(self) -> None:
-        """Give the policy's weights to engines that have been started since the last sync."""
+        """Send the policy's weights to engines that were started since the last sync."""
         if self.present is not None:
             self._sync(self._begin(only_stale=True), apart="tree")
 
     def keep(self, version: int, *, step: int, reseed: bool) -> None:
-        """Leave the engines the weights that they have, and give those that have been started since the present ones.
+        """Send the present weights only to engines that were started since the last sync.
 
         Args:
-            version: that of the policy's weights.
-            step: the training step that is sampled next.
-            reseed: begin its random stream, which takes engines that are paused.
+            version: version of the policy's weights.
+            step: training step that is sampled next.
+            reseed: begin its random stream; the engines must be paused.
         """
         self.present, self.num_served = (version, step), 0
         if reseed:
@@ -172,11 +172,11 @@ class EngineWeights:
             self._sync(stale, apart="tree")
 
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
-        """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
+        """Engines that take part, each with its generation, as rank 0 broadcasts them."""
         return dict(self.lead.share(lambda: [*self.fleet.begin_sync(only_stale=only_stale).items()]))
 
     def _join(self, members: Mapping[int, int], apart: Apart | None = None) -> bool:
-        """Form the transfer groups that are missing, see `Seating.arrange`; whether there are any."""
+        """Form the missing transfer groups, see `Seating.arrange`; returns True if there were any."""
 
         def arranged() -> tuple[list[int], list[tuple[int, int]]]:
             return self.seating.arrange(members, apart=apart), [*self.seating.heads().items()]
@@ -208,7 +208,7 @@ class EngineWeights:
         return answer
 
     def _announce(self, seat: Link, answer: Future[None]) -> None:
-        """Rank 0: end the wait of learners and of other engines for one that has failed."""
+        """Rank 0: end the waits of learners and of other engines for a failed engine."""
         if (err := answer.exception()) is not None:
             announce_failure(
                 self.sender.store, seat, f"engine {seat[0]} could not join the weight-transfer group: {err}"
@@ -247,8 +247,7 @@ class EngineWeights:
         return self.fleet.receive_weights(self.fleet.seated(members), version, check=check, step=step)
 
     def _outcome(self, answered: Sequence[int], version: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """Rank 0: of the engines that are well, those that have got their weights, each with its seat, and those that have not
-        because of one above them."""
+        """Rank 0: engines that received the weights, with their seats; and engines whose upstream failed."""
         seats = {engine: self.seating.seats[engine] for engine in answered}
         keys = {n: unserved_key(n, seat.number, version) for n, seat in seats.items() if seat.upstream}
         unserved = [engine for engine, key in keys.items() if self.sender.store.check([key])]
@@ -261,7 +260,7 @@ class EngineWeights:
         return [(engine, seat.number) for engine, seat in seats.items() if engine not in unserved], unserved
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:
-        """Rank 0: the key-value server in which learners and engines meet, and where it is."""
+        """Rank 0: the key-value server of learners and engines, with its host and port."""
         host = self.fleet.meeting_host or self.host
         store, port = open_store(host, self.settings.weight_sync_timeout)
         return store, host, port
@@ -273,10 +272,10 @@ class EngineWeights:
     def _together(
         self, engines_part: Callable[[], Calls], own_part: Callable[[], dict[int, str]], *, what: str
     ) -> tuple[Calls | None, list[int] | None]:
-        """Both ends of a transfer at once; on rank 0 what engines were asked, and which of them have done it.
+        """Run both ends of a transfer at once; returns, on rank 0, the calls of the engines and the engines that succeeded.
 
         Args:
-            own_part: the learners' end; why it has failed, by engine. An engine that any of them could not reach is lost for all.
+            own_part: the learners' end; returns reasons of failure, by engine. An engine that one learner cannot reach is lost for all.
         """
         calls = self.lead.call(engines_part)
         # Ranks that have less to do must not wait for rank 0's messages, of which it sends none until it is done itself.

@@ -1,4 +1,4 @@
-"""Whether the weights of the models that learners hold are numbers to compute with."""
+"""Checks that the weights of the learners' models are finite."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mgrpo.policy.policy import Policy
 
 
 def not_finite(model: Policy, group: dist.ProcessGroup) -> list[str]:
-    """HF tensors that hold a value that is not finite, on any rank, see `Policy.not_finite`. All ranks of `group` must call."""
+    """HF tensors with a value that is not finite on any rank, see `Policy.not_finite`. All ranks of `group` must call."""
     return sorted({name for names in gather_json(model.not_finite(), group) for name in names})
 
 
 def check_loaded(model: Policy, place: str, group: dist.ProcessGroup) -> None:
-    """Raise ConfigError on all ranks of `group`, which must call, where the weights that were loaded from `place` are not finite."""
+    """Raise ConfigError on all ranks of `group`, which must call, if the weights loaded from `place` are not finite."""
     if names := not_finite(model, group):
         raise ConfigError(
             [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
@@ -25,5 +25,5 @@ def check_loaded(model: Policy, place: str, group: dist.ProcessGroup) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of the tensors, and how many there are: the beginning of a sentence."""
+    """The beginning of a sentence: the first tensor and the number of the others."""
     return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"

@@ -1,4 +1,4 @@
-"""Learners and engines on the same devices: which of them have the memory, in turns."""
+"""Turns of learners and engines that share devices: only one of them holds the memory at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgrpo.run.train.learner import Learner
 
 
 class GpuTurns:
-    """Every rank makes one, in the learners' turn, and makes the same calls; all are collective."""
+    """Memory turns of learners and engines. Every rank makes one, in the learners' turn; all methods are collective."""
 
     def __init__(self, learner: Learner, lead: Lead, fleet: Fleet | None) -> None:
         """
@@ -23,24 +23,24 @@ class GpuTurns:
         self.is_learners = True
 
     def learners(self) -> None:
-        """The engines release their memory and keep what they have begun; then the learners take theirs again."""
+        """Give the memory to the learners: the engines release theirs and keep their requests, then the learners restore theirs."""
         if not self.is_learners:
             self.lead.run(self._sleep)
             self._take_room()
             self.is_learners = True
 
     def engines(self, send: Callable[[], None]) -> None:
-        """The learners release their memory; in between, `send` wakes the engines' weights and gives them the policy's.
+        """Give the memory to the engines; meanwhile `send` wakes the engines' weights and sends the policy's.
 
-        What a sync does not read goes before it, so that the device never holds both halves whole; the engines take memory for
-        their cache when they sample.
+        Tensors that a sync does not read are released before it, so that the device never holds both halves whole; the engines
+        allocate their cache when they sample.
         """
         if self.is_learners:
             self.make_room()
             try:
                 send()
             except Stopped:
-                # It was still waiting for engines.
+                # The run was stopped while it waited for engines.
                 self._take_room()
                 raise
             self.learner.policy.offload()
@@ -48,7 +48,7 @@ class GpuTurns:
             self.is_learners = False
 
     def make_room(self) -> None:
-        """Before engines wake their weights: the learners keep what a sync reads."""
+        """Release the learners' memory except the tensors that a sync reads, before engines wake their weights."""
         for model in self.learner.models.untrained:
             model.offload()
         self.learner.policy.offload(keep_boxes=True)

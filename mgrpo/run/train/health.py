@@ -1,4 +1,4 @@
-"""Whether a run still learns: it is ended when it has diverged; and whether it has learned anything at all."""
+"""Health of the training: ends a run that has diverged, and records if it has learned anything."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_SKIPPED = 3
 
 
 class Health:
-    """Every rank makes one, and finds the same."""
+    """Divergence checks of one run. Every rank makes one, with equal results."""
 
     def __init__(self, config: Config, states: States) -> None:
         self.learning_rate, self.states = config.optimizer.learning_rate, states
         self.skipped = 0
         """Steps in a row with a gradient that is not finite, whatever the loss scale."""
         self.has_trained = False
-        """Whether any step had something to learn from."""
+        """True if a step had a gradient."""
 
     def check(self, learned: Learned, step: int) -> None:
-        """End the run when weights are not finite after `step`, and after a few steps in a row with such a gradient."""
+        """Raise RuntimeError if weights are not finite after `step`, or gradients were not in `MAX_SKIPPED` steps in a row."""
         self.has_trained |= learned.has_learned
         if learned.not_finite:
             raise RuntimeError(
@@ -45,7 +45,7 @@ class Health:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Add to the error of engines that sample nonsense from where the run can be continued."""
+        """Add the last good checkpoint to the error of engines whose outputs are not finite."""
         try:
             yield
         except NotFiniteError as err:

@@ -1,4 +1,4 @@
-"""The models that learners hold, cut over the same ranks and filled with weights: the policy, its reference and its teachers."""
+"""The models that learners hold, sharded over the same ranks: the policy, its reference and its teachers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Kind = TypeVar("Kind", bound=Policy)
 
 
 class HeldModels:
-    """Those of one rank. Every method is collective over all learner ranks unless it says otherwise."""
+    """One rank's models. Methods are collective over all learner ranks unless noted."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class HeldModels:
         teacher_shapes: Sequence[ModelShape] = (),
         on_progress: Callable[[], None],
     ) -> None:
-        """Without weights; see `load`. Arguments as for `Learner`."""
+        """Build the models without weights, see `load`. Arguments as for `Learner`."""
         self.config, self.shape, self.layout, self.host_group = config, shape, layout, host_group
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
@@ -72,24 +72,24 @@ class HeldModels:
             config, self.policy, make=self._untrained, shapes=shape_of_teacher, on_progress=on_progress
         )
         self.adapter_record: dict[str, Any] | None = None
-        """On rank 0, of the policy's adapters, for a saved state."""
+        """Record of the policy's adapters for a saved state, on rank 0."""
 
     @property
     def untrained(self) -> list[UntrainedPolicy]:
-        """Those beside the policy."""
+        """All models except the policy."""
         return [*([self.reference] if self.reference else []), *self.teachers.models.values()]
 
     @property
     def following(self) -> dict[str, UntrainedPolicy]:
-        """Those that may follow the policy, by the kind of their tensors in a saved state."""
+        """Models that may follow the policy, by the kind of their tensors in a saved state."""
         found = {REFERENCE: self.reference, AVERAGE: self.teachers.average}
         return {kind: model for kind, model in found.items() if model}
 
     def load(self, checkpoint: StoredCheckpoint | None, weights: Read | None) -> None:
-        """Weights from the checkpoint; those that it does not hold, and all without one, are the models'.
+        """Load weights from the checkpoint, otherwise, and those that it lacks, from the models' folders.
 
         Raises:
-            ConfigError: on all ranks, where some are not finite.
+            ConfigError: on all ranks, if a weight is not finite.
         """
         read = weights or model_reader(self.config.model_path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None
@@ -105,7 +105,7 @@ class HeldModels:
         self.teachers.load(own=trained or read, checkpoint=checkpoint, weights=weights, group=self.host_group)
 
     def remarks(self) -> Iterator[str]:
-        """Lines for the user about how they compute. Not collective."""
+        """Notes for the user about the models' kernels and memory. Not collective."""
         if self.logits_chunk:
             yield f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised"
         dtype = getattr(torch, self.config.model.model_dtype)
@@ -118,8 +118,8 @@ class HeldModels:
         """Fill the policy's adapters, if it has any. Not collective.
 
         Args:
-            base: gives the model's own weights.
-            trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+            base: reads the model's own weights.
+            trained: reads the adapters of a state; None: from lora_adapter_path, or initialised from the seed.
         """
         if (lora := self.policy.lora) is None:
             return

@@ -1,8 +1,8 @@
-"""Teachers on the learners' layout: models beside the policy, or the policy itself, and what they say of a step's packs.
+"""Teachers on the learners' layout, models beside the policy or the policy itself, and their log-probabilities of a step's packs.
 
-They are asked as the reference is, before the first update of a step; with a longer prompt on packs of their own, whose
-responses are the same tokens. A model of another size is cut over the same ranks. Every method is collective over all learner
-ranks unless it says otherwise.
+They are computed like the reference's, before the first update of a step; for a longer prompt on separate packs with the same
+response tokens. A model of another size is sharded over the same ranks. Methods are collective over all learner ranks unless
+noted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mgrpo.run.train.finite import check_loaded
 from mgrpo.types import PackedBatch
 
 SAME_PACK = ("tokens", "branches", "cu_seqlens", "rows")
-"""The fields that say what a model reads in a pack, and what of it is asked."""
+"""Fields of a pack that determine the model's input and the scored tokens."""
 
 
 class HeldTeachers:
-    """The teachers of a run whose learners hold them; none in any other."""
+    """The teachers that learners hold; none unless `teacher_mode` is "learner"."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class HeldTeachers:
     ) -> None:
         """
         Args:
-            make: a model beside the policy, without weights.
-            shapes: of the models that are loaded, by their names in the settings.
+            make: builds a model without weights.
+            shapes: shapes of the loaded models, by their names in the settings.
         """
         self.settings, self.policy, self.on_progress = config.distillation, policy, on_progress
         self._asked = self.settings.teachers if self.settings.teacher_mode == "learner" else ()
@@ -61,26 +61,26 @@ class HeldTeachers:
             model: make(replace(shape, vocab=policy.shape.vocab))
             for model, shape in shapes.items()
         }
-        """By their names in the settings; without the policy itself."""
+        """Models by their names in the settings, without the policy itself."""
         if self.settings.averages:
             self.models[SELF] = make(policy.shape)
 
     @property
     def average(self) -> UntrainedPolicy | None:
-        """The average of the policies so far, where one teaches."""
+        """The average of the policies so far, if it is a teacher."""
         return self.models.get(SELF)
 
     def load(
         self, *, own: Read, checkpoint: StoredCheckpoint | None, weights: Read | None, group: dist.ProcessGroup
     ) -> None:
-        """Fill all of them.
+        """Load all teachers.
 
         Args:
-            own: reads the policy's weights, with which its average begins.
+            own: reads the policy's weights, the initial value of its average.
             checkpoint: the state that the run continues.
             weights: reads the teachers' weights, by default from their folders.
         Raises:
-            ConfigError: on all ranks, where some are not finite.
+            ConfigError: on all ranks, if a weight is not finite.
         """
         for name, model in self.models.items():
             if name != SELF:
@@ -92,7 +92,7 @@ class HeldTeachers:
                 model.load(own)
 
     def packs(self, index: Mapping[str, np.ndarray], own: np.ndarray) -> list[dict[int, list[PackedBatch]]]:
-        """For each mini-batch what every teacher reads that any rank asks in it, by its place. Not collective.
+        """Packs of every teacher that any rank uses in a mini-batch, by the teacher's number, for each mini-batch. Not collective.
 
         Args:
             index, own: see `Batch`.
@@ -105,10 +105,10 @@ class HeldTeachers:
         return [{number: packs[number][mini_batch] for number in each} for mini_batch, each in enumerate(asked)]
 
     def teach(self, microbatches: Sequence[Microbatch], asked: Mapping[int, Sequence[PackedBatch]]) -> None:
-        """Set what is taught about these micro-batches, on the last stage.
+        """Set the teacher log-probabilities of these micro-batches, on the last stage.
 
         Args:
-            asked: of their mini-batch, see `packs`.
+            asked: packs of their mini-batch, see `packs`.
         """
         if not self._asked:
             return
@@ -130,13 +130,13 @@ class HeldTeachers:
             self.average.move_towards(self.policy, self.settings.teacher_update_rate)
 
     def remarks(self) -> Iterator[str]:
-        """Lines for the user about them. Not collective."""
+        """Notes for the user about the teachers' memory. Not collective."""
         for name, model in self.models.items():
             num_bytes = sum(parameter.nbytes for parameter in model.parameters.live.values())
             yield f"teacher {name}: {num_bytes / 1e9:.2f} GB of weights on this learner, which no zero_stage shards"
 
     def _reading(self, microbatch: Microbatch, pack: PackedBatch) -> Microbatch:
-        """A teacher's pack on the device, where the policy's is already if they are the same. Not collective."""
+        """A teacher's pack on the device; reuses the policy's if they are equal. Not collective."""
         if all(np.array_equal(getattr(pack, name), getattr(microbatch.pack, name)) for name in SAME_PACK):
             return replace(microbatch, logprobs={}, routing={})
         (own,) = self.policy.microbatches([pack])
@@ -144,7 +144,7 @@ class HeldTeachers:
 
 
 def _nothing(num_responses: int, num_likeliest: int) -> Taught:
-    """What is taught of tokens about which no teacher says anything."""
+    """Teacher values of tokens without a teacher: NaN log-probabilities, ids -1."""
     device, size = backend.device(), (num_responses, num_likeliest)
     return Taught(
         logprobs=torch.full((num_responses,), torch.nan, device=device),
@@ -154,7 +154,7 @@ def _nothing(num_responses: int, num_likeliest: int) -> Taught:
 
 
 def _note(microbatch: Microbatch, said: Taught, *, teacher: int) -> None:
-    """Put what a teacher says where its sequences are in the micro-batch; of tokens that were not sampled it says nothing."""
+    """Copy a teacher's values to its sequences in the micro-batch; log-probabilities of tokens that were not sampled become NaN."""
     pack, taught = microbatch.pack, microbatch.taught
     assert pack.teachers is not None and taught is not None, "a teacher is asked about samples that have none"
     is_its_own = np.repeat(pack.teachers == teacher, np.diff(pack.response_cu_seqlens))

@@ -1,7 +1,7 @@
 """One learner rank's optimizer steps: scores before them, the loss, the updates, and their measurements.
 
-Here the algorithm, which knows no ranks, meets the policy, which knows no GRPO. Every method is collective over all
-learner ranks unless it says otherwise.
+It connects the algorithm, which is independent of ranks, with the policy, which is independent of GRPO. Methods are collective
+over all learner ranks unless noted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MiniBatch:
     denominators: float | np.ndarray
     """The loss's denominators: a number, or one for each sample of the step, see `algo.denominators`."""
     asked: Mapping[int, Sequence[PackedBatch]]
-    """The packs of the teachers that any rank asks, by their places; one for each micro-batch."""
+    """Packs, one for each micro-batch, of every teacher that any rank uses, by the teacher's number."""
 
     def denominator(self, batch: Microbatch) -> float | torch.Tensor:
         """The denominator of one of the micro-batches: a number, or one for each of its sequences."""
@@ -59,7 +59,7 @@ class MiniBatch:
 
 
 class Learner:
-    """The policy, its reference and its teachers, and how it learns from a step's packs."""
+    """The policy, its reference and its teachers, and their training on a step's packs."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Learner:
         Args:
             checkpoint: the open state that the run continues.
             weights: reads the weights of the model and of its teachers, by default from their folders.
-            teacher_shapes: of the teachers with weights of their own, by default read from their folders.
+            teacher_shapes: shapes of the teachers with weights of their own, by default read from their folders.
         """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
@@ -126,14 +126,14 @@ class Learner:
         self.state.restore_random(checkpoint)
 
     def remarks(self) -> list[str]:
-        """Lines for the user about how this run computes. Not collective."""
+        """Notes for the user about kernels, memory and loss. Not collective."""
         return [*self.models.remarks(), *algo.loss_remarks(self.loss_config, self.own_loss)]
 
     def learn(self, index: dict[str, np.ndarray], own: np.ndarray, *, step: int) -> Learned:
         """Train on the packs of training step `step`, and move the models that follow the policy if that is due after it.
 
         Args:
-            index, own: see `Batch`: what all ranks know of the packs, and this rank's slice.
+            index, own: see `Batch`: the index of the packs, equal on all ranks, and this rank's slice.
         """
         results = self._optimize(index, own)
         metrics = self._reduce(results, beside=algo.MetricSums(self._routing(), backend.peak_memory()))
@@ -170,15 +170,13 @@ class Learner:
         return mismatch_of([part for parts in everyones for part in parts])
 
     def not_finite(self) -> list[str]:
-        """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
+        """HF tensors of the policy with a value that is not finite on any rank, see `Policy.not_finite`."""
         return not_finite(self.policy, self.host_group)
 
     def _optimize(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[StepResult]:
-        """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
+        """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are skipped."""
         algorithm = self.config.algorithm
         mini_batches = self._mini_batches(index, own)
-        # With reshuffled mini-batches these are every epoch's.
-        epochs = 1 if algorithm.reshuffle_mini_batches else algorithm.num_epochs
         for mini_batch in mini_batches:
             if self.reference:
                 self.reference.score(mini_batch.microbatches, "ref")
@@ -192,14 +190,8 @@ class Learner:
             self.on_progress()
             self.teachers.teach(mini_batch.microbatches, mini_batch.asked)
         results = []
-        for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
-            results.append(
-                self.policy.train_step(
-                    mini_batch.microbatches,
-                    self._loss(mini_batch),
-                    candidate_temperature=self.config.distillation.distillation_temperature,
-                )
-            )
+        for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, algorithm.num_epochs)):
+            results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
             self.on_progress()
             if self.entropy_control:
                 mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
@@ -209,13 +201,13 @@ class Learner:
 
     @property
     def scores_itself(self) -> bool:
-        """Whether the policy scores the batch before the first update; a single update starts from ratio 1."""
+        """True if the policy scores the batch before the first update; a single update starts from ratio 1."""
         algorithm = self.config.algorithm
         has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
         return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
 
     def _routing(self) -> dict[str, list[float]]:
-        """Of the replayed choices of experts, how many the policy's own routers would not have made."""
+        """Replayed expert choices that differ from those of the policy's routers, and all replayed choices, as a metric sum."""
         fixed, differing = self.policy.routing.take_counts()
         return {ROUTING: [differing, fixed]} if fixed else {}
 
@@ -223,9 +215,9 @@ class Learner:
         """Metrics over all mini-batches and ranks; every trained token counts once.
 
         Args:
-            beside: what this rank measured elsewhere.
+            beside: further measurements of this rank.
         """
-        # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
+        # Names, which a user's loss chooses, are sent with the numbers: only measuring ranks have them.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
         own.append(beside or algo.MetricSums({}, {}))
         everyones = gather_json(algo.add_metrics(own), self.host_group)
@@ -266,7 +258,7 @@ class Learner:
         """Mark in each micro-batch the tokens with the highest entropy in the mini-batch over all ranks."""
         # Only the last stage has entropies.
         scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
-        # Chosen on the host: on a GPU it would wait to learn how many there are.
+        # Selected on the host: on a GPU boolean indexing synchronises for the count.
         own = [entropy.cpu()[batch.pack.loss_mask] for batch, entropy in scored if self.policy.reports_metrics]
         everyones = gather_values(torch.cat([torch.zeros(0), *own]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
@@ -315,7 +307,7 @@ class Learner:
         return grpo_loss
 
     def _signal(self, batch: Microbatch) -> algo.TeacherSignal | None:
-        """What the micro-batch learns from teachers; None: nothing."""
+        """Teacher signal of the micro-batch; None: it has no teacher."""
         pack, taught = batch.loss_inputs, batch.taught
         if taught is None or pack.teachers is None:
             return None
@@ -330,10 +322,10 @@ class Learner:
 
 
 def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
-    """The agreement of trainer and engine. Empty where the loss measures it: it knows no ages, and only the old logprobs it is given.
+    """Agreement of trainer and engine. Empty if the loss measures it, which it does without ages and for the policy's old logprobs.
 
     Args:
-        is_left_to_loss: whether the old logprobs are the policy's.
+        is_left_to_loss: True if the old logprobs are the policy's.
     """
     pack = batch.loss_inputs
     if pack.ages is None and is_left_to_loss:

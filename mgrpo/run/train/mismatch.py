@@ -1,6 +1,6 @@
-"""The first comparison of learner and engines: whether both compute the same model, before any weight changes.
+"""Check before the first update that learner and engines compute the same model.
 
-Both have the weights of the model's folder then, so that their log-probabilities of the sampled tokens differ by rounding alone.
+Both still have the weights of the model's folder, so that their log-probabilities of the sampled tokens differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mgrpo.config import Config
 from mgrpo.policy.policy import Microbatch
 
 LIMITS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
-"""Largest mean difference by rounding, in nats, by `model_dtype`; docs/precision.md and docs/models.md have what was measured."""
+"""Largest mean difference by rounding, in nats, by `model_dtype`; measurements: docs/precision.md and docs/models.md."""
 EIGHT_BITS = 0.15
 """The same where keys and values, or matrix products, have 8 bits."""
 FREE_ROUTING = 2.0
-"""Factor for experts in 16 bits that engine and learner choose each by themselves: a tie that rounding decides changes a token."""
+"""Factor for MoE models in 16 bits without routing replay: a routing tie that rounding decides changes a token."""
 FATAL = 10.0
 """Factor at which the run ends, with `max_initial_mismatch=auto`."""
 SHOWN = 24
@@ -44,14 +44,14 @@ class Mismatch(NamedTuple):
     num_tokens: int
 
     def exceeds(self, limit: float) -> bool:
-        """Also true for a difference that is not a number."""
+        """True if the mean difference is above `limit` or NaN."""
         return not self.mean <= limit
 
 
 def differences(batches: Sequence[Microbatch]) -> list[list[float]]:
     """Sum and number of each micro-batch's differences, and `Mismatch`'s fields of the largest; in JSON.
 
-    Trained tokens count that the present weights have sampled.
+    Only trained tokens that the present weights have sampled count.
     """
     found = []
     for batch in batches:

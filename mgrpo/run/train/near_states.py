@@ -1,4 +1,4 @@
-"""The nodes' disks of a run (`checkpoint_local_dir`): which ranks share one, where copies go, and what of a state is still there."""
+"""Training states on the nodes' disks (`checkpoint_local_dir`): ranks that share a disk, copies, and the parts of a state that remain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NearStates:
         Args:
             setting: `checkpoint_local_dir`.
             root: folder or URL of the run's states on storage.
-            host: the address at which other nodes reach this one.
+            host: address of this node for the others.
         Raises:
             ConfigError: on all ranks, when a node's folder cannot be written to, or all nodes have the same one.
         """
@@ -69,7 +69,7 @@ class NearStates:
         self.folder = NearFolder(open_folder(near_root(root)), self.local, send=send)
 
     def open(self, path: str) -> tuple[StoredCheckpoint | None, str]:
-        """The state at `path`, whose tensors are read from this node's disk or another's, or why it cannot be read. Collective."""
+        """Open the state at `path`, with tensors on this node's disk or another's; None with the problem otherwise. Collective."""
         _, step = split_path(path)
         files: Mapping[str, FileRecord] = {}
         problem = ""
@@ -100,7 +100,7 @@ class NearStates:
         return StoredCheckpoint(folder, step, cache=self.local.path / f"{FETCHED}{self.rank}"), ""
 
     def finish(self) -> None:
-        """The run is over, and its result elsewhere: leave nothing on the nodes. Collective."""
+        """Delete the nodes' copies at the end of the run, when its result is elsewhere. Collective."""
         dist.barrier(group=self.host_group)
         self.server.close()
         if self.rank == self._beside[0]:

@@ -1,4 +1,4 @@
-"""Profiles of chosen training steps: a trace by torch's profiler, or under `nsys profile` what nsys records.
+"""Profiles of chosen training steps: a trace by torch's profiler, or by nsys under `nsys profile`.
 
 The parts of a step carry their names in both (`torch.autograd.profiler.record_function`).
 """
@@ -17,26 +17,26 @@ from mgrpo.config import Config
 from mgrpo.parallel import backend
 
 _NSYS = "NSYS_PROFILING_SESSION_ID"
-"""Set in what `nsys profile` runs; torch's own profiler would compete with it for the device's counters."""
+"""Variable of processes under `nsys profile`; torch's own profiler would compete with nsys for the device's counters."""
 _COMMUNICATION = ("ncclDevKernel", "ncclKernel")
 """Beginnings of the names of NCCL's kernels, whose time includes waiting for other ranks."""
 
 
 class Profiler:
-    """Records the training steps `profile_steps` if this rank is among `profile_ranks`.
+    """Records the training steps `profile_steps` on rank 0.
 
-    Writes `output_dir/profile/step_S_rank_R.trace.json.gz` (for Perfetto or chrome://tracing) and a table beside it. Under
+    Writes `output_dir/profile/step_S_rank_0.trace.json.gz` (for Perfetto or chrome://tracing) and a table beside it. Under
     `nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat` nsys records the same steps instead.
     """
 
     def __init__(self, config: Config, *, rank: int, say: Callable[[str], None]) -> None:
         experiment = config.experiment
-        self.steps = frozenset(experiment.profile_steps if rank in experiment.profile_ranks else ())
+        self.steps = frozenset(() if rank else experiment.profile_steps)
         self.folder, self.rank, self.say = Path(experiment.output_dir) / "profile", rank, say
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record what runs within, if `step` is to be recorded. A trace that cannot be written is said, and no error."""
+        """Record the block if `step` is in `profile_steps`. A trace that cannot be written is reported, not an error."""
         if step not in self.steps:
             yield
         elif _NSYS in os.environ:

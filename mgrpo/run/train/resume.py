@@ -1,4 +1,4 @@
-"""A run's training states on storage: written by all learner ranks together, and opened only when all of them agree."""
+"""A run's training states on storage: all learner ranks write them together, and all must agree to open one."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ from mgrpo.run.train.learner import Learner
 from mgrpo.run.train.near_states import NearStates
 
 ROLLOUTS = "rollouts"
-"""Kind of the arrays of what was sampled and not trained on."""
+"""Kind of the arrays of rollouts that were not trained on."""
 
 
 def saved_rollouts(checkpoint: StoredCheckpoint) -> dict[str, np.ndarray]:
-    """The arrays of rollouts that `States.save` was given."""
+    """The `rollouts` of `States.save`."""
     names = checkpoint.names(ROLLOUTS)
     boxes = [Box(name, (0,), checkpoint.shape(ROLLOUTS, name)) for name in names]
     return {box.name: checkpoint.read(ROLLOUTS, box).numpy() for box in boxes}
 
 
 class States:
-    """Every rank makes one; `save` and `open` are collective."""
+    """Training states of one run. Every rank makes one; `save` and `open` are collective."""
 
     def __init__(self, config: Config, lead: Lead, host_group: ProcessGroup, *, host: str = LOOPBACK) -> None:
         """
         Args:
-            host: the address at which other nodes reach this one.
+            host: address of this node for the others.
         """
         self.config, self.lead, self.host_group = config, lead, host_group
         self.root = state_root(config)
         local_dir = config.checkpoint.checkpoint_local_dir
         self.near = NearStates(local_dir, self.root, lead=lead, host_group=host_group, host=host) if local_dir else None
         self.is_near = False
-        """Whether the run goes on from disks of the nodes."""
+        """True if the run continues from the nodes' disks."""
         self.saver = Saver(
             self.root,
             dist.get_rank(),
@@ -77,14 +77,14 @@ class States:
         )
 
     def open(self, path: str | None, shape: ModelShape) -> StoredCheckpoint | None:
-        """The checkpoint that the run continues, once its files have been compared with their checksums.
+        """The checkpoint that the run continues, with verified checksums.
 
-        With resume=intact a damaged one is passed over for the one before it, and with auto one whose nodes are gone.
+        With resume=intact a damaged one is skipped for the one before it; with auto or intact also one on disks of nodes that are gone.
 
         Args:
-            path: rank 0's counts; None: a new run.
+            path: rank 0's value is used; None: a new run.
         Raises:
-            ConfigError: on all ranks, when it is damaged or of another model than `shape`.
+            ConfigError: on all ranks, if it is damaged or of another model than `shape`.
         """
         found = self.lead.share(lambda: path)
         while found:
@@ -104,7 +104,7 @@ class States:
         return None
 
     def _try(self, path: str, shape: ModelShape) -> tuple[StoredCheckpoint | None, str, str | None]:
-        """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
+        """The checkpoint, or None with this rank's problem; for a damaged checkpoint also the path of the one before it."""
         try:
             if is_near(path):
                 checkpoint, problem, previous = self._open_near(path)
@@ -123,7 +123,7 @@ class States:
         return None, f"{path} is of another model than {model}; resume with its own", None
 
     def _open_near(self, path: str) -> tuple[StoredCheckpoint | None, str, str | None]:
-        """As `_try`. Collective."""
+        """See `_try`. Collective."""
         others = self.lead.share(
             lambda: [other for other in resumable(self.root) if other != path and not is_near(other)]
         )
@@ -149,13 +149,13 @@ class States:
         """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
 
         Args:
-            state: everything except tensors, in JSON; rank 0's counts.
+            state: everything except tensors, in JSON; rank 0's value is used.
             rollouts: flat arrays that rank 0 adds.
-            near_only: to disks of the nodes, and not to storage.
+            near_only: write to the nodes' disks, not to storage.
         Returns:
-            Where it is, or will be when it has been written in the background.
+            Path of the state, which may still be written in the background.
         Raises:
-            OutputError: on all ranks, when this state, or the one before it in the background, could not be written.
+            OutputError: on all ranks, if this state, or the previous one in the background, could not be written.
         """
         self.wait()  # the channel's time-out is short: none may still write when the others wait there
         arrays = {name: torch.from_numpy(array) for name, array in (rollouts or {}).items() if array.size}
@@ -174,7 +174,7 @@ class States:
         self._agree(self.saver.wait)
 
     def finish(self) -> None:
-        """The run has come to its end, and nothing is being written: leave nothing on disks of the nodes. Collective."""
+        """Delete the states on the nodes' disks at the end of the run, when nothing is being written. Collective."""
         if self.near:
             self.near.finish()
 
@@ -190,7 +190,7 @@ class States:
         return f"; the newest complete checkpoint is {newest}" if newest else ""
 
     def _agree(self, action: Callable[[], object]) -> None:
-        """Do it on every rank, and fail on all of them if one fails."""
+        """Run `action` on every rank; raise OutputError on all of them if one fails."""
         problem, cause = "", None
         try:
             action()
@@ -201,7 +201,7 @@ class States:
             raise OutputError(problems[-1]) from cause  # rank 0 quotes the others
 
     def last_good(self) -> str:
-        """A clause that says from which state a failed run can be continued."""
+        """Clause for messages: the state from which a failed run can be continued."""
         newest = latest(self.root)
         if newest:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
@@ -210,10 +210,10 @@ class States:
         return f"{exports}there is no checkpoint, set checkpoint_state_freq or save_every_minutes"
 
     def how_to_go_on(self, saved: int) -> str:
-        """A clause that says how a stopped run is continued.
+        """Clause for messages: how to continue a stopped run.
 
         Args:
-            saved: the step of its newest state; 0: there is none.
+            saved: the step of its newest state; 0: none.
         """
         return self._continues_from(step_path(self.root, saved) if saved else None)
 
@@ -224,7 +224,7 @@ class States:
         return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
 
     def how_to_go_on_from_newest(self) -> str:
-        """The same for a run that was cut off. Remote folders are not asked, since that may take longer than a user waits."""
+        """See `how_to_go_on`; for an interrupted run. Remote folders are not listed: that may take too long."""
         paths = resumable(self.root) if isinstance(open_folder(self.root), LocalFolder) else []
         return self._continues_from(paths[0] if paths else None)
 

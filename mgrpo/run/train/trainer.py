@@ -1,6 +1,6 @@
 """One GRPO run: open this file first.
 
-Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights where they are due, report.
+Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights when due, report.
 
     prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives its own
                  ^                                  |
@@ -45,7 +45,7 @@ from mgrpo.run.train.resume import States
 
 
 class Trainer:
-    """One learner rank's part in a run. Every rank makes one and makes the same calls."""
+    """One learner rank's part in a run. Every rank makes one and calls the same methods."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Trainer:
     ) -> None:
         """
         Args:
-            turns: gives the devices to learners and engines in turn; None: both have memory of their own.
+            turns: memory turns of learners and engines; None: both have memory of their own.
         """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
@@ -72,13 +72,13 @@ class Trainer:
         self.output_dir = Path(config.experiment.output_dir)
         self.exports = self.output_dir / "hf"
         self.done = 0
-        """Training steps."""
+        """Training steps done."""
         self.is_followed_up = False
-        """Whether evaluation and export after step `done` are done as well."""
+        """True if evaluation and export after step `done` are done."""
         self.version = 0
         """The version of the policy's weights: updates so far."""
         self.resumed_at = 0
-        """The step after which this run began."""
+        """Step after which this run began."""
         self.saved = 0
         """The step of the newest state on storage."""
         self.before: dict[str, float] = {}
@@ -95,14 +95,14 @@ class Trainer:
             every_s=60 * (own.save_every_minutes or 0),
             has_near=own.checkpoint_local_dir is not None,
         )
-        """When states are due; rank 0's counts."""
+        """Schedule of saved states; rank 0's is used."""
 
     def fit(self) -> TrainResult:
-        """The whole run, or the rest of a run that left a checkpoint.
+        """Train from the first step, or from the checkpoint that the run continues.
 
         Raises:
-            Stopped: after SIGTERM, or when files could not be written, which its message says; the state has been saved
-                if that was possible.
+            Stopped: after SIGTERM, or if files could not be written (the message names them); the state has been saved if
+                possible.
         """
         try:
             result = self._fit()
@@ -150,10 +150,10 @@ class Trainer:
         )
 
     def keep(self) -> tuple[list[str], bool]:
-        """Save the state of the last step; at least the model, where the state cannot be saved.
+        """Save the state of the last step, or at least the model if the state cannot be saved.
 
         Returns:
-            Clauses that say what was kept and where, and whether it is the state.
+            Clauses for messages about the saved files, and True if the state is saved.
         """
         # The state of a precision-aware optimizer cannot be saved.
         if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
@@ -176,9 +176,9 @@ class Trainer:
         return clauses, True
 
     def step(self, step: int) -> bool:
-        """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
+        """Sample, score, train on every mini-batch and epoch, and send the engines the new weights.
 
-        False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
+        Returns False if nothing is left to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
         self.clock = Clock()
         if self.turns:
@@ -199,7 +199,7 @@ class Trainer:
             self.done, self.is_followed_up = step, False
             self.version += learned.has_updated
             with self.part(f"step {step}, waiting for the engines", "drain"):
-                # Where sampling and training take turns, the engines have paused already.
+                # If sampling and training take turns, the engines have paused already.
                 pauses = self.config.steps_ahead > 0 and pauses_after(self.config, step)
                 goes_on = self.source.pause() if pauses else True
             with self.part(f"step {step}, weight sync", "sync"):
@@ -213,7 +213,7 @@ class Trainer:
         return True
 
     def compare_with_engines(self, batch: Batch) -> None:
-        """Warn if learner and engines compute different models, or end the run, before its first update.
+        """Before the first update, warn or end the run if learner and engines compute different models.
 
         Raises:
             ConfigError: they differ by more than `max_initial_mismatch`.
@@ -229,13 +229,13 @@ class Trainer:
 
     @contextmanager
     def part(self, name: str, split: str) -> Iterator[None]:
-        """A part of a step: `name` says to other ranks what this one does, its seconds are the clock's `split`."""
+        """Part of a step: `name` is reported to other ranks, its seconds are the clock's `split`."""
         self.lead.pulse.at(name)
         yield
         self.clock.split(split)
 
     def hand_over(self) -> bool:
-        """Have the engines go on after step `done`, with its weights if these are due; False if the run was asked to end meanwhile."""
+        """Resume the engines after step `done`, with its weights if these are due; returns False if the run was stopped meanwhile."""
         settings = self.config.engine
         every = settings.weight_sync_check_every
         try:
@@ -250,10 +250,9 @@ class Trainer:
         return True
 
     def send_weights(self, *, are_due: bool = True, check: bool = False) -> None:
-        """Give the engines the weights that they do not have, if these are due, and the next step's random stream; to those that have
-        slept always.
+        """Send the engines the next step's random stream, and the weights if these are due and newer.
 
-        Where learners and engines take turns, it is the engines' turn from here on.
+        If learners and engines take turns, engines always get the weights, and have the memory afterwards.
         """
         send = partial(self.weights.send, self.version, step=self.done + 1, check=check)
         if self.turns:
@@ -264,7 +263,7 @@ class Trainer:
             self.weights.keep(self.version, step=self.done + 1, reseed=pauses_after(self.config, self.done))
 
     def follow_up(self) -> bool:
-        """Do what is due after step `done`: an evaluation, an export, a saved state; False if the caller wants no more steps."""
+        """Evaluate, export and save the state where due after step `done`; returns False if the caller ended the run."""
         config, checkpoint = self.config, self.config.checkpoint
         if evaluates_after(config, self.done):
             self.evaluate(f"step {self.done}")
@@ -303,9 +302,9 @@ class Trainer:
         return metrics
 
     def export(self) -> Path:
-        """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
+        """Write the model in Hugging Face format; raises OutputError on all ranks if that fails.
 
-        Where it exists nowhere else, a full disk is waited for until there is room.
+        Waits for room on a full disk if this step's weights are saved nowhere else.
         """
         if self.exported == self.done:
             return self._export()
@@ -319,7 +318,7 @@ class Trainer:
 
     def _export(self) -> Path:
         folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
-        # A second time it would be deleted first, and an upload may still be reading it.
+        # Another export would delete the folder first, and an upload may still be reading it.
         if self.exported == self.done:
             return folder
         if self.turns:
@@ -333,7 +332,7 @@ class Trainer:
         return folder
 
     def save(self, *, near_only: bool = False) -> None:
-        """Write the state of the whole run; with `near_only` to disks of the nodes, which may go when the run ends."""
+        """Write the state of the whole run; `near_only`: to the nodes' disks, which may be gone after the run."""
         self.lead.pulse.at(f"saving the state of step {self.done}")
         if self.turns:
             self.turns.learners()
@@ -346,7 +345,7 @@ class Trainer:
         self.saved = self.saved if near_only else self.done
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Everything except tensors, in JSON; and the arrays of what was sampled and not trained on. Complete on rank 0."""
+        """Everything except tensors, in JSON, and the arrays of rollouts that were not trained on. Complete on rank 0."""
         sampled = self.source.state_dict()
         rollouts = sampled.pop("rollouts", {})
         state = {
@@ -365,7 +364,7 @@ class Trainer:
         return state, rollouts
 
     def load_state_dict(self, state: Mapping[str, Any], rollouts: Mapping[str, np.ndarray]) -> None:
-        """Continue where `state_dict` was taken; the learner was built from its checkpoint already.
+        """Continue from `state_dict`; the learner has been built from its checkpoint already.
 
         Args:
             state: in the form of `Continued.state`.

@@ -1,4 +1,4 @@
-"""The rounds between learners of different nodes, in which comes what those of a node then hand on to its engines."""
+"""Rounds between learners of different nodes, which bring the slices that learners then forward to engines of their own node."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mgrpo.sync.live import LateSlice, LiveBoxes, WeightMessage
 from mgrpo.sync.nodes.routes import SentRound
 
 PATIENCE = 2
-"""Times the limit of a sync: a learner may first have waited that long for an engine that hangs."""
+"""Multiple of a sync's time limit: a learner may first have waited for an engine that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroughtSlice(LateSlice):
-    """A slice that a round brings: its values are there from the round's `settle` until its `forget`."""
+    """A slice that arrives in a round; its values exist from the round's `settle` until its `forget`."""
 
     relay: NodeRounds
     number: int
-    """Of the round."""
+    """Number of the round."""
     start: int
     shape: tuple[int, ...]
     region: tuple[slice, ...] = ()
@@ -40,7 +40,7 @@ class BroughtSlice(LateSlice):
 
 
 class NodeRounds:
-    """One learner's part in all rounds. All learners make one, and go through their rounds in order."""
+    """One learner's part in all rounds. Every learner makes one and runs its rounds in order."""
 
     def __init__(
         self,
@@ -57,16 +57,16 @@ class NodeRounds:
         """Meet the others.
 
         Args:
-            live: what this learner holds.
-            sent, received: round by round, see `NodeRoutes`.
+            live: the boxes of this learner.
+            sent, received: one entry per round, see `NodeRoutes`.
             store: of this group of learners alone.
-            host: where the store is.
+            host: of the store.
         """
         self.rank, self._received = rank, received
         self._sent = [{peer: WeightMessage(live, boxes) for peer, boxes in round_.items()} for round_ in sent]
         self.num_rounds = max(len(sent), len(received))
         self.brought: dict[int, torch.Tensor] = {}
-        """By round, what has come, or comes."""
+        """Buffers for arriving slices, by round."""
         self._live, self._timeout_s = live, PATIENCE * timeout_s
         self._under_way: dict[int, Transfer] = {}
         store.set(f"here/{rank}", "")
@@ -82,7 +82,7 @@ class NodeRounds:
         )
 
     def slices(self) -> Iterator[tuple[Box, BroughtSlice]]:
-        """All boxes that come, with their views."""
+        """All boxes that arrive, with their views."""
         for number, round_ in enumerate(self._received):
             start = 0
             for boxes in round_.values():
@@ -91,7 +91,7 @@ class NodeRounds:
                     start += box.size
 
     def begin(self, number: int) -> None:
-        """Begin a round; those before it are settled."""
+        """Begin a round; earlier ones must be settled."""
         received = self._received[number] if number < len(self._received) else {}
         sizes = [sum(box.size for box in boxes) for boxes in received.values()]
         self.brought[number] = torch.empty(sum(sizes), dtype=self._live.dtype, device=self._live.device)
@@ -110,7 +110,7 @@ class NodeRounds:
             transfer.settle()
 
     def forget(self, number: int) -> None:
-        """Give up what a round has brought."""
+        """Drop the slices of a round."""
         self.brought.pop(number, None)
 
     def _lost(self, peers: Sequence[int], err: Exception) -> RuntimeError:
@@ -121,5 +121,5 @@ class NodeRounds:
         )
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         self._group.close()

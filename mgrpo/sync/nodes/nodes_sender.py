@@ -18,7 +18,7 @@ from mgrpo.sync.nodes.routes import NodeRoutes
 
 
 class NodesSender(Sender):
-    """A `Sender` that reaches the engines of its own node, and learners of others.
+    """A `Sender` to the engines of its own node and to learners of other nodes.
 
     Args:
         nodes: for each training rank the number of its node, see `NodeRoutes`.
@@ -43,11 +43,11 @@ class NodesSender(Sender):
 
     @property
     def handed(self) -> LiveBoxes:
-        """Also what has come from other nodes."""
+        """Boxes of this learner, and those that arrive from other nodes."""
         return self._handed
 
     def _tables(self, engine: int) -> dict[str, Any]:
-        """As for one node, and for each worker how many of its slices come in each stage."""
+        """Tables as for one node, and for each worker the number of its slices in each stage."""
         stages = self.routes.stages(engine)
         learners = sorted({rank for each in stages for stage in each for rank in stage})
         tables: dict[str, Any] = {"learners": learners, "slices": [], "sources": [], "stages": []}
@@ -81,10 +81,10 @@ class NodesSender(Sender):
     def send(self, version: int, engines: Iterable[int]) -> dict[int, str]:
         """See `Sender.send`. All learners must call it, with the same engines.
 
-        While a stage is handed on, the next one comes from other nodes.
+        While a stage is forwarded, the next one arrives from other nodes.
 
         Raises:
-            RuntimeError: another learner is not reached.
+            RuntimeError: another learner did not answer.
         """
         engines, relay = list(engines), self.relay
         failures: dict[int, str] = {}

@@ -1,9 +1,9 @@
-"""The ways of the weights where learners and engines share the devices of several nodes. Pure.
+"""Routes of the weights where learners and engines share the devices of several nodes. Pure.
 
-A worker gets everything from learners of its own node, through memory that they share. What none of these holds comes from a learner
-of another node to one that shares its device with a worker that needs it, and which hands it on: each byte comes once to a node,
-however many of its workers need it. That goes in stages. In the first, learners hand on what they hold themselves; in each later
-one what a round between nodes has brought.
+A worker receives everything from learners of its own node, through shared memory. A slice that none of them holds goes from a learner
+of another node to one that shares its device with a worker that needs it, and which forwards it: each byte enters a node once,
+however many of its workers need it. In the first stage learners send their own slices to workers, in each later one the slices of
+a round between nodes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mgrpo.sync.sending.rounds import messages, rounds
 ReceivedStage = dict[int, list[Box]]
 """The slices for one worker, by training rank."""
 Asked = Mapping[int, Places]
-"""What a training rank asks of others, by rank."""
+"""Slices that a training rank requests from others, by rank."""
 SentRound = dict[int, list[Box]]
-"""What goes to, or comes from, other training ranks at the same time."""
+"""Boxes that go to, or come from, other training ranks in one round, by rank."""
 
 
 _Brought = tuple[Box, np.ndarray]
-"""A slice, and `[workers]`, whether a worker needs it."""
+"""A slice, and `[workers]` bool: the workers that need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +38,30 @@ class _Group:
     workers: tuple[int, ...]
     holders: tuple[int, ...]
     places: Places
-    """Of one of these workers; the others' are equal."""
+    """Slices of one of these workers; those of the others are equal."""
 
 
 class NodeRoutes:
-    """The routes to all nodes. Every rank makes the same ones, and boxes of its own part alone.
+    """Routes to all nodes. Every rank computes the same ones, and `Box` objects of its own part alone.
 
     Args:
-        plan: what the workers of an engine receive; whoever sends it there does not count here.
+        plan: slices of an engine's workers; its senders are not used here.
         nodes: for each training rank the number of its node. Worker w of engine e shares the device of rank e * workers + w.
-        bucket_bytes: most bytes that come to a rank in a round between nodes.
+        bucket_bytes: most bytes that a rank receives in a round between nodes.
     """
 
     def __init__(self, plan: ReshardPlan, nodes: Sequence[int], *, bucket_bytes: int) -> None:
         self.plan, self.nodes, self.bucket_bytes = plan, nodes, bucket_bytes
         self.num_workers = len(plan.workers)
         self.ranks: dict[int, list[int]] = {}
-        """By node, ascending."""
+        """Ranks of each node, ascending."""
         for rank, node in enumerate(nodes):
             self.ranks.setdefault(node, []).append(rank)
         self._asked: dict[int, dict[int, Asked]] = {}
 
     @cached_property
     def _needs(self) -> np.ndarray:
-        """`[slices, workers]`: whether a worker needs a slice, which others may receive under another number."""
+        """`[slices, workers]` bool: the workers that need a slice, also those that have it under another number."""
         _, same = np.unique(self.plan.slices, axis=0, return_inverse=True)
         needs = np.zeros((same.max(initial=-1) + 1, self.num_workers), dtype=bool)
         for worker, places in enumerate(self.plan.workers):
@@ -82,24 +82,24 @@ class NodeRoutes:
         return found
 
     def node_of(self, engine: int) -> int:
-        """The node that an engine is on."""
+        """Node of an engine."""
         return self.nodes[engine * self.num_workers]
 
     def asked(self, node: int) -> dict[int, Asked]:
-        """For each rank of a node that receives for others, which slices it asks of which ranks of other nodes."""
+        """For each rank of a node that receives from other nodes, the slices that it requests, by source rank."""
         if node not in self._asked:
             self._asked[node] = self._ask(node)
         return self._asked[node]
 
     def _ask(self, node: int) -> dict[int, Asked]:
-        # By the workers that need them, what is missing here.
+        # Slices that no rank of the node holds, by the workers that need them.
         queues: dict[tuple[int, ...], dict[int, list[Places]]] = {}
         for group in self._groups:
             if not any(self.nodes[rank] == node for rank in group.holders):
                 queue = queues.setdefault(group.workers, {})
                 for source, places in self._sources(group, node):
                     queue.setdefault(source, []).append(places)
-        # Those that may hand on the same slices get an even, unbroken part of them.
+        # Ranks that may forward the same slices get even, contiguous parts of them.
         found: dict[int, dict[int, list[Places]]] = {}
         for workers, queue in queues.items():
             relays = [rank for rank in self.ranks[node] if rank % self.num_workers in workers]
@@ -118,12 +118,12 @@ class NodeRoutes:
         }
 
     def _sources(self, group: _Group, node: int) -> Iterator[tuple[int, Places]]:
-        """The ranks that a node asks for slices: every replica serves as many of the nodes that lack them, or as large parts of them."""
+        """Source ranks of a node's slices: replicas share the nodes that lack the slices, or the slices, evenly."""
         lacking = sorted(self.ranks.keys() - {self.nodes[rank] for rank in group.holders})
         turn, replicas, nodes = lacking.index(node), len(group.holders), len(lacking)
         count = sizes(self.plan.slices[group.places])
         ends = count.cumsum()
-        # Positions on the line of all parts for all of these nodes.
+        # Positions on the line of the parts of all these nodes.
         middle = (ends - (count + 1) // 2) if replicas < nodes else np.zeros_like(ends)
         chosen = (turn * ends[-1] + middle) * replicas // (nodes * ends[-1])
         for number in np.unique(chosen).tolist():
@@ -135,12 +135,12 @@ class NodeRoutes:
         return sum(int(sizes(self.plan.slices[each]).sum()) for each in places) * self.plan.itemsize
 
     def received(self, rank: int) -> list[SentRound]:
-        """Round by round, what comes to a rank from other nodes."""
+        """Boxes that a rank receives from other nodes, by round."""
         asked = self.asked(self.nodes[rank]).get(rank, {})
         return rounds({source: self._messages(places, len(asked)) for source, places in asked.items()})
 
     def sent(self, rank: int) -> list[SentRound]:
-        """Round by round, what a rank sends to other nodes."""
+        """Boxes that a rank sends to other nodes, by round."""
         return rounds(
             {
                 relay: self._messages(asked[rank], len(asked))
@@ -155,7 +155,7 @@ class NodeRoutes:
         return messages(boxes, num_sources, itemsize=self.plan.itemsize, bucket_bytes=limit)
 
     def stages(self, engine: int) -> list[list[ReceivedStage]]:
-        """For each worker of an engine what it receives in each stage; as many stages for each."""
+        """For each worker of an engine, the slices of each stage; all workers have as many stages."""
         node = self.node_of(engine)
         brought = {relay: self._brought(relay) for relay in self.asked(node)}
         count = 1 + max(map(len, brought.values()), default=0)
@@ -171,7 +171,7 @@ class NodeRoutes:
         return found
 
     def _held(self, node: int, seat: int) -> dict[int, list[Box]]:
-        """What learners of the node hold of the slices for the worker on a rank's device: by preference that rank itself."""
+        """Slices for the worker on rank `seat`'s device that learners of the node hold, preferably that rank itself."""
         places: dict[int, list[Places]] = {}
         for kind, own in zip(self.plan.kinds, self.plan.places, strict=True):
             if kind.worker == seat % self.num_workers:
@@ -181,13 +181,13 @@ class NodeRoutes:
         return {rank: self.plan.boxes(np.sort(np.concatenate(places[rank]))) for rank in sorted(places)}
 
     def _brought(self, relay: int) -> list[list[_Brought]]:
-        """What comes to a rank, round by round."""
+        """Slices that a rank receives, by round, with the workers that need them."""
         asked = self.asked(self.nodes[relay])[relay]
         queues = {source: self._needed(places, self._messages(places, len(asked))) for source, places in asked.items()}
         return [[each for part in round_.values() for each in part] for round_ in rounds(queues)]
 
     def _needed(self, places: Places, queue: list[list[Box]]) -> list[list[_Brought]]:
-        """Who needs the parts of slices, which come in the slices' order."""
+        """Pair each part of the slices, which come in order, with the workers that need it."""
         ends, begin = sizes(self.plan.slices[places]).cumsum(), 0
         found: list[list[_Brought]] = []
         for message in queue:

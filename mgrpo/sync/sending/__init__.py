@@ -1,1 +1,1 @@
-"""What is sent in a weight sync: which rank sends which slices, in which messages and units, and the digest that proves them."""
+"""Senders, messages and units of the slices of a weight sync, and the digest that proves them."""

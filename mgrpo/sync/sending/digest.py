@@ -1,4 +1,4 @@
-"""A number that is equal where two processes hold the same bytes of a tensor, and that shards add up without a gather.
+"""Digest of a tensor's bytes, equal in all processes that hold the same ones; shards add it up without a gather.
 
 The digest of a set of elements is the sum, modulo 2^64, of (bits of the element) x (an odd pseudo-random number made from
 the element's position in the whole Hugging Face tensor). It is additive over any cut into boxes.

@@ -1,7 +1,7 @@
-"""Tensors of the model as a sync carries them: all in units of the engines' weight type.
+"""Tensors of the model in units of the engines' weight type, as a sync sends them.
 
-What is float32 whatever the model's type is (`is_frozen`) goes over the wire with all its bits, each number as two of the
-engines' units where those have half its size: its boxes are counted in units, and its views are of them.
+Tensors that are always float32 (`is_frozen`) are sent with all their bits, each number as two units if those have half its size;
+their boxes and views are in units.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ V = TypeVar("V")
 
 
 def in_units(shape: Shape, name: str, itemsize: int) -> Shape:
-    """A shape or a first index of the HF tensor `name`, counted in units of `itemsize` bytes where it is float32."""
+    """A shape or a first index of the HF tensor `name`, counted in units of `itemsize` bytes if it is float32."""
     return (*shape[:-1], shape[-1] * (FLOAT32_BYTES // itemsize)) if is_frozen(name) else shape
 
 
 def tables_in_units(tables: Iterable[Rows], tensors: Tensors, itemsize: int) -> list[Rows]:
-    """The boxes as the plan counts them."""
+    """The boxes in the plan's units."""
     frozen = np.array([is_frozen(name) for name in tensors.names])
     found = [*tables]
     for number, rows in enumerate(found) if frozen.any() else ():
@@ -39,12 +39,12 @@ def tables_in_units(tables: Iterable[Rows], tensors: Tensors, itemsize: int) -> 
 
 
 def shapes_in_units(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, Shape]:
-    """The tensors as the plan counts them."""
+    """The tensors' shapes in the plan's units."""
     return {name: in_units(shape, name, itemsize) for name, shape in shapes.items()}
 
 
 def views_in_units(held: Iterable[tuple[Box, V]], dtype: torch.dtype) -> Iterator[tuple[Box, V | torch.Tensor]]:
-    """Boxes with their views as the plan counts them, in the engines' weight type `dtype`."""
+    """Boxes and views in the plan's units, which are of the engines' weight type `dtype`."""
     for box, view in held:
         if is_frozen(box.name):
             assert isinstance(view, torch.Tensor) and view.dtype is torch.float32, (box, view)

@@ -1,4 +1,4 @@
-"""What the layouts say that training ranks and engines hold, as tables. Pure."""
+"""Boxes of training ranks and engines by their layouts, as tables. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def engine_rows(model: ModelShape, layout: InferLayout, shapes: dict[str, Shape]
     """The boxes of an engine's workers, `mgrpo.models.table.engine_boxes`, as rows of `tensors`.
 
     Args:
-        shapes: `hf_tensors(model)`, of which `tensors` are.
+        shapes: `hf_tensors(model)`, the tensors of `tensors`.
     """
-    # Layers are alike: what a worker holds of a tensor follows from the rest of its name and its shape.
+    # Layers are alike: a worker's boxes of a tensor follow from its shape and its name without the layer.
     alike: dict[tuple[str, Shape], list[int]] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         alike.setdefault((name.removeprefix(model.prefix + "layers.").lstrip("0123456789"), shape), []).append(number)

@@ -1,4 +1,4 @@
-"""The messages and rounds in which slices are sent; both ends compute the same. Pure."""
+"""Messages and rounds of the slices that are sent; both ends compute the same. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def messages(
     Args:
         num_sources: ranks that send to the worker.
         bucket_bytes: most bytes of one message from each rank together; a message has an even share of it, or one row.
-        limit: most bytes of a message, where that is less than its share.
+        limit: most bytes of a message, if less than its share.
     """
     share = bucket_bytes // num_sources
     return buckets(boxes, itemsize=itemsize, bucket_bytes=min(limit or share, share))

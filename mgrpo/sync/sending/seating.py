@@ -1,7 +1,7 @@
-"""Which engine gets its weights from which, where there are more than learners can serve. Pure; rank 0 decides.
+"""Broadcast trees of the engines, for more engines than learners can serve. Pure; rank 0 decides.
 
-Learners send to the first engines. The others form a binary tree below each: worker w of an engine sends what it has received
-to worker w of the next ones, whose boxes are the same.
+Learners send to the roots. The other engines form a binary tree below each: worker w of an engine forwards the weights to worker w
+of its children, whose boxes are equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Apart = Literal["tree", "direct"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place of an engine in the tree. It is left when the engine starts again, or gets its weights from elsewhere."""
+    """An engine's place in a tree; replaced when the engine restarts or changes its parent."""
 
     number: int
-    """No other seat of the engine has it: both ends name their meeting by it."""
+    """Unique per engine; names the transfer group."""
     generation: int
-    """Of the engine."""
+    """Engine generation."""
     upstream: Link | None
-    """From where its weights come; None: from the learners."""
+    """Parent in the tree; None: the learners."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Seating:
     """The seats of all engines.
 
     Args:
-        direct: number of the trees; None: learners send to every engine.
+        direct: number of trees; None: learners send to every engine.
     """
 
     direct: int | None = None
@@ -46,9 +46,9 @@ class Seating:
 
         Args:
             members: the generation of each.
-            apart: they get weights that others have: they stand in one tree without the others, or each by itself.
+            apart: the engines need weights that the others have already: one separate tree, or each directly from the learners.
         Returns:
-            Those that must join: in a new seat, or with other engines below them.
+            Engines that must join again: their seat is new, or their children have changed.
         """
         if apart is None:
             self.seats = {engine: seat for engine, seat in self.seats.items() if engine in members}
@@ -76,26 +76,26 @@ class Seating:
         return engine, self.seats[engine].number if engine in self.seats else -1
 
     def first(self, engine: int) -> int:
-        """The engine of its tree that learners send to; all of the tree cut messages by what that one gets from whom."""
+        """Root of the engine's tree; the whole tree cuts messages by the root's sources."""
         while (upstream := self.seats[engine].upstream) is not None:
             engine = upstream[0]
         return engine
 
     def followers(self, engine: int) -> list[Link]:
-        """The engines that get their weights from this one."""
+        """The engine's children."""
         own = self.link(engine)
         return [self.link(other) for other, seat in self.seats.items() if seat.upstream == own]
 
     def heads(self) -> dict[int, int]:
-        """The engines that learners send to, with their seats."""
+        """Roots of the trees, to which learners send, with their seats."""
         return {engine: seat.number for engine, seat in self.seats.items() if seat.upstream is None}
 
 
 def upstreams(engines: Mapping[int, int], direct: int | None) -> dict[int, int | None]:
-    """For each engine the one that it gets its weights from, which stands before it; None: the learners.
+    """Parent of each engine, which precedes it; None: the learners.
 
-    Engine e has place e // direct in tree e % direct. Where the engine above it is missing, that is the one above that, or the
-    first that is there: places do not depend on who is missing, so that few engines change theirs when one goes or comes.
+    Engine e has place e // direct in tree e % direct. The parent is the nearest ancestor that is present, otherwise the tree's first
+    engine: places do not depend on missing engines, so that few parents change when an engine leaves or joins.
     """
     if direct is None:
         return dict.fromkeys(engines)

@@ -1,7 +1,7 @@
-"""Which of the ranks that hold a slice sends it: an even load, between few pairs. Pure.
+"""Choice of the rank that sends a slice among its holders: an even load over few pairs. Pure.
 
-Ranks with equal holdings are replicas. Their number, and that of the engines, are divided by what divides both: a block of
-replicas serves a block of engines, all blocks in the same way, so that the sources of one block are chosen for all.
+Ranks with equal holdings are replicas. Replicas and engines are divided into as many blocks as their greatest common divisor: each
+block of replicas serves a block of engines in the same way, so that sources are chosen for one block alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from mgrpo.layout import ALL_DIRECT, MOST_GROUPS
 
 SMALL = 0.001
-"""Norms and the like: a kind that is a smaller part of what a worker receives costs no pair of its own, whoever owes it."""
+"""Kinds (as norms) below this share of a worker's elements get no pair of their own if a holder sends to the worker already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Kind:
 
     worker: int
     tables: tuple[int, ...]
-    """Tables of `HeldBoxes` that have them."""
+    """Tables of `HeldBoxes` that contain them."""
     ends: np.ndarray
-    """`[slices]`, elements up to the end of each."""
+    """`[slices]`, cumulative elements."""
 
 
 class Portion(NamedTuple):
@@ -46,19 +46,19 @@ class Sources:
     """The sources of all engines that training ranks send to."""
 
     ranks: Sequence[Sequence[int]]
-    """For each table the ranks that hold it."""
+    """Ranks that hold each table."""
     blocks: int
     """Engine number e belongs to block e % blocks, and is number e // blocks in it."""
     shares: Sequence[Sequence[Portion]]
-    """For each engine of a block."""
+    """Portions of each engine of a block."""
 
     @property
     def engines(self) -> int:
-        """Their number."""
+        """Number of the engines."""
         return self.blocks * len(self.shares)
 
     def trees(self, engines: int) -> int | None:
-        """Below how many engines the others stand; None: training ranks send to all of them."""
+        """Number of broadcast trees; None: training ranks send to all engines."""
         return None if engines <= ALL_DIRECT else self.engines
 
     def rank(self, share: Portion, engine: int) -> int:
@@ -67,7 +67,7 @@ class Sources:
         return ranks[engine % self.blocks * (len(ranks) // self.blocks) + share.replica]
 
     def of(self, rank: int) -> list[tuple[int, Portion]]:
-        """What a rank sends, with the engine that it sends it to."""
+        """The portions that a rank sends, each with its engine."""
         table = next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
         block, replica = divmod(self.ranks[table].index(rank), len(self.ranks[table]) // self.blocks)
         return [
@@ -88,12 +88,12 @@ class Sources:
 
 
 def choose(kinds: Sequence[Kind], ranks: Sequence[Sequence[int]], engines: int) -> Sources:
-    """The sources of as many of the engines as no rank sends to more than `MOST_GROUPS` of.
+    """Sources of as many engines as possible with no rank sending to more than `MOST_GROUPS` of them.
 
-    One of these is for engines that are served apart from the others, where there are more than `ALL_DIRECT`.
+    With more than `ALL_DIRECT` engines one of these groups is kept for the separate tree.
 
     Args:
-        ranks: of every table that holds something of a kind, otherwise none.
+        ranks: for each table its ranks; empty for tables that hold no slice.
     """
     replicas = math.gcd(*(len(each) for each in ranks if each))
     most = MOST_GROUPS if engines <= ALL_DIRECT else MOST_GROUPS - 1
@@ -110,10 +110,10 @@ def _blocks(kinds: Sequence[Kind], ranks: Sequence[Sequence[int]], replicas: int
 
 
 def _shares(kinds: Sequence[Kind], replicas: Sequence[int], engines: int) -> list[list[Portion]]:
-    """Replicas owe equal parts of what is wanted of their holdings.
+    """Portions of each engine of a block: replicas send equal parts of the slices that they hold.
 
-    What few ranks hold comes first: others fill the gaps. A worker goes on receiving from the ranks that it receives from
-    already until they have given their part, since every pair costs a connection.
+    Kinds with few holders come first; the others fill the gaps. A worker keeps its present senders until they have sent their
+    part, since each pair costs a connection.
     """
     holders = [[(table, n) for table in kind.tables for n in range(replicas[table])] for kind in kinds]
     count_of = [*map(len, holders)].__getitem__
@@ -149,10 +149,10 @@ def _taken(
     owed: dict[tuple[int, int], int],
     paired: set[tuple[int, int]],
 ) -> Iterator[Portion]:
-    """The shares of one engine in a kind, which are taken off what their sources owe.
+    """Portions of one engine in a kind; subtracts them from `owed`.
 
     Args:
-        paired: the ranks that send to the worker already, to which the new ones are added.
+        paired: the ranks that send to the worker already; new ones are added.
     """
     first, done = 0, 0
     while first < len(ends):

@@ -39,7 +39,7 @@ def register_delta_core() -> None:
 def delta_core(
     mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: Any
 ) -> None:
-    """vLLM's `cpu_gdn_attention_core`: first the requests that decode a token each, then prompts, each after what was computed of it.
+    """vLLM's `cpu_gdn_attention_core`: requests that decode one token each, then prompts, each from its state so far.
 
     Args:
         mixed_qkv: `[tokens, channels]`, queries, keys and values before the convolution.
@@ -145,7 +145,7 @@ def delta_chunks(
     query, key, value = chunked(query), chunked(key), chunked(value)
     log_decay, strength = chunked(log_decay), chunked(strength)[..., None]
     since_start = log_decay.cumsum(-1).exp()[..., None]
-    # Each sum by itself: a difference of sums from the start loses what strong decays before have taken of its digits.
+    # Each sum by itself: a difference of two sums from the start loses digits to earlier strong decays.
     steps = log_decay[..., None].expand(*log_decay.shape, CHUNK).tril(-1).cumsum(-2)
     between = steps.exp().tril()
     strong = key * strength

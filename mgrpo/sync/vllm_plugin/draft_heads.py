@@ -1,7 +1,6 @@
-"""Heads of the model's own that draft (MTP), in an engine that was started without the model's files: read once, and not trained.
+"""The model's own draft heads (MTP) in an engine that was started without the model's files: read once, and not trained.
 
-vLLM makes them beside the model, with the model's own embedding and LM head, so that a weight sync, which writes these in place, reaches
-what they share and leaves the rest as it was read.
+They share the model's embedding and LM head, which a weight sync writes in place; the sync leaves their other weights unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from mgrpo.sync.vllm_plugin.live_weights import LiveBoxes, check_experts, check_
 
 
 class DraftingWorker:
-    """A base class of vLLM's workers in an engine that drafts with heads (`worker_extension_cls`)."""
+    """A base class of vLLM's workers for speculative decoding with draft heads (`worker_extension_cls`)."""
 
     def read_heads(self) -> int:
-        """Read this worker's part of the heads from the model's folder, on each worker; returns how many bytes it has written.
+        """Read this worker's part of the heads from the model's folder, on each worker; returns the bytes written.
 
         Raises:
-            RuntimeError: the files do not have every weight of the heads, or vLLM computes with copies of them.
+            RuntimeError: the files lack a weight of the heads, or vLLM computes with copies of them.
         """
         worker: Any = self
         runner = worker.model_runner
@@ -47,7 +46,7 @@ def head_tensors(folder: Path) -> dict[str, tuple[Path, Shape]]:
 
 @torch.no_grad()
 def read_heads(heads: torch.nn.Module, model: torch.nn.Module, folder: Path) -> int:
-    """See `DraftingWorker.read_heads`; what `heads` share with `model` is left to the weight sync."""
+    """See `DraftingWorker.read_heads`; weights that `heads` share with `model` are left to the weight sync."""
     tensors = head_tensors(folder)
     check_experts(heads, has_experts=any(".experts." in name for name in tensors))
     check_in_place(heads)
@@ -69,6 +68,6 @@ def read_heads(heads: torch.nn.Module, model: torch.nn.Module, folder: Path) -> 
 
 
 def _apart(boxes: LiveBoxes, shared: Iterable[torch.Tensor]) -> LiveBoxes:
-    """Those whose memory is not that of `shared`: checkpoints repeat the embedding and the LM head in their heads."""
+    """Boxes whose memory is not that of `shared`: checkpoints repeat the embedding and the LM head in their heads."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in shared}
     return [(box, view) for box, view in boxes if view.untyped_storage().data_ptr() not in taken]

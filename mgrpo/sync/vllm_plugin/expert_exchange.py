@@ -1,7 +1,7 @@
-"""How tokens reach the experts of other workers of an engine on a CPU, and come back, where workers attend to tokens of their own.
+"""Exchange of tokens with the experts of other workers in an engine on a CPU with data-parallel attention.
 
-vLLM gathers the tokens of all, computes on each worker what its experts make of them, and gives each the sum for its own tokens. Its
-communicator for CPUs has neither operation for parts of different sizes.
+vLLM gathers the tokens of all workers, applies each worker's experts to them, and scatters the sums back. Its communicator for CPUs
+has neither operation for parts of different sizes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator:CpuCommun
 
 
 def all_gatherv(self: Any, tensors: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
-    """The members' rows, one after the other.
+    """Concatenate the members' rows.
 
     Args:
         tensors: `[own rows, ...]`, or a list of such.
-        sizes: rows of each member; None: all have as many as this one.
+        sizes: rows of each member; None: equal.
 
     Returns:
         `[sum(sizes), ...]`, or a list of such. Collective over the communicator's group.
@@ -40,8 +40,8 @@ def reduce_scatterv(self: Any, tensor: torch.Tensor, dim: int = -1, sizes: Seque
     """This member's rows of the sum over all members.
 
     Args:
-        tensor: `[sum(sizes), ...]`, kept.
-        sizes: rows of each member; None: all have equally many.
+        tensor: `[sum(sizes), ...]`, unchanged.
+        sizes: rows of each member; None: equal.
 
     Returns:
         `[own rows, ...]`. Collective over the communicator's group.

@@ -1,4 +1,4 @@
-"""Where the live weights of a vLLM worker hold which slices of Hugging Face tensors, and whether vLLM computes with them."""
+"""Map from slices of Hugging Face tensors to a vLLM worker's live weights, with checks that vLLM computes with these."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mgrpo.models.table import hf_tensors
 PLAIN = ("CPU", "TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with the weights as its loader left them; the first of them after `rebind`."""
 ABSORBED = ("W_UK_T", "W_UV", "W_K", "W_V")
-"""vLLM's names for what latent attention makes of `kv_b_proj`."""
+"""vLLM's names for the matrices that latent attention derives from `kv_b_proj`."""
 SET_AFTER_LOADING = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 """Buffers of vLLM's attention that it sets to 1 when weights without quantization have been loaded, or made up."""
 LiveBoxes = list[tuple[Box, torch.Tensor]]
 
 
 def check_experts(model: torch.nn.Module, *, has_experts: bool) -> None:
-    """RuntimeError unless the experts' weights lie as vLLM's loader left them: they are written in place, in that order."""
+    """Raise RuntimeError unless the experts' weights have the layout of vLLM's loader, in which they are written in place."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = {method.unquantized_backend.name for method in methods if hasattr(method, "unquantized_backend")}
     if has_experts and not (kernels and kernels <= set(PLAIN)):
@@ -36,7 +36,7 @@ def check_experts(model: torch.nn.Module, *, has_experts: bool) -> None:
 
 
 def check_in_place(model: torch.nn.Module) -> None:
-    """RuntimeError where vLLM computes with copies of the weights that it has loaded: a sync would leave the copies as they were."""
+    """Raise RuntimeError if vLLM computes with copies of the loaded weights, which a sync would not update."""
     for name, module in model.named_modules():
         if hasattr(module, "_cpu_unpacked_conv_weight"):
             raise RuntimeError(
@@ -61,10 +61,10 @@ def check_in_place(model: torch.nn.Module) -> None:
 
 
 def check_written(model: torch.nn.Module, views: Iterable[torch.Tensor]) -> None:
-    """RuntimeError unless `views` cover every weight of a model that was started without its files (`load_format=dummy`).
+    """Raise RuntimeError unless `views` cover every weight of a model that was started without its files (`load_format=dummy`).
 
-    What they do not cover would keep the numbers that vLLM made up. Views of the same elements count once; whatever shares its memory
-    with a covered weight is covered.
+    Other weights would keep vLLM's random values. Views of the same elements count once; weights that share the memory of a covered
+    weight are covered.
     """
     written: dict[int, dict[tuple, int]] = {}
     for view in views:
@@ -87,7 +87,7 @@ def check_written(model: torch.nn.Module, views: Iterable[torch.Tensor]) -> None
 
 
 class _RecordCopies(TorchDispatchMode):
-    """Runs a loader on tensors without data, and records what it would have copied where."""
+    """Runs a loader on tensors without data and records the source and target of each copy."""
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _RecordCopies(TorchDispatchMode):
         self._names = {_storage(tensor): name for name, tensor in stand_ins.items()}
         self._zeroed: set[str] = set()
         self._clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By storage: a whole copy of (a view of) a stand-in, and what it is a copy of."""
+        """By storage: a whole copy of (a view of) a stand-in, and its original."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -133,9 +133,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _box_of(view: torch.Tensor, target: torch.Tensor, name: str, whole: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """The box that a view of the stand-in `whole` shows, and `target`, where it is copied to, in the box's shape.
+    """The box of a view of the stand-in `whole`, and `target`, the view's destination, in the box's shape.
 
-    Dimensions are told by their strides: a loader may transpose them, and drop those of which it takes one index.
+    Dimensions are recognised by their strides: a loader may transpose them, and drop one from which it takes a single index.
     """
     assert target.shape == view.shape, (name, view.shape, target.shape)
     left, order, start, shape, offset = list(range(view.dim())), [], [], [], view.storage_offset()
@@ -175,9 +175,9 @@ def loaded_boxes(model: torch.nn.Module, tensors: Mapping[str, Shape]) -> tuple[
 
 
 def adapter_boxes(model: torch.nn.Module, shape: dict[str, Any], lora: LoraShape) -> LiveBoxes:
-    """The same for adapters: every slice of an A or B that this worker's first slot for adapters holds, which is theirs from here on.
+    """Every slice of an adapter's A or B in this worker's first adapter slot, which is reserved for them from here on.
 
-    All of it is 0 until it is written. Requests for the adapter with the id `ENGINE_ADAPTER` compute with it.
+    The slot is 0 until it is written. Requests with the adapter id `ENGINE_ADAPTER` compute with it.
 
     Raises:
         RuntimeError: the engine was started without adapters.
@@ -200,13 +200,13 @@ def adapter_boxes(model: torch.nn.Module, shape: dict[str, Any], lora: LoraShape
     with torch.no_grad(), _RecordCopies(stand_ins) as record:
         manager.add_adapter(LoRAModel(ENGINE_ADAPTER, lora.rank, layers))
         manager.activate_adapter(ENGINE_ADAPTER)
-    # At the end of a weight update vLLM forgets its adapters, as if they were of other weights.
+    # At the end of a weight update vLLM removes its adapters, as if they belonged to the old weights.
     manager.remove_all_adapters = lambda: None
     return record.found
 
 
 def _stand_ins(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """Tensors without data, of the model's type, or float32 where they always are."""
+    """Tensors without data, of the model's type, or float32 for those that always are."""
     own = next(parameter.dtype for name, parameter in model.named_parameters() if not is_frozen(name))
     dtypes = {name: torch.float32 if is_frozen(name) else own for name in shapes}
     return {name: torch.empty(size, dtype=dtypes[name], device="meta") for name, size in shapes.items()}

@@ -1,7 +1,7 @@
-"""What mgrpo puts in the place of vLLM's own, and why.
+"""Replacements of vLLM's own functions, each with its reason.
 
-Almost all of it concerns the CPU. There vLLM packs weights into private copies, which can be neither written in place nor compared, and some of its kernels compute
-with packed weights only, in bfloat16 only, or something else than the model says.
+Almost all are for the CPU. There vLLM packs weights into private copies, which can be neither written in place nor compared, and some of its kernels need
+packed weights or bfloat16, or deviate from the model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mgrpo.sync.vllm_plugin import expert_exchange, routed_experts
 from mgrpo.sync.vllm_plugin.delta_core import register_delta_core
 
 ABSENT = object()
-"""In the place of what is taken away."""
+"""Value for a name that is removed."""
 CLAMP, SLOPE = VLLM_CLAMP
-"""Of the activation "swigluoai". vLLM's kernel for a CPU knows no others."""
+"""Constants of the activation "swigluoai", the only ones that vLLM's kernel for a CPU supports."""
 LATENT_NORM_EPS = 1e-6
-"""As in the code that DeepSeek, Moonshot and Z.ai publish with their weights, and in transformers."""
+"""Epsilon in the code that DeepSeek, Moonshot and Z.ai publish with their weights, and in transformers."""
 IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
-"""What transformers' image processors of Qwen import at their top."""
+"""Modules that transformers' image processors of Qwen import at the top."""
 
 
 def plain_experts(
@@ -44,13 +44,13 @@ def plain_experts(
     experts: torch.Tensor,
     activation: str,
 ) -> None:
-    """What vLLM's `cpu_fused_moe` computes, one expert after the other, on the weights as its loader left them.
+    """vLLM's `cpu_fused_moe`, one expert at a time, on weights in the layout of vLLM's loader.
 
     Args:
         output, tokens: `[tokens, hidden]`.
         gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
         gate_up_bias, down_bias: `[experts, 2 * ffn]`, `[experts, hidden]`.
-        weights, experts: `[tokens, top_k]`; below 0: an expert of another worker, whose results are added later.
+        weights, experts: `[tokens, top_k]`; below 0: an expert of another worker, which adds its result later.
         activation: with "silu" the rows of gates lie above those of ups, with "swigluoai" they alternate.
     """
     output.zero_()
@@ -74,10 +74,10 @@ def plain_apply(
     expert_map: torch.Tensor | None,
     **kwargs: Any,
 ) -> None:
-    """vLLM's `CPUUnquantizedExperts.apply`, which takes an expert's number for its place among those of this worker.
+    """vLLM's `CPUUnquantizedExperts.apply`, which takes an expert's number for its index on this worker.
 
     Args:
-        expert_map: `[experts]`, the place of each of the model's experts on this worker, or -1; None: it has all of them.
+        expert_map: `[experts]`, the index of each of the model's experts on this worker, or -1; None: the worker has all experts.
     """
     own = topk_ids if expert_map is None else expert_map[topk_ids]
     plain_experts(output, hidden_states, w1, w2, self.w1_bias, self.w2_bias, topk_weights, own, activation.value)
@@ -108,7 +108,7 @@ def expanded(
 def rotated(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`RotaryEmbedding.forward_cpu`, whose kernel takes queries `[tokens, heads, dim]` for `[tokens, heads * dim]` of other strides."""
+    """`RotaryEmbedding.forward_cpu`, whose kernel misreads queries `[tokens, heads, dim]` as `[tokens, heads * dim]` of other strides."""
     if query.dim() > 2:
         return self.forward_native(positions, query, key)
     import vllm._custom_ops as ops
@@ -119,7 +119,7 @@ def rotated(
 
 
 def load_model_class(self: Any) -> type:
-    """`_LazyRegisteredModel.load_model_cls`, also where torchvision is missing, which a language model needs for nothing."""
+    """`_LazyRegisteredModel.load_model_cls`, also without torchvision, which language models do not need."""
     with _images_missing():
         module = importlib.import_module(self.module_name)
     if latent := sys.modules.get("vllm.model_executor.models.deepseek_v2"):
@@ -128,7 +128,7 @@ def load_model_class(self: Any) -> type:
 
 
 def _mend_latent_norms(attention: Any) -> None:
-    """Let the norms of latent vectors have the epsilon of the published models, not `rms_norm_eps`."""
+    """Give the norms of latent vectors the epsilon of the published models instead of `rms_norm_eps`."""
     own = attention.__init__
     if hasattr(own, "__wrapped__"):
         return
@@ -144,13 +144,13 @@ def _mend_latent_norms(attention: Any) -> None:
 
 @contextmanager
 def _images_missing() -> Iterator[None]:
-    """Where torchvision is not installed, it can be imported meanwhile, with nothing in it."""
+    """Provide empty torchvision modules within the block if torchvision is not installed."""
     if find_spec("torchvision") is not None:
         yield
         return
     from transformers.utils import is_torchvision_available
 
-    # It remembers its answer, and others must not believe in an empty library.
+    # The answer is cached, and must not count an empty library as torchvision.
     assert not is_torchvision_available()
     for name in IMAGES:
         module, (parent, _, leaf) = ModuleType(name), name.rpartition(".")
@@ -174,7 +174,7 @@ EVERYWHERE: tuple[tuple[str, str, Any, str], ...] = (
         "attention have an epsilon of their own, which vLLM does not know",
     ),
 )
-"""Before a model is made, on all devices."""
+"""Replacements on all devices, before a model is made."""
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REBOUND: tuple[tuple[str, str, Any, str], ...] = (
     *EVERYWHERE,
@@ -240,11 +240,11 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
     (routed_experts.RUNNER, "execute_model", routed_experts.execute_model, "the same"),
     (routed_experts.RUNNER, "sample_tokens", routed_experts.sample_tokens, "the same"),
 )
-"""On a CPU."""
+"""Replacements on a CPU."""
 
 
 def rebind(*, on_cpu: bool) -> None:
-    """Once or several times in a process."""
+    """Apply the replacements; may be called several times in a process."""
     for place, name, value, _ in REBOUND if on_cpu else EVERYWHERE:
         owner = resolve_name(place)
         if value is not ABSENT:

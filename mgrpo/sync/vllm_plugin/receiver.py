@@ -1,8 +1,8 @@
-"""An engine worker's end of the weight sync: what it receives it writes into its live weights, and sends on to other engines.
+"""An engine worker's end of the weight sync: it writes received slices into its live weights and forwards them to other engines.
 
-It goes through the rounds of `mgrpo.sync.sending.rounds.rounds`, and writes the last one while one is under way. Other engines read
-its live weights: what has arrived stays as it is until the next sync, so that none of them holds up what it receives. On CUDA its
-answer to rank 0 waits for what it sends as well (`transfer_engine`): one that takes nothing delays that until it is given up.
+It follows the rounds of `mgrpo.sync.sending.rounds.rounds`, and writes the last one while the next is under way. Forwarding reads the
+live weights, which do not change until the next sync, so that no child engine delays receiving. On CUDA the answer to rank 0 also
+waits for forwarding (`transfer_engine`): a child engine that hangs delays it until it is dropped.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round
 
 PATIENCE = 0.25
-"""The part of `timeout_s` that engines wait for each other: rank 0 waits `timeout_s` for one to say that it has got nothing. (A
+"""Share of `timeout_s` that engines wait for each other, so that each reports a failed upstream to rank 0 within `timeout_s`. (A
 group receives for twice as long on CUDA.)"""
 ANNOUNCE_S = 5.0
-"""Seconds for the connection over which a worker announces that it cannot join."""
+"""Time limit of the connection over which a worker announces that it cannot join, in seconds."""
 
 
 class Arrived:
-    """How much has arrived, for the threads that send it on."""
+    """Number of messages that have arrived, for the threads that forward them."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -64,22 +64,22 @@ class Arrived:
         self._changed = threading.Condition()
 
     def tell(self, count: int) -> None:
-        """So many messages have arrived."""
+        """Record that `count` messages have arrived."""
         with self._changed:
             self._count = count
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """No more will arrive."""
+        """Record that no more messages will arrive."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until so many have arrived.
+        """Wait until `count` messages have arrived.
 
         Raises:
-            RuntimeError: they never will.
+            RuntimeError: receiving failed before.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_failed or self._count >= count)
@@ -88,10 +88,10 @@ class Arrived:
 
 
 class OnwardLink:
-    """A worker's transfer to the same worker of another engine, in a thread: what this one receives does not wait for it.
+    """A worker's transfer to the same worker of a child engine, in a thread of its own, so that receiving does not wait for it.
 
     Args:
-        meet: returns the channel, once the other end is there.
+        meet: returns the channel once the other end has joined.
     """
 
     def __init__(self, meet: Callable[[], Channel]) -> None:
@@ -99,10 +99,10 @@ class OnwardLink:
         self._channel = self._thread.submit(meet)
 
     def forward(self, arrived: Arrived, stream: torch.Stream | None) -> None:
-        """Begin to send on what arrives; an engine that fails is given up.
+        """Begin to forward messages as they arrive; a failed transfer is closed.
 
         Args:
-            stream: in whose order the weights are written, on CUDA.
+            stream: the stream that writes the weights, on CUDA.
         """
         self._thread.submit(partial(self._forward, arrived, stream))
 
@@ -120,7 +120,7 @@ class OnwardLink:
         deliver({0: Delivery(begin, len(channel.rounds))}, lambda *_: channel.close())
 
     def close(self) -> None:
-        """Leave the transfer, after what is under way."""
+        """Leave the transfer after the messages under way."""
         self._thread.submit(lambda: self._channel.result().close())
         self._thread.close()
 
@@ -132,7 +132,7 @@ def _close(source: Future[Channel]) -> None:
 
 @contextlib.contextmanager
 def failure_announced(invitation: Mapping[str, Any], worker: int) -> Iterator[None]:
-    """Announce a failure within the block: the learners and the engine's other workers wait for this one."""
+    """Announce a failure within the block to the learners and the engine's other workers, which wait for this one."""
     try:
         yield
     except Exception as err:
@@ -145,7 +145,7 @@ def failure_announced(invitation: Mapping[str, Any], worker: int) -> Iterator[No
 
 
 def joined(earlier: Receiver | None, invitation: Mapping[str, Any], make: Callable[[], Receiver]) -> Receiver:
-    """The receiver that takes up an invitation: the earlier one if it has that seat already, or a new one after that has left."""
+    """The receiver for an invitation: the earlier one if it has that seat already, else a new one after closing the earlier."""
     if earlier is not None:
         if earlier.is_seat(invitation):
             earlier.follow(invitation["followers"])
@@ -158,10 +158,10 @@ class Receiver:
     """An engine worker's end: every slice is written in place into the live weights.
 
     Args:
-        targets: every box the worker holds with the live view to write to.
-        loaded: those of what it has loaded by itself, which only digests read.
+        targets: every box of the worker that the sync writes, with its live view.
+        loaded: boxes that the worker has loaded by itself; only digests read them.
         worker: number of the worker in its engine.
-        invitation: of `mgrpo.sync.channel.Sender.invitation`.
+        invitation: from `mgrpo.sync.channel.Sender.invitation`.
     """
 
     def __init__(self, targets: Held, *, loaded: Held = (), worker: int, invitation: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class Receiver:
         self.model, self.lora = ModelShape.from_dict(invitation["model"]), invited_lora(invitation)
         self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
         self.place = (invitation["host"], invitation["port"])
-        """Host and port of the store, which is there as long as the run is."""
+        """Host and port of the store, which exists as long as the run."""
         self.timeout_s = invitation["timeout_s"]
         self.learners: list[int] = invitation["learners"]
         self.upstream: Link | None = invitation["upstream"] and tuple(invitation["upstream"])
@@ -192,9 +192,9 @@ class Receiver:
             share_gpus=invitation["share_gpus"],
         )
         self._source: Future[Channel] = Future()
-        """To where weights come from."""
+        """The channel to the learners or the parent engine."""
         self.relays: dict[Link, OnwardLink] = {}
-        """By the engines that get their weights from this one."""
+        """Transfers to the child engines."""
         if self.upstream is not None:
             # The engine above may come late, or never: that is seen when weights are received.
             meeting = Background("weights from above")
@@ -212,12 +212,12 @@ class Receiver:
             )
             self._source.set_result(channel)
         self.is_open = True
-        """Whether the transfer goes on."""
+        """False once the transfer has failed or been left."""
         self.follow(invitation["followers"])
 
     @property
     def channel(self) -> Channel:
-        """To where weights come from; RuntimeError if the engine above has not come."""
+        """The channel to the learners or the parent engine; RuntimeError if the parent did not join."""
         return self._source.result()
 
     @property
@@ -225,15 +225,15 @@ class Receiver:
         return self.engine, self.generation
 
     def is_seat(self, invitation: Mapping[str, Any]) -> bool:
-        """Whether this is what the invitation is to; only other engines may be below it."""
+        """True if the invitation is to this receiver's seat; its children may differ."""
         place = (invitation["host"], invitation["port"])
         seat = invitation["engine"], invitation["generation"]
         return self.is_open and (self.place, self.engine, self.generation) == (place, *seat)
 
     def follow(self, followers: Iterable[Sequence[int]]) -> None:
-        """From here on send to these engines, which are joining, or have joined.
+        """Replace the child engines by these, which are joining or have joined.
 
-        One that does not come is left out: it gets its weights otherwise.
+        One that does not join is left out; it gets its weights in another way.
         """
         links = [(engine, generation) for engine, generation in followers]
         for link in self.relays.keys() - links:
@@ -243,7 +243,7 @@ class Receiver:
                 self.relays[link] = OnwardLink(partial(self._between, self._link, link))
 
     def _between(self, above: Link, below: Link, *, is_worker: bool = False) -> Channel:
-        """Form the transfer from an engine to another one, in a thread of its own; `is_worker`: of that one's end."""
+        """Join the transfer from an engine to its child; `is_worker`: at the child's end. Called in a thread of its own."""
         if self.live.device.type == "cuda":
             torch.accelerator.set_device_index(self.live.device)
         return self._open(
@@ -276,7 +276,7 @@ class Receiver:
         ]
 
     def _check_targets(self, stages: Iterable[Mapping[int, list[Box]]]) -> None:
-        """The engine's live weights must be exactly the boxes that the plan sends to it."""
+        """Raise ValueError unless the engine's live weights are exactly the boxes that the plan sends to it."""
         live = {name: sum(box.size for box, _ in held) for name, held in self.live.by_name.items()}
         planned: dict[str, int] = {}
         for box in (box for incoming in stages for boxes in incoming.values() for box in boxes):
@@ -288,13 +288,12 @@ class Receiver:
             raise ValueError(f"engine and plan differ in {len(differing)} tensors, the first are {differing[:3]}")
 
     def receive(self, version: int) -> bool:
-        """Receive all slices of one sync, and send them on. Whether they have come.
+        """Receive all slices of one sync and forward them; returns True if they have arrived.
 
-        They have not where the engine above has failed, which rank 0 is told: this one is well.
+        False if the upstream engine has failed, which is reported to rank 0: this engine is sound.
 
         Raises:
-            RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`. The
-                transfer is over then.
+            RuntimeError: after `timeout_s`, naming this worker, the senders and the bucket. The transfer is closed then.
         """
         arrived = Arrived()
         stream = torch.accelerator.current_stream(self.live.device) if self.live.device.type == "cuda" else None
@@ -329,7 +328,7 @@ class Receiver:
             arrived.tell(len(self._sent_on))
 
     def _ready(self, channel: Channel) -> list[int]:
-        """After each round the messages that can be sent on."""
+        """Number of messages that can be forwarded after each round."""
         if self.upstream is not None:
             return [*range(1, len(self._sent_on) + 1)]
         ends: list[tuple[int, int]] = []
@@ -363,9 +362,9 @@ class Receiver:
         self.relays = {}
 
     def report_digests(self, version: int) -> None:
-        """Tell rank 0 the digest of every tensor's part that this worker holds now.
+        """Report to rank 0 the digest of each tensor's part that this worker holds.
 
-        What vLLM keeps in a wider type counts as it was sent.
+        Weights that vLLM keeps in a wider type are cast to the type in which they were sent.
         """
         received = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
         held = ((box, values.to(self.live.dtype)) for box, values in itertools.chain(received, self.loaded))

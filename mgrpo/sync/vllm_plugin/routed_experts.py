@@ -1,8 +1,8 @@
-"""The experts that an engine on a CPU has chosen for each token: `enable_return_routed_experts`, which vLLM has for GPUs alone.
+"""The routed experts of each token in an engine on a CPU: `enable_return_routed_experts`, which vLLM has for GPUs alone.
 
-vLLM's scheduler and its routers know the option everywhere; only its model runner for CPUs does not. Here that one keeps a row for
-every token whose keys and values are in the cache, at the same place: a prefix that another request has computed, and a prompt that
-is computed in parts or again, have their rows wherever they have keys and values.
+vLLM's scheduler and routers support the option everywhere, but its model runner for CPUs does not. Here the runner keeps a row at the
+same index for every token in the KV cache: the rows of a shared prefix, and of a prompt that is computed in parts or again, are
+found wherever keys and values are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RoutedExperts:
         config, cache = runner.vllm_config, runner.kv_cache_config
         self.step = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(runner.model, self.step)
-        # Others forget the blocks of earlier tokens.
+        # Other kinds of attention free the blocks of earlier tokens.
         whole = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in cache.kv_cache_groups]
         if True not in whole:
             raise ValueError("the experts of a model are not returned if no layer attends to all tokens")
@@ -36,11 +36,11 @@ class RoutedExperts:
         num_tokens = cache.num_blocks * cache.kv_cache_groups[group].kv_cache_spec.block_size
         self.rows = np.zeros((num_tokens, *self.step.shape_per_token), self.step.output_dtype_name)
         self.told: dict[str, int] = {}
-        """Of each request, the tokens whose rows the scheduler has."""
+        """By request, the number of tokens whose rows the scheduler has."""
         self.generation = 0
 
     def after(self, runner: Any, scheduled: Any) -> dict[str, Any]:
-        """Keep the rows of a forward pass; those that the scheduler has not seen, of each request that samples a token after it."""
+        """Store the rows of a forward pass; returns those new to the scheduler, of each request that samples a token after it."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
         asked = scheduled.aux_output_connector_metadata
@@ -65,14 +65,14 @@ class RoutedExperts:
         return found
 
     def _places(self, row: int, start: int, end: int) -> np.ndarray:
-        """Where the tokens from `start` to `end`, end excluded, of a request in this row of the batch are in the cache."""
+        """Indices in the cache of tokens `start` to `end`, end excluded, of the request in this row of the batch."""
         positions = np.arange(start, end)
         size = self.table.block_size
         return self.table.block_table.np[row, positions // size].astype(np.int64) * size + positions % size
 
 
 def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model runner's, after which its `RoutedExperts` have the rows."""
+    """The model runner's `execute_model`, which also stores the rows in its `RoutedExperts`."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     is_asked = scheduler_output.aux_output_connector_metadata is not None
@@ -85,7 +85,7 @@ def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -
 
 
 def sample_tokens(self: Any, grammar_output: Any) -> Any:
-    """The model runner's, whose output has the rows as well."""
+    """The model runner's `sample_tokens`, with the rows in its output."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     output = super(CPUModelRunner, self).sample_tokens(grammar_output)

@@ -1,6 +1,6 @@
-"""The engine of a weight transfer that vLLM makes in each of its workers: it receives exactly what the worker holds, in place.
+"""Weight-transfer engine that vLLM makes in each worker: it receives exactly the worker's slices, in place.
 
-It does nothing unless the engine's environment asks for it. What it rebinds in vLLM: `rebound`.
+Active only if the engine's environment sets `MGRPO_ENGINE=1`. Its changes to vLLM: `rebound`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
 """Set to "1" in the environment of an engine's processes."""
 RUN_ANSWERS_S = 5.0
-"""Seconds that rank 0 of a run that is alive may take to accept a connection."""
+"""Seconds in which rank 0 of a live run accepts a connection."""
 
 
 def register() -> None:
-    """Called by vLLM, possibly several times, in client, engine core and workers."""
+    """Plugin entry point; vLLM calls it, possibly several times, in client, engine core and workers."""
     if os.environ.get(ASKED) != "1":
         return
     # The engine core would outlive an engine that is killed; here it is a child of the engine's process.
@@ -71,14 +71,14 @@ def _engine_class() -> type:
 
         invitation: dict[str, Any]
         is_trial: bool = False
-        """Only make sure that an invitation with this `model` could be accepted."""
+        """Only check that an invitation with this `model` could be accepted."""
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
         seed: int
-        """For the sampler, from here on."""
+        """Seed of the sampler."""
         version: int | None = None
-        """Version of the weights that are being sent; None: none are, only the sampler is seeded."""
+        """Version of the weights; None: no weights are sent, only the sampler is seeded."""
         check: bool = False
 
     class ReshardEngine(WeightTransferEngine[Invitation, Update]):
@@ -151,7 +151,7 @@ def _engine_class() -> type:
 
 
 def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
-    """RuntimeError if the engine takes part in another run; one that has ended without a word does not count."""
+    """Raise RuntimeError if the engine takes part in another run that is still alive."""
     if receiver is None or not receiver.is_open:
         return
     host, port = receiver.place
@@ -167,7 +167,7 @@ def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
 
 
 def check_model(model_config: Any, shape: dict[str, Any]) -> None:
-    """ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
+    """Raise ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
     from mgrpo.models.family import shape_of
     from mgrpo.models.hf_config import read_hf_config
 

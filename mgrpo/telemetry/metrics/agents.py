@@ -1,4 +1,4 @@
-"""Metrics of completions that agents have played: how they ended, how their calls became branches, and what was not done as asked."""
+"""Metrics of agents' completions: endings, branches, and requests that were not handled as sent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from mgrpo.types import AgentRecord, Completion, ScoredGroup, TrajectoryRecord
 
 AGENT_ENDINGS = ("ended", "crashed", "late", "silent", "lost")
-"""The ways in which an agent ends."""
+"""Endings of an agent."""
 COUNTS = ("retries", "undelivered", "abandoned", "rendered_again", "other_model", "workers_gone")
-"""Counts of an endpoint that are always logged; those of several kinds are where there are any."""
+"""Counts of an endpoint that are always logged; counts by kind only if there are any."""
 
 
 def agent_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
-    """Metrics of every completion that an agent has played, counts per completion; empty where none has."""
+    """Metrics of all completions of agents, counts per completion; empty without any."""
     whole = list(groups)
     completions = [completion for group in whole for completion in group.group.completions]
     pairs = [(c, c.trajectory.agent, c.trajectory) for c in completions if c.trajectory and c.trajectory.agent]
@@ -52,7 +52,7 @@ def _num_branches(record: TrajectoryRecord) -> int:
 
 
 def _differs(group: ScoredGroup) -> bool:
-    """Whether a sample's first turn followed something else than the group's prompt."""
+    """True if a sample's first turn has another context than the group's prompt."""
     records = [completion.trajectory for completion in group.group.completions]
     firsts = [record.branches[0].prompt_tokens for record in records if record and record.branches]
     return any(not np.array_equal(first, group.group.prompt.tokens) for first in firsts)

@@ -1,7 +1,7 @@
 """Metrics of one step's rollouts, under the names that other trainers use; docs/metrics.md defines each.
 
-Rank 0 holds the whole step, whatever the number of learners, so everything is computed here once, in plain numpy. What
-cannot be measured (the mean of nothing, a missing score) is NaN and becomes null in metrics.jsonl.
+Rank 0 holds the whole step, whatever the number of learners, so everything is computed here once, in plain numpy. Undefined
+values (the mean of no values, a missing score) are NaN and become null in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Metrics = dict[str, float | list[int]]
 LENGTH_BINS = 16
 """Bin i counts lengths from 2^i to below 2^(i + 1); the first also counts 0, the last everything longer."""
 RATE_BINS = 12
-"""Nothing solved (0 or less), tenths of (0, 1), everything solved (1 or more)."""
+"""Bins: nothing solved (0 or less), tenths of (0, 1), everything solved (1 or more)."""
 MAGNITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Edges of 15 bins of advantages: magnitudes [8, inf), [4, 8) ... (0, 0.25) below 0, exactly 0, the same above 0."""
 
@@ -49,7 +49,7 @@ def batch_metrics(
         batch_size: completions of a full step.
         policy_version: version of the weights from which the step's first update starts.
         num_excluded_prompts: prompts that this step's results exclude from further sampling.
-        engine_s: seconds for which engines had work, for `kept` and `dropped`.
+        engine_s: seconds in which engines had work, for `kept` and `dropped`.
         scale: None with a user's own reward functions; then no completion is solved or unsolved.
     """
     sampled = [*kept, *dropped]
@@ -72,9 +72,9 @@ def batch_metrics(
 
 
 def kept_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
-    """Sizes of the sets that tokens were sampled from, where the sampling is cut; empty where it is not.
+    """Sizes of sampling masks; empty if the sampling is not cut.
 
-    Counts every sampled token of the completions that have such sets. A set that the engine does not know whole is empty.
+    Counts every sampled token of the completions with masks. A mask that the engine did not return in full is empty.
     """
     completions = [completion for group in groups for completion in group.group.completions]
     sizes = [c.kept.sizes[c.loss_mask] for c in completions if c.kept is not None]
@@ -90,10 +90,10 @@ def kept_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[ScoredGroup], *, policy_version: int) -> dict[str, float]:
-    """The age of the weights that have sampled these groups, in versions of the policy.
+    """Age of the weights that sampled these groups, in versions of the policy.
 
     Args:
-        policy_version: the version of the weights that the step starts from.
+        policy_version: version of the weights from which the step starts.
     """
     versions = [[_sampled_versions(completion) for completion in group.group.completions] for group in groups]
     ages = [
@@ -152,7 +152,7 @@ def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> dic
 
 
 def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
-    """`[group]` bool: whether the reward, without the penalty for length, is the highest that the prompt allows.
+    """`[group]` bool: True if the reward, without the penalty for length, is the highest that the prompt allows.
 
     False without a score.
     """
@@ -160,13 +160,13 @@ def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
 
 
 def mean_score(scores: Sequence[float] | Sequence[np.ndarray] | np.ndarray) -> float:
-    """Mean of the scores that are not NaN; NaN when there are none."""
+    """Mean of the scores that are not NaN; NaN without any."""
     known = _known(scores)
     return float(known.mean()) if known.size else float("nan")
 
 
 def mean_min_max(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """Mean, minimum and maximum; NaN when there are no values."""
+    """Mean, minimum and maximum; NaN without values."""
     values = np.asarray(values, dtype=np.float64)
     if not values.size:
         return (float("nan"),) * 3
@@ -174,7 +174,7 @@ def mean_min_max(values: Sequence[float] | np.ndarray) -> tuple[float, float, fl
 
 
 def tokens_per_second(groups: Sequence[ScoredGroup], seconds: float) -> float:
-    """Tokens that the engines read and wrote per second; a prompt is read once for all of its completions."""
+    """Tokens that the engines read and sampled per second; a prompt is read once for all of its completions."""
     num_tokens = sum(_prompt_lengths(groups)) + sum(completion_lengths(groups))
     return num_tokens / seconds if seconds > 0 else float("nan")
 
@@ -185,7 +185,7 @@ def completion_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
 
 
 def stopped(groups: Sequence[ScoredGroup]) -> list[bool]:
-    """Whether each completion ended with a stop token or string, in order."""
+    """For each completion, in order, True if it ended with a stop token or string."""
     return [completion.finish_reason == "stop" for group in groups for completion in group.group.completions]
 
 
@@ -295,7 +295,7 @@ def _packing(samples: Sequence[TrainSample], packs: PackLengths) -> Metrics:
 def _filtering(
     kept: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], scale: RewardScale | None, num_excluded: int
 ) -> Metrics:
-    """The number of groups left out, in total and by the kind of their reward, which is the same within each group."""
+    """Number of groups left out, in total and by the kind of their reward, which is equal within each group."""
     num_sampled = len(kept) + len(dropped)
     kinds = [_kind(group, scale) for group in dropped]
     return {
@@ -304,7 +304,7 @@ def _filtering(
         "batch/filtered_prompts_pct": len(dropped) / num_sampled if num_sampled else 0.0,
         **{f"batch/filtered_prompts_{kind}": kinds.count(kind) for kind in ("zero", "solved", "nonzero", "unscored")},
         "batch/no_resampled_prompts": num_excluded,
-        # Groups that would become too old are waited for.
+        # Always 0: steps wait for groups that would become too old.
         "stale_results_dropped": 0,
     }
 
@@ -368,7 +368,7 @@ def _prompt_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
 
 
 def _is_flat(rewards: np.ndarray) -> bool:
-    """Whether known rewards are equal up to rounding: std([0.1, 0.1, 0.1]) is 1.4e-17, not 0."""
+    """True if known rewards are equal up to rounding: std([0.1, 0.1, 0.1]) is 1.4e-17, not 0."""
     return bool(np.ptp(rewards) <= _TOLERANCE * np.abs(rewards).max())
 
 
@@ -379,7 +379,7 @@ def _sample_std(values: Sequence[float] | np.ndarray) -> float:
 
 
 def _share(flags: Sequence[bool] | np.ndarray) -> float:
-    """Share of the flags that are set; NaN when there are none."""
+    """Share of the flags that are set; NaN without flags."""
     return float(np.mean(flags)) if len(flags) else float("nan")
 
 

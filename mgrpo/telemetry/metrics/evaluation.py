@@ -37,10 +37,10 @@ def evaluation_metrics(
     """Metrics of one evaluation, all of them numbers.
 
     A completion is correct when each of its verifiers gave the full score and, with `scale`, its reward is the highest
-    possible: a right answer that misses the format or was cut off is not correct where these cost reward. A completion
+    possible: a right answer that misses the format or was cut off is not correct if these cost reward. A completion
     without a score is wrong. With n completions per prompt, `eval/pass_at_1` is the mean share of correct completions
-    and `eval/pass_at_{n}` the share of prompts with at least one. Without verifiers nothing is correct or wrong, and
-    there is no pass@k. Each source and each verifier, where there are several, is also measured separately.
+    and `eval/pass_at_{n}` the share of prompts with at least one. Without verifiers no completion is correct or wrong, and
+    there is no pass@k. Each of several sources and verifiers is also measured separately.
 
     Args:
         groups: the same number of completions in each.
@@ -73,7 +73,7 @@ def evaluation_metrics(
 
 
 def correctness(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> list[list[bool]] | None:
-    """Whether each completion of each group is correct; None where functions, environments or agents decide in place of verifiers."""
+    """For each completion of each group, True if it is correct; None: functions, environments or agents score instead of verifiers."""
     if scale is not None and not scale.verification_reward:
         return None
     if not all("correct" in score.parts for group in groups for score in group.scores):
@@ -115,7 +115,7 @@ def _pass_rates(correct: np.ndarray) -> dict[str, float]:
 
 
 def _correct(group: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
-    """Whether each completion of a group is correct, `[group]` bool."""
+    """`[group]` bool: the correct completions of a group."""
     correct = np.array([score.parts["correct"] == 1.0 for score in group.scores])
     return correct if scale is None else correct & is_solved(group, scale)
 

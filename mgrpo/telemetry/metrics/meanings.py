@@ -6,8 +6,8 @@ The columns:
     name      as it stands in metrics.jsonl; {n} and {k} stand for a number, any other word in braces for text without a slash
     unit      the unit of a value
     of        the trainer that introduced the name, "own" for this one
-    meaning   what a value says
-    chart     the title of the chart that draws it, a row of report/charts.csv; empty where it gets a chart of its own
+    meaning   the meaning of a value
+    chart     the title of the chart that draws it, a row of report/charts.csv; empty: a chart of its own
     line      its name in that chart; empty for a name with braces, whose line is named by the text that stands for them
 """
 
@@ -37,12 +37,12 @@ class Metric:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for many names."""
+        """True if the row stands for many names."""
         return "{" in self.name
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is a measure of evaluations, not of training steps."""
+        """True for a metric of evaluations, not of training steps."""
         return self.name.startswith("eval/")
 
     def match(self, name: str) -> re.Match[str] | None:

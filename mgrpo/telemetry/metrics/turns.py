@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def turn_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
-    """Metrics of every completion that has a trajectory; empty where none has. Clock readings are under time/."""
+    """Metrics of all completions with a trajectory; empty without any. Clock readings are under time/."""
     completions = [completion for group in groups for completion in group.group.completions]
     records = [completion.trajectory for completion in completions if completion.trajectory is not None]
     if not records:

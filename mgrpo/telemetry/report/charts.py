@@ -6,9 +6,9 @@ The columns of charts.csv:
     title     the column `chart` of metrics.csv names it for each metric that it draws, those of evaluations as dots
     unit      "%" for shares of 1 that are shown as percentages; otherwise empty
     options   words: "log" (the axis may be logarithmic), "zero" (it begins at 0), "stacked" (areas on top of each other),
-              "large" (others are as well, where that fills their row), "unsmoothed" (no running mean)
-    compared  the metric that a comparison of runs draws; empty for the first metric of the chart
-    note      a sentence that says how to read the chart
+              "large" (others are as well, where that fills their row), "unsmoothed" (no smoothed line)
+    compared  the metric in a comparison of runs; empty for the first metric of the chart
+    note      a sentence on how to read the chart
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from mgrpo.telemetry.report.text import percent, shown, table, text
 from mgrpo.telemetry.samples import tables
 
 OWN = {"output_dir", "exp_name", "run_name", "rollouts_save_path", "cache_evolving_rubric_data_dir"}
-"""Settings that identify a run and do not change what it computes."""
+"""Settings that identify a run and have no influence on its results."""
 MAX_SIDE_BY_SIDE = 6
 
 

@@ -11,17 +11,17 @@ from mgrpo.telemetry.recorded import Record
 MAX_PLACES = 300
 """Places along the x axis of a chart; each stands for one step or for several in a row."""
 MIN_SMOOTHED = 20
-"""The fewest values of which a running mean is worth drawing."""
+"""The fewest values of which a smoothed line is worth drawing."""
 
 Points = list[tuple[int, float]]
 """Pairs `(step, value)`."""
 Values = list[float | None]
-"""A value for each place; None where there is none."""
+"""A value for each place; None: no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One metric: its mean at each place, its range where a place stands for several steps, and its running mean."""
+    """One metric: its mean at each place, its range at places of several steps, and its smoothed line."""
 
     mean: Values
     low: Values
@@ -29,7 +29,7 @@ class Curve:
     smooth: Values
 
     def range(self) -> tuple[float, float] | None:
-        """The lowest and the highest value that are drawn; None where there is none."""
+        """The lowest and the highest drawn value; None: no values."""
         known = [value for values in (self.low, self.high) for value in values if value is not None]
         return (min(known), max(known)) if known else None
 
@@ -54,7 +54,7 @@ class Course:
         return {found[1]: name for name in self.names if (found := metric.match(name))}
 
     def curve(self, name: str, *, is_smoothed: bool = True) -> Curve:
-        """One metric; a running mean only if `is_smoothed`, because the mean of a schedule is not its value."""
+        """One metric; a smoothed line only if `is_smoothed`, because the mean of a schedule is not its value."""
         known = [
             (index, float(value))
             for index, line in enumerate(self.lines)
@@ -66,7 +66,7 @@ class Course:
         smooth: Values = []
         if is_smoothed and len(known) >= MIN_SMOOTHED:
             smooth = [None] * len(self.places)
-            means = running_mean([value for _, value in known], window_of(len(known)))
+            means = centred_mean([value for _, value in known], window_of(len(known)))
             for (index, _), mean in zip(known, means, strict=True):
                 smooth[index // self.size] = mean
         return Curve(
@@ -92,10 +92,12 @@ def metric_points(lines: Iterable[Record], name: str) -> Points:
 
 
 def window_of(num_values: int) -> int:
-    """The number of values in the running mean of a curve of `num_values`, which are at least `MIN_SMOOTHED`."""
-    return min(num_values // 10, 50)
+    """The number of values, odd, in each mean of a smoothed line of `num_values`, which are at least `MIN_SMOOTHED`."""
+    return min(num_values // 10, 50) | 1
 
 
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each position, of fewer at the start."""
-    return [sum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
+def centred_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the `window` values around each position, of those that exist at both ends; a trailing mean would lag."""
+    half = window // 2
+    around = (values[max(0, at - half) : at + half + 1] for at in range(len(values)))
+    return [sum(near) / len(near) for near in around]

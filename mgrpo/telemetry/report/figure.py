@@ -41,7 +41,7 @@ class Series:
         return [found for found in (self.curve.range(), (min(dots), max(dots)) if dots else None) if found]
 
     def marks(self, frame: Frame) -> list[str]:
-        """A curve: its running mean bold above the values, or the values where there is none."""
+        """A curve: its smoothed line, bold above the values, or the values alone."""
         xs, curve, colour = self.xs(), self.curve, self.colour
         found = []
         if self.course.size > 1:
@@ -90,7 +90,7 @@ class Sheet:
         """A `<figure>`.
 
         Args:
-            note: what the chart means, in a sentence.
+            note: the meaning of the chart, in a sentence.
             names: the names of the metrics in metrics.jsonl.
             unit: "%" shows shares of 1 as percentages.
             is_stacked: draws areas on top of each other instead of lines.
@@ -152,7 +152,7 @@ def reward_svg(lines: Sequence[Record]) -> str:
     frame = Frame.around(ranges, min(steps), max(steps), size=PICTURE, top=UNDER_TITLE)
     title = "mean reward per step"
     if series.curve.smooth:
-        title += f" (thin), of the last {window_of(len(metric_points(course.lines, 'reward')))} steps (bold)"
+        title += f" (thin), smoothed over {window_of(len(metric_points(course.lines, 'reward')))} steps (bold)"
     title += ", on held-out prompts (dots)" if dots else ""
     return frame.svg(
         [*series.marks(frame), *frame.dots(dots, "dot f1"), frame.title(title)], label="reward", is_file=True

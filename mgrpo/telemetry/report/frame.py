@@ -19,9 +19,9 @@ UNDER_TITLE = 24
 CHARACTER = 6.5
 """Width of a character of a label, roughly."""
 LOG_FROM = 50.0
-"""An axis that may be logarithmic is so where the highest value is this many times the lowest."""
+"""Ratio of the highest to the lowest value from which an axis with "log" is logarithmic."""
 CURSOR = "<g class='cursor'></g>"
-"""The place where the script of a page marks the step under the pointer."""
+"""Element in which the script of a page marks the step under the pointer."""
 COLOURS = ("#1f5a99", "#d9622b", "#3c8c4a", "#8a5fb0", "#b08d2f")
 """Colours of a picture; a page has its own."""
 STYLE = (
@@ -112,7 +112,7 @@ class Frame:
         return self.bottom - share * (self.bottom - self.top)
 
     def lines(self, xs: Sequence[float], values: Sequence[float | None], style: str) -> list[str]:
-        """A line through the values, in pieces where they have gaps; a piece of one value is a dot.
+        """A line through the values, in pieces between gaps; a piece of one value is a dot.
 
         Args:
             style: class names.

@@ -1,4 +1,4 @@
-"""What a page tells beside curves and samples: how the run stands, warnings, evaluations, starts, engines and settings."""
+"""Sections of a page besides curves and samples: state of the run, warnings, evaluations, starts, engines and settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ START = "time/start/"
 STRIP = 1000
 """Length of an engine's bar, which is stretched to the width of the page."""
 MAX_STRIPS = 64
-"""Of more engines those that changed last have a bar."""
+"""Most engines with a bar: of more, those that changed last."""
 MAX_FAILURES = 64
 TAIL = 10
 """The number of steps whose mean is the value now, and the value at the start."""
@@ -165,7 +165,7 @@ def evaluations(run: RecordedRun) -> str:
     if not run.evaluations:
         return "<h2 id='evaluations'>Evaluations</h2><p class='note'>None.</p>" if run.steps else ""
     names = {name for line in run.evaluations for name in line}
-    # What the table leaves out is in the list below it: a table of everything is wider than any page.
+    # Other metrics are in the list below the table: a table of all would be wider than any page.
     more = sorted((name for name in names - set(COLUMNS) if re.fullmatch(r"eval/pass_at_\d+", name)), key=_number)
     columns = [name for name in COLUMNS if name in names] + more
     heads = [COLUMNS[name] if name in COLUMNS else f"one of {_number(name)} right" for name in columns]

@@ -43,7 +43,7 @@ def page(folder: Path, *, follow: Follow | None = None) -> str:
     """The whole page.
 
     Args:
-        follow: None for a page that loads itself again as long as the run goes on.
+        follow: None for a page that reloads itself during the run.
     """
     run = RecordedRun.read(folder)
     if follow is None:

@@ -48,13 +48,13 @@ class RecordedRun:
     state: str
     """A key of `STATES`."""
     cause: str
-    """The reason for its end, where that is known."""
+    """Reason of the run's end, if known."""
     unread: Unread = field(default_factory=Unread)
-    """What could not be read of its files, which whoever reads more of them adds to."""
+    """Lines that could not be read, by file; readers of further files add theirs."""
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
-        """The run in a folder.
+        """Read the run in a folder.
 
         Raises:
             ValueError: the folder has no metrics.jsonl.
@@ -98,7 +98,7 @@ class RecordedRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run; 0 where the settings do not say."""
+        """Steps of the whole run by its settings; 0: unknown."""
         names = ("total_episodes", "num_unique_prompts_rollout", "num_samples_per_prompt_rollout")
         episodes, prompts, samples = (
             number if isinstance(number := self.settings.get(name), int) else 0 for name in names
@@ -112,7 +112,7 @@ class RecordedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, for whatever reason."""
+        """True if the run has ended, for any reason."""
         return self.state not in ("waiting", "starting", "running")
 
     def times(self) -> list[float]:
@@ -122,7 +122,7 @@ class RecordedRun:
         return [min(times), max(times)] if times else []
 
     def remaining_s(self) -> float | None:
-        """Seconds left at the pace of the last steps, evaluations included; None where that cannot be told."""
+        """Seconds left at the pace of the last steps, evaluations included; None: unknown."""
         left = self.num_steps - self.step
         newest = metric_points(self.steps[-30:], "time/unix")
         if self.is_over or left <= 0 or not newest:
@@ -138,7 +138,7 @@ def state_of(folder: Path) -> tuple[str, str]:
     """The state of the run in a folder, a key of `STATES`, and the reason for its end."""
     status = read_status(folder)
     lock = folder / LOCK
-    # Also a touch in the future is an old one: the clock was set back since.
+    # A touch in the future also counts as old: the clock was set back since.
     age = abs(time.time() - lock.stat().st_mtime) if lock.exists() else None
     has_metrics = (folder / "metrics.jsonl").is_file()
     if status is None:

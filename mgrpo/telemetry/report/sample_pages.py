@@ -58,7 +58,7 @@ class Gallery:
     """The pieces of text of a sample, and the log-probability of each, by the sample's id."""
     room: int = MAX_TOKENS
     unread: Unread = field(default_factory=Unread)
-    """What could not be read of the files of samples."""
+    """Lines of the files of samples that could not be read, by file."""
     _numbers: Iterator[int] = field(default_factory=count)
 
     def sample(self, record: Record) -> str:
@@ -269,7 +269,7 @@ def _prompt(record: Record) -> str:
 
 
 def _kind(record: Record) -> str:
-    """Whether a training record is correct, by the scores of its verifiers: it does not say so itself."""
+    """Kind of a training record by the scores of its verifiers: "correct", "wrong", "unscored", or "" if unknown."""
     if record.get("reward") is None:
         return "unscored"
     scores = record.get("scores")
@@ -309,7 +309,7 @@ def _turns(record: Record) -> list[str]:
 
 
 def _written(record: Record, completion: str) -> str:
-    """The text of a completion; of one with branches what was said in each, and the text of all of them folded up."""
+    """The text of a completion; with branches, the messages of each, and the whole text folded up."""
     whole = f"<pre class='written'>{text(completion, limit=CHARACTERS) or '<i>nothing</i>'}</pre>"
     branches = (record.get("trajectory") or {}).get("branches") or []
     if not any(branch.get("messages") for branch in branches):
@@ -376,7 +376,7 @@ def _call(call: object) -> str:
 
 
 def _left(record: Record) -> str:
-    """The last part of what an agent has printed, folded up unless it failed."""
+    """The end of an agent's output, folded up unless it failed."""
     agent = (record.get("trajectory") or {}).get("agent") or {}
     output = (agent.get("output") or "").strip()
     if not output:

@@ -57,7 +57,7 @@ SHORT = 16
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls by itself where the page is too narrow for it."""
+    """A table that scrolls by itself if the page is too narrow for it."""
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td{_class(cell)}>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div class='scroll'><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -22,12 +22,12 @@ from mgrpo.telemetry.report.run import FOLLOWED, STATES, state_of
 from mgrpo.telemetry.report.text import text
 
 REST = 10.0
-"""Between two pages this many times the CPU time of the first must pass: a long run must not slow down for them."""
+"""Pause between two pages, in multiples of the first one's CPU time: pages must not slow down a long run."""
 MIN_REST_S = 1.0
 
 
 class Pages:
-    """The newest page about some runs. Any thread may ask."""
+    """The newest page about some runs. For any thread."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)
@@ -90,7 +90,7 @@ class PageServer(ThreadingHTTPServer):
         self.pages = Pages(folders)
         super().__init__((host, port), Handler)
         self.is_loopback = ipaddress.ip_address(str(self.server_address[0])).is_loopback
-        """Whether only this machine can reach it: then a request that names another host is an attack."""
+        """True if only this machine can reach the server: then a request that names another host is an attack."""
 
     @property
     def url(self) -> str:
@@ -99,7 +99,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore it: a browser may close the connection."""
+        """Ignore errors: a browser may close the connection."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,8 +1,8 @@
-"""A tracker in a process of its own, so that nothing it does reaches the run.
+"""A tracker in a process of its own, which isolates the run from it.
 
-The side effects of importing a tracker's package, the threads and programs that it starts, a network that stalls, a crash:
-all of it stays in the child. The run writes to a pipe that never blocks. A child whose run closes the pipe, or has died,
-finishes by itself, and ends with all that it started within `TrackerLimits.last_s` seconds.
+Side effects of importing a tracker's package, its threads and programs, a stalled network and crashes stay in the child. The run
+writes to a pipe that never blocks. A child whose run closes the pipe, or has died, finishes and ends with all its own children
+within `TrackerLimits.last_s` seconds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mgrpo.telemetry.trackers.tracker import LAST_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerLimits:
-    """TrackerLimits after which a run goes on, or ends, without a tracker."""
+    """Limits after which a run continues, or ends, without a tracker."""
 
     unanswered: int = 20_000
-    """The largest number of messages that wait for the tracker; one that falls further behind is given up."""
+    """Most unanswered messages; a tracker that falls further behind is dropped."""
     silent_s: float = 10.0
-    """Seconds to wait at the end before the run says that it waits."""
+    """Seconds to wait at the end before the run prints that it waits."""
     last_s: float = LAST_S
     """Seconds in which the process must finish after the run has closed the pipe or died."""
 
@@ -45,13 +45,13 @@ class Tracker:
         limits: TrackerLimits = TrackerLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start it without waiting for it.
+        """Start the process without waiting for it.
 
         Args:
             name: a module of this package.
             opening: keyword arguments of the module's `open_run`.
-            say: prints the line that says where to look, once.
-            warn: prints the reason why the run goes on without the tracker, once.
+            say: prints the line with the tracker's address, once.
+            warn: prints the reason why the run continues without the tracker, once.
             clock: the time in seconds, for the limits of `close`.
         """
         self.name, self.where = name, ""

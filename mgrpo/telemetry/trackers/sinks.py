@@ -1,4 +1,4 @@
-"""The protocol of a sink: a place beside the run's own files that shows what it reports, such as a tracker."""
+"""The protocol of a sink: a receiver of the run's reports in addition to its own files, such as a tracker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Table:
 
 
 class Sink(Protocol):
-    """Receives the reports of rank 0. No call may wait for a network, and only `write` and `table` may fail."""
+    """Receiver of rank 0's reports. No call may wait for a network, and only `write` and `table` may fail."""
 
     @property
     def where(self) -> str:
-        """A line that says where to look; empty as long as that is not known."""
+        """Line with the tracker's address; "": not known yet."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the numbers of a step, or of the evaluation after it."""
@@ -32,15 +32,15 @@ class Sink(Protocol):
         """Record samples of a step."""
 
     def summary(self, values: Mapping[str, float]) -> None:
-        """Record the results of the run: numbers that belong to no step."""
+        """Record the results of the run: numbers without a step."""
 
     def finish(self) -> None:
-        """Begin to send what has not been sent: nothing more follows. A second call does nothing."""
+        """Begin to send remaining data; no further records follow. A second call does nothing."""
 
     def close(self, *, wait_s: float) -> None:
-        """End, after `finish`; what has not been sent may take up to `wait_s` seconds. A second call does nothing."""
+        """End, after `finish`; remaining data may take up to `wait_s` seconds. A second call does nothing."""
 
 
 def utf8(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair, which no file can hold."""
+    """The text with a question mark for each half of a surrogate pair, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -20,20 +20,20 @@ from mgrpo.processes.json_lines import take_standard_streams
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
 
 LAST_S = 5.0
-"""Seconds in which the tracker of a run that has died must finish, unless the run has set another limit."""
+"""Seconds in which the tracker of a dead run must finish, unless the run has set another limit."""
 POLL_S = 1.0
-"""Seconds between looks whether the run still exists."""
+"""Seconds between two checks that the run still exists."""
 
 _END = object()
 
 
 class TrackedRun(Protocol):
-    """A run as a tracker records it. A method that cannot record raises."""
+    """A run as recorded by a tracker. A method that cannot record raises."""
 
     where: str
-    """A line that says where to look."""
+    """Line with the tracker's address."""
     remark: str
-    """A sentence about what differs from what the run asked for; empty where nothing does."""
+    """Note on deviations from the request; "": none."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Record the numbers of a step."""
@@ -45,13 +45,13 @@ class TrackedRun(Protocol):
         """Record numbers of the whole run."""
 
     def close(self) -> None:
-        """Send what has not been sent, however long that takes."""
+        """Send remaining data, however long that takes."""
 
 
 def main() -> None:
     """Serve until the run closes the pipe; everything that this process has started ends with it."""
     parent = os.getppid()
-    # They are for the run, which ends its tracker.
+    # Signals are for the run, which ends its tracker.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
@@ -90,7 +90,7 @@ class _Limit:
 
 
 def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int, limit: _Limit) -> None:
-    """Queue the lines that the run sends; after their end, or that of the run, this process has `limit.last_s` seconds."""
+    """Queue the run's lines; after their end, or the run's, this process ends within `limit.last_s` seconds."""
     rest = b""
     while os.getppid() == parent:
         if not select.select([questions], [], [], POLL_S)[0]:

@@ -14,7 +14,7 @@ DEFAULT_PROJECT = "mgrpo"
 
 
 def problem() -> str | None:
-    """The reason why no run can be recorded; None where it can."""
+    """Reason why no run can be recorded; None: it can."""
     found = importlib.util.find_spec(PACKAGE) is not None
     return None if found else "the package trackio is not installed; pip install trackio"
 
@@ -37,7 +37,7 @@ class TrackioRun:
         """
         Args:
             folder: the folder of trackio's database, unless TRACKIO_DIR names one.
-            is_continued: whether to continue the newest run of this name.
+            is_continued: True continues the newest run of this name.
         """
         place = os.environ.setdefault("TRACKIO_DIR", folder)
         import trackio
@@ -45,7 +45,7 @@ class TrackioRun:
         project = project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
         resume = "allow" if is_continued else "never"
         self._trackio = trackio
-        # It prints; the terminal is the run's.
+        # Suppress trackio's output: the terminal is the run's.
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(project=project, name=name, group=group, config=config, resume=resume, embed=False)
         self._first = getattr(self._run, "_next_step", 0) if is_continued else 0
@@ -57,13 +57,13 @@ class TrackioRun:
             self._run.log(scalars, step=step)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Do nothing: trackio shows cells as Markdown, in which text of a model could load pages from elsewhere."""
+        """Do nothing: trackio renders cells as Markdown, in which a model's text could load external pages."""
 
     def summary(self, values: dict[str, float]) -> None:
         """Do nothing: trackio has no summary."""
 
     def close(self) -> None:
-        """Write what has not been written."""
+        """Write remaining data."""
         with redirect_stdout(io.StringIO()):
             self._trackio.finish()
 

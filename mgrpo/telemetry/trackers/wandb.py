@@ -18,11 +18,11 @@ import sys, wandb
 mode = wandb.setup().settings.mode
 sys.exit(0 if mode in ("offline", "disabled") or wandb.login(prompt=False, verify=False) else 3)
 """
-"""Exits with 3 where an account is needed and nobody is logged in. Its process cannot ask on the terminal."""
+"""Program that exits with 3 if an account is needed and no user is logged in. Its process cannot prompt on the terminal."""
 
 
 def problem() -> str | None:
-    """The reason why no run can be recorded; None where it can. Takes a few seconds at most and uses no network."""
+    """Reason why no run can be recorded; None: it can. Takes a few seconds at most and uses no network."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "the package wandb is not installed; pip install wandb"
     if os.environ.get("WANDB_MODE") in NEEDS_NO_ACCOUNT or os.environ.get("WANDB_API_KEY"):
@@ -119,7 +119,7 @@ class WandbRun:
         self._run.summary.update(values)
 
     def close(self) -> None:
-        """Upload what has not been uploaded, and end wandb's own processes."""
+        """Upload remaining data, and end wandb's own processes."""
         self._run.finish()
         self._wandb.teardown()
 

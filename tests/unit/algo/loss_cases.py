@@ -125,10 +125,10 @@ def loop_loss(
             free = rho_at(config.rho_level, t)
             clamped = max(free, config.rho_clamp_lower_bound) if config.rho_clamp_lower_bound else free
             clamped = min(clamped, config.rho_clamp_upper_bound) if config.rho_clamp_upper_bound else clamped
-            judged = rho_at(config.rho_mask_level, t)
+            judged = rho_at("token" if config.rho_mask_level == "divergence" else config.rho_mask_level, t)
             is_low[t] = config.rho_mask_lower_bound > 0 and judged < config.rho_mask_lower_bound
             is_high[t] = config.rho_mask_upper_bound > 0 and judged > config.rho_mask_upper_bound
-            if config.rho_mask_tv_divergence:
+            if config.rho_mask_level == "divergence":
                 is_low[t] = False
                 is_high[t] = variation > config.rho_mask_upper_bound and log_rho[t] * advantage(t) > 0
             was_clamped[t] = clamped != free

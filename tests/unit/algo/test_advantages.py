@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mgrpo.algo import advantages
-from mgrpo.algo.advantage import NORMALIZATIONS
+from mgrpo.config.algorithm import NAMED_ESTIMATORS
 
 NAN = float("nan")
 
@@ -253,7 +253,7 @@ def test_reinforce_plus_plus_compares_groups_and_its_baseline_completions():
         assert normalization == "rloo" or not no_tokens.any()
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("normalization", NAMED_ESTIMATORS)
 def test_a_batch_without_a_score_is_all_zeros(normalization):
     """A judge that was down for a step would put NaN into every parameter."""
     rewards = torch.full((2, 3, 2) if normalization == "gdpo" else (2, 3), NAN)

@@ -25,7 +25,7 @@ def test_every_test_that_the_page_names_exists():
         ROOT / "tests/e2e/test_kept_sets.py",
         *(
             ROOT / "tests/ranks" / f"{name}.py"
-            for name in ("test_loss_invariance", "test_own_loss", "test_distillation")
+            for name in ("test_loss_invariance", "test_own_loss", "test_own_advantages", "test_distillation")
         ),
         ROOT / "tests/unit/ops/test_candidates.py",
     ]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mgrpo.algo import denominators, policy_loss
+from mgrpo.algo.credit.turn_credit import TurnCredit
 from mgrpo.algo.training_samples import train_samples
-from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config.loss import Aggregation
 from mgrpo.types import Completion, ScoredGroup, TrainSample
 from tests import builders

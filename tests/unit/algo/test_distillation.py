@@ -50,8 +50,6 @@ def expected_mask_and_advantages(b: dict[str, list], signal: TeacherSignal) -> t
         if is_known:
             old = b["old_logprobs"][t]
             gap = logprobs[t] - (b["logprobs"][t] if math.isnan(old) else old)
-            if chosen.distillation_clip is not None:
-                gap = max(min(gap, chosen.distillation_clip), -chosen.distillation_clip)
             advantage += chosen.distillation_coef * gap
         elif chosen.distillation_only or (teachers[t] >= 0 and not math.isnan(b["rollout_logprobs"][t])):
             mask[t] = False
@@ -63,7 +61,7 @@ def per_token(b: dict[str, Tensor]) -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("values", [{}, {"distillation_only": True}, {"distillation_clip": 0.5}], ids=str)
+@pytest.mark.parametrize("values", [{}, {"distillation_only": True}], ids=str)
 @pytest.mark.parametrize("of_turns", [False, True])
 @pytest.mark.parametrize("policy_loss_name", NAMED)
 def test_sampled_advantages_equal_a_loop_over_tokens(policy_loss_name, of_turns, values):
@@ -168,9 +166,8 @@ def exact_divergence(p: Tensor, q: Tensor, chosen: Distillation) -> Tensor:
         return kl(p, q)
     if chosen.distillation_loss == "reverse_kl":
         return kl(q, p)
-    beta = chosen.distillation_jsd_beta
-    mixture = beta * p + (1 - beta) * q
-    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+    mixture = (p + q) / 2
+    return (kl(p, mixture) + kl(q, mixture)) / 2
 
 
 VOCAB, ROWS = 11, 6
@@ -195,9 +192,7 @@ def test_a_divergence_has_the_value_and_gradient_of_whole_distributions(name, k,
     ids[likeliest == -torch.inf], likeliest[likeliest == -torch.inf] = -1, math.nan
     ids[0, 0], likeliest[0, 0] = -1, math.nan  # the teacher gave fewer
     signal = TeacherSignal(
-        settings=settings(
-            distillation_loss=name, distillation_topk=k, distillation_jsd_beta=0.3, distillation_only=True
-        ),
+        settings=settings(distillation_loss=name, distillation_topk=k, distillation_only=True),
         teachers=torch.tensor([0, 1, 0, 0, -1, 1], dtype=torch.int8),
         logprobs=taught.gather(1, targets[:, None])[:, 0].index_fill(0, torch.tensor([3]), math.nan),
         targets=targets,
@@ -359,7 +354,7 @@ def test_tokens_that_are_not_trained_add_nothing_whatever_they_hold(name, poison
 def test_metrics_follow_the_hand_worked_case():
     """A run is steered by them: whether the policy has reached its teacher, and whether the teacher answers."""
     signal = TeacherSignal(
-        settings=settings(distillation_clip=1.0),
+        settings=settings(),
         teachers=torch.tensor([0, 0, 0, 1, 1, -1, 0], dtype=torch.int8),
         logprobs=torch.tensor([-1.0, -4.0, math.nan, -2.0, -2.5, math.nan, math.nan]),
         targets=torch.arange(7),
@@ -375,7 +370,6 @@ def test_metrics_follow_the_hand_worked_case():
             "distillation/kl": (-1 + 2 + 0 + 0.5) / 4,
             "distillation/math/kl": 0.5,
             "distillation/code/kl": 0.25,
-            "distillation/clipped": 1 / 4,
             "distillation/missing": 1 / 5,
         }
     )
@@ -396,7 +390,7 @@ def test_metrics_follow_the_hand_worked_case():
     logged = reduced(policy_loss(*values, config=loss_config(), signal=signal, candidates=candidates).metrics)
     # Agree: the target itself, the first of the likeliest, and where the target is all that is known.
     assert logged["distillation/top1_agreement"] == pytest.approx(4 / 6)
-    assert "distillation/clipped" not in logged and not any("/A/" in name for name in logged)
+    assert not any("/A/" in name for name in logged)
 
 
 def test_a_loss_of_ones_own_is_given_the_teacher_and_what_is_learned_of_it():

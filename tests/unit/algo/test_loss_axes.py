@@ -26,7 +26,7 @@ CORRECTIONS = {
         for level, mask_level in itertools.product(LEVELS, LEVELS)
     ],
     "tv": [
-        {"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2, "rho_clamp_upper_bound": 1.1, "rho_level": level}
+        {"rho_mask_level": "divergence", "rho_mask_upper_bound": 0.2, "rho_clamp_upper_bound": 1.1, "rho_level": level}
         for level in LEVELS
     ],
     "icepop": [
@@ -226,8 +226,8 @@ def test_masked_tokens_reach_no_quantity_of_their_sequence(kind, dtype):
 def test_corrections_that_cannot_be_honoured_are_errors():
     """A mask without its bound would silently drop everything, or nothing."""
     b = batch(SEED)
-    with pytest.raises(ValueError, match="rho_mask_tv_divergence needs a bound above 0"):
-        policy_loss(**b, config=loss_config(use_rho_correction=True, rho_mask_tv_divergence=True))
+    with pytest.raises(ValueError, match="rho_mask_level=divergence needs a bound above 0"):
+        policy_loss(**b, config=loss_config(use_rho_correction=True, rho_mask_level="divergence"))
     with pytest.raises(ValueError, match="vespo multiplies the rhos of the tokens itself"):
         policy_loss(**b, config=loss_config(policy_loss="vespo", use_rho_correction=True, rho_level="sequence_sum"))
     without = {name: value for name, value in b.items() if name != "rollout_logprobs"}

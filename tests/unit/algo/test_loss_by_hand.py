@@ -163,10 +163,10 @@ REINFORCE = {"policy_loss": "reinforce", "use_rho_correction": True}
         # Each token's own weight, dropped by completion.
         ({"rho_mask_level": "sequence_mean", "rho_mask_upper_bound": 1.2}, None, [2, 0.5, 0]),
         # Total variation: means of |rho - 1| are (1 + 1/2) / 2 = 0.75 and 0.5. In completion 0 only token 0 would raise it.
-        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.6}, None, [0, 0.5, 1.5]),
+        ({"rho_mask_level": "divergence", "rho_mask_upper_bound": 0.6}, None, [0, 0.5, 1.5]),
         # In completion 1 the step lowers the probability of a token whose rho is above 1: that lowers the distance.
-        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.4}, None, [0, 0.5, 1.5]),
-        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.4}, [LOG2, -LOG2, -LOG2], [0, 0.5, 0]),
+        ({"rho_mask_level": "divergence", "rho_mask_upper_bound": 0.4}, None, [0, 0.5, 1.5]),
+        ({"rho_mask_level": "divergence", "rho_mask_upper_bound": 0.4}, [LOG2, -LOG2, -LOG2], [0, 0.5, 0]),
     ],
 )
 def test_rho_weighs_and_masks_by_level(settings, log_rho, weights):

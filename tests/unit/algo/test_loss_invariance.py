@@ -24,7 +24,7 @@ CONFIGS = {
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 1.3,
     },
-    "total variation": {"use_rho_correction": True, "rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2},
+    "total variation": {"use_rho_correction": True, "rho_mask_level": "divergence", "rho_mask_upper_bound": 0.2},
     "off-policy mask": {"off_policy_mask_threshold": -0.05},
 }
 AGGREGATIONS = ("token", "constant", "seq_mean", "dr_grpo", "luspo")

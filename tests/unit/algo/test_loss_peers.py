@@ -47,7 +47,7 @@ PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "oi dapo, rho_mask_tv_divergence": (
         {"loss_fn": "dapo", "mask_upper": 0.2, "clamp_upper": 2.0, "tv": True},
-        {"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2, **RHO_2},
+        {"rho_mask_level": "divergence", "rho_mask_upper_bound": 0.2, **RHO_2},
     ),
     "trl grpo": ({"loss_type": "grpo"}, {"aggregation": "seq_mean"}),
     "trl bnpo": ({"loss_type": "bnpo"}, {"aggregation": "local_token"}),

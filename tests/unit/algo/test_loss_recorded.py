@@ -101,7 +101,9 @@ def test_the_words_of_a_trainer_train_what_they_train_there(trainer):
 
 def with_openrlhf(estimator: str) -> Config:
     kind = OPENRLHF[estimator]
-    return mgrpo.GRPOConfig(advantage_normalization_type=kind, advantage_ddof=int(kind == "standard"))
+    return mgrpo.GRPOConfig(
+        advantage_normalization_type=kind, advantage_std="sample" if kind == "standard" else "population"
+    )
 
 
 @pytest.mark.parametrize("trainer", ["verl", "slime", "openrlhf"])

@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
+from mgrpo.algo.credit.turn_credit import TurnCredit
 from mgrpo.algo.training_samples import train_samples
-from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.types import Completion, Lesson, ScoredGroup, TeacherScores, TrainSample
 from tests import builders
 

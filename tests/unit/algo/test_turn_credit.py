@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mgrpo.algo.advantage import NORMALIZATIONS
+from mgrpo.algo.credit.turn_credit import TurnCredit
 from mgrpo.algo.training_samples import train_samples
-from mgrpo.algo.turn_credit import TurnCredit
+from mgrpo.config.algorithm import NAMED_ESTIMATORS
 from mgrpo.types import Completion, ScoredGroup
 from tests import builders
 
@@ -42,13 +42,6 @@ def test_a_turn_is_worth_what_came_after_it():
     assert one.loss_mask.tolist() == [True, True, False, False, True]
 
 
-def test_later_rewards_count_less_under_a_discount():
-    """1 + 0.5 x (2 + 0.5 x 4) = 3, 2 + 0.5 x 4 = 4 and 4; their mean is 11 / 3."""
-    groups = [builders.scored_group([4.0], completions=[of_turns("10101", 1.0, 2.0)])]
-    (found,) = credited(groups, TurnCredit(discount=0.5))
-    assert found.token_advantages[[0, 2, 4]].tolist() == pytest.approx([3 - 11 / 3, 1 / 3, 1 / 3])
-
-
 def test_the_last_turn_has_what_the_sum_leaves_to_it():
     """The reward of a summed trajectory holds its steps already: they would count twice."""
     groups = [builders.scored_group([7.0, 1.0], completions=[of_turns("101", 2.0), builders.completion(2)])]
@@ -58,7 +51,7 @@ def test_the_last_turn_has_what_the_sum_leaves_to_it():
     assert other.token_advantages.tolist() == pytest.approx([1 - 13 / 3] * 2)
 
 
-@pytest.mark.parametrize("normalization", [name for name in NORMALIZATIONS if name != "gdpo"])
+@pytest.mark.parametrize("normalization", [name for name in NAMED_ESTIMATORS if name != "gdpo"])
 @pytest.mark.parametrize("rewards", [[[1.0, 0.0, NAN], [3.0, 1.0, 2.0]], [[1.0], [3.0]]])
 def test_trajectories_of_one_turn_have_the_advantages_of_trajectories(normalization, rewards):
     """The oracle is the other formula: with one turn each they are the same, also without a score and in a batch of one each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mgrpo.config import ConfigError
 from mgrpo.config.validate import problems, warnings
 from mgrpo.moving import GRPOConfig, from_values
 
@@ -50,12 +51,17 @@ def test_every_export_must_be_evaluated(settings, words) -> None:
         ("eval/pass_at_2_unbiased", None),
         ("eval/by_source/math/scores", None),
         ("eval/custom/length", None),
+        ("-eval/sequence_lengths", None),
         ("eval/pass_at_8", "use eval/pass_at_4"),
         ("eval_scores", "use eval/scores"),
         ("scores", "use eval/scores"),
         ("eval_loss", "docs/metrics.md"),
         ("eval/objective/", "docs/metrics.md"),
         ("eval/made/up", "docs/metrics.md"),
+        (
+            "-sequence_lengths",
+            "metric_for_best_model=-sequence_lengths is no metric of an evaluation; use -eval/sequence_l",
+        ),
     ],
 )
 def test_the_metric_must_be_one_of_an_evaluation(name, words) -> None:
@@ -76,3 +82,18 @@ def test_trls_names_mean_the_same() -> None:
     config = GRPOConfig.from_trl(load_best_model_at_end=True, metric_for_best_model=None, greater_is_better=None)
     own = config.checkpoint
     assert (own.load_best_model_at_end, own.metric_for_best_model, own.greater_is_better) == (True, "eval/scores", True)
+    own = GRPOConfig.from_trl(metric_for_best_model="eval/sequence_lengths", greater_is_better=False).checkpoint
+    assert (own.metric_for_best_model, own.best_metric, own.greater_is_better) == (
+        "-eval/sequence_lengths", "eval/sequence_lengths", False
+    )  # fmt: skip
+
+
+def test_a_sign_and_trls_switch_must_agree() -> None:
+    """The one that loses would turn the best export into the worst."""
+    least = {"metric_for_best_model": "-eval/sequence_lengths"}
+    with pytest.raises(
+        ConfigError, match="greater_is_better=true, but metric_for_best_model=-eval/sequence_lengths takes"
+    ):
+        from_values(least | {"greater_is_better": True})
+    for config in (from_values(least | {"greater_is_better": False}), from_values(least), GRPOConfig.from_trl(**least)):
+        assert config.checkpoint.metric_for_best_model == "-eval/sequence_lengths"

@@ -40,8 +40,8 @@ RULES = [
     ("R2", {"loss_denominator": "many"}, "loss_denominator='many' must be token or"),
     ("R3", {"checkpoint_state_dir": "/states"}, "checkpoint_state_dir=/states needs checkpoint_state_freq above"),
     ("R3", {"checkpoint_state_dir": "/s", "checkpoint_state_freq": 0}, "needs checkpoint_state_freq above 0, got 0"),
-    ("R3", {"gs_checkpoint_state_dir": "gs://b/s"}, "gs_checkpoint_state_dir=gs://b/s needs checkpoint_state"),
-    ("R3", {"gs_bucket_path": "gs://b", "checkpoint_state_dir": "s"}, "checkpoint_state_dir=s needs checkpoint"),
+    ("R3", {"gs_checkpoint_state_dir": "gs://b/s"}, "(checkpoint_state_dir was given as gs_checkpoint_state_dir)"),
+    ("R3", {"gs_bucket_path": "gs://b", "checkpoint_state_dir": "s"}, "checkpoint_state_dir=gs://b/s needs checkpoint"),
     ("R3", {"checkpoint_state_freq": 5, "checkpoint_state_dir": ""}, "checkpoint_state_dir is empty; name a folder"),
     ("R3", {"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0 would keep no state"),
     ("R3", {"keep_last_n_checkpoints": -2}, "keep_last_n_checkpoints=-2 must be at least -1"),
@@ -55,8 +55,6 @@ RULES = [
     ("sync", {"sync_ref_model": True, "beta": 0}, "(ref_policy_update_freq was given as sync_ref_model)"),
     ("profile", {"profile_steps": [3, 0]}, "profile_steps: 0 is no step of this run, which has steps 1 to"),
     ("profile", {"profile_steps": [10**9]}, "profile_steps: 1000000000 is no step of this run, which has steps 1 to"),
-    ("profile", {"profile_ranks": [0, 1]}, "profile_ranks: 1 is no learner rank of this run, which has ranks 0 to 0"),
-    ("profile", {"profile_steps": [1], "profile_ranks": []}, "profile_ranks is empty, so profile_steps would profile"),
     ("servers", {"vllm_mode": "server"}, "vllm_mode=server needs vllm_server_base_url, the addresses of vLLM servers"),
     ("servers", {"vllm_server_base_url": ["http://a:1"]}, "is used with vllm_mode=server, but it is ray; change it"),
     (
@@ -92,6 +90,12 @@ RULES = [
         "R7",
         {"advantage_normalization_type": "reinforce_plus_plus"},
         "advantage_normalization_type=reinforce_plus_plus compares all completions of the batch",
+    ),
+    (
+        "R7",
+        {"advantage_normalization_type": "rlo"},
+        "advantage_normalization_type=rlo is unknown; choose one of standard, centered, batch_std, rloo, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, gdpo, or name a function of yours",
     ),
     (
         "R8",
@@ -216,14 +220,14 @@ RULES = [
     ("R13", {"use_rho_correction": True, "rho_mask_upper_bound": -1}, "rho_mask_upper_bound=-1.0 must be at least 0"),
     (
         "R13",
-        {"use_rho_correction": True, "rho_mask_tv_divergence": True},
-        "rho_mask_tv_divergence=true needs a bound of the divergence",
+        {"use_rho_correction": True, "rho_mask_level": "divergence"},
+        "rho_mask_level=divergence needs a bound of the divergence",
     ),
     (
         "R13",
         {
             "use_rho_correction": True,
-            "rho_mask_tv_divergence": True,
+            "rho_mask_level": "divergence",
             "rho_mask_upper_bound": 0.1,
             "rho_mask_lower_bound": 0.1,
         },
@@ -373,7 +377,11 @@ RULES = [
         {"tp_comm_overlap": True},
         "tp_comm_overlap=true has nothing to overlap with tensor_model_parallel_size=1",
     ),
-    ("flex", {"moe_token_dispatcher_type": "flex"}, "expert_model_parallel_size=1 keeps all experts on each of them"),
+    (
+        "one copy",
+        {"moe_token_dispatcher_type": "hybridep"},
+        "expert_model_parallel_size=1 keeps all experts on each of them",
+    ),
     ("layers", {"num_layers_in_first_pipeline_stage": 0}, "num_layers_in_first_pipeline_stage=0 must be at least 1"),
     ("layers", {"num_layers_in_last_pipeline_stage": 3}, "needs pipeline_model_parallel_size > 1"),
     ("chunks", {"virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline_model_parallel_size=0 must be at"),
@@ -437,11 +445,17 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
             "rho_mask_lower_bound": 0.5,
             "rho_mask_upper_bound": 5,
         },
-        {"use_rho_correction": True, "rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.1},
+        {"use_rho_correction": True, "rho_mask_level": "divergence", "rho_mask_upper_bound": 0.1},
         {"use_rho_correction": False, "rho_clamp_upper_bound": 0.5},
         {"policy_loss": "vespo", "use_rho_correction": True},
         {"active_sampling": True, "no_resampling_pass_rate": 0.875},
         {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
+        {
+            "num_samples_per_prompt_rollout": 1,
+            "num_unique_prompts_rollout": 1,
+            "filter_zero_std_samples": False,
+            "advantage_normalization_type": "package.module:f",
+        },
         {"ref_policy_update_freq": 4},
         {"ref_policy_update_freq": 4, "beta": 0, "log_ref_kl": True},
         {"delta": 3, "dual_clip": 3},
@@ -522,7 +536,7 @@ def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):
     [
         ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, 4),
         ({"expert_model_parallel_size": 4}, 4),
-        ({"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "flex"}, 4),
+        ({"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "deepep"}, 4),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 4),
         ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}, 2),
         ({"zero_stage": 3, "fsdp_shard_degree": 2, "context_parallel_size": 2}, 4),
@@ -560,15 +574,15 @@ def test_overlap_wants_buffers_of_one_size_within_a_node(values, words):
         ({"model_dtype": "float32"}, "sends bfloat16 only, got model_dtype=float32"),
         (
             {"expert_model_parallel_size": 3},
-            "moe_flex_dispatcher_backend=deepep has no kernels for 3 ranks that share experts",
+            "moe_token_dispatcher_type=deepep has no kernels for 3 ranks that share experts",
         ),
     ],
 )
-def test_what_the_flex_dispatcher_cannot_send_is_refused(model, values, words):
+def test_what_deepep_cannot_send_is_refused(model, values, words):
     """Its kernels would say so in the first step."""
-    flex = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"}
-    ranks = (flex | values)["expert_model_parallel_size"]
-    (sentence,) = found_in(model, flex | values, world_size=ranks)
+    own = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "deepep"} | values
+    ranks = own["expert_model_parallel_size"]
+    (sentence,) = found_in(model, own, world_size=ranks)
     assert words in sentence
 
 

@@ -74,11 +74,10 @@ def test_without_gpus_no_kernel_is_offered(installed, found):
         ("hybridep", ("deep_ep", "deep_ep.hybrid_ep_buffer"), None),
     ],
 )
-def test_the_package_of_the_flex_dispatcher_is_named(monkeypatch, backend, modules, lack):
+def test_the_package_of_the_dispatcher_is_named(monkeypatch, backend, modules, lack):
     """Megatron would name it when the model is built, on every rank at once."""
     monkeypatch.setattr(fused_kernels, "find_spec", lambda name: name in modules or None)
-    settings = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-    config = from_values(settings | {"transformer_impl": "local"})
+    config = from_values({"moe_token_dispatcher_type": backend, "transformer_impl": "local"})
     found = list(kernel_problems(config, has_gpus=True))
     assert len(found) == (lack is not None) and all(lack in sentence for sentence in found)
     (sentence,) = kernel_problems(config, has_gpus=False)

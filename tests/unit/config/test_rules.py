@@ -145,11 +145,11 @@ def test_settings_that_share_a_need_are_named_together():
 
 def test_a_setting_may_need_two_things():
     """Whichever is missing is the warning."""
-    values = {"turn_discount": 0.5, "turn_credit": "trajectory"}
-    for more, expected in (({}, "tools or an agent"), ({"tools": ("python",)}, "turn_credit=return")):
+    values = {"max_tool_calls": 3}
+    for more, expected in (({}, "tools or an agent"), ({"rollout_func": "a:b"}, "tools or environment_factory")):
         given = values | more
         found = validate.warnings(build(given, Provenance(sources=dict.fromkeys(given, "flag"))), world_size=1)
-        assert [sentence.partition("turn_discount=0.5 has no effect without ")[2] for sentence in found] == [expected]
+        assert [sentence.partition("max_tool_calls=3 has no effect without ")[2] for sentence in found] == [expected]
 
 
 def test_a_text_has_a_form():

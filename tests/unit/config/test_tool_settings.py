@@ -92,11 +92,11 @@ def test_what_is_asked_for_becomes_one_record_each():
         ToolSpec(entry="trl:a.py:Chess", call_name="chess"),
         ToolSpec(entry="trl:package:Go"),
     )
-    assert Tools(tools=("search",), search_api_endpoint="u").specs[0].settings == {"endpoint": "u"}
+    named = from_values({"tools": ["search"], "search_api_endpoint": "u"})
+    assert named.tools.specs[0].settings == {"endpoint": "u"}
     assert Config().tools.specs == () and not Config().has_turns
     program = from_values({"rollout_func": "package.module.go", "tool_configs": ['{"turns": 3}']})
     assert program.tools.specs == (ToolSpec(entry="rollout:package.module:go", settings={"turns": 3}),)
-    assert Tools(rollout_func="verifiers").specs == (ToolSpec(entry="rollout:verifiers"),)
 
 
 ON = {"tools": ["calculate"]}
@@ -117,17 +117,13 @@ ON = {"tools": ["calculate"]}
         ({"tools": ["http://host"]}, "tools: http://host must be package.module:NAME or file.py:NAME"),
         ({"environment_factory": ["Chess"]}, "environment_factory: Chess must be package.module:NAME or file.py:NAME"),
         ({"rollout_func": "go"}, "rollout_func: go must be package.module:NAME or file.py:NAME"),
+        ({"rollout_func": "verifiers"}, "rollout_func: verifiers is an agent; write agent=verifiers"),
         ({"rollout_func": "a:go"} | ON, "rollout_func=a:go drives the model by itself, so tools would answer nothing"),
         ({"rollout_func": "a:go", "tool_configs": ["{}", "{}"]}, "tool_configs has 2 entries for the program; give one"),
         ({"rollout_func": "a:go", "tool_configs": ["[1]"]}, "tool_configs: [1] of a:go must be a JSON object"),
         ({"rollout_func": "a:go", "chat_template_name": "none"}, "rollout_func=a:go talks to the model in chats, but"),
         (ON | {"env_python": "/nowhere/python"}, "env_python=/nowhere/python must be the path of a Python interpreter"),
         (ON | {"env_python": __file__}, "must be the path of a Python interpreter, such as"),
-        ({"tools": ["python"], "code_tool_api_endpoint": "h:1"}, "code_tool_api_endpoint=h:1 must be a URL, http://"),
-        (
-            {"tools": ["python"], "code_tool_api_endpoint": "http://a", "tool_configs": ['{"endpoint": "http://b"}']},
-            "tool_configs gives python the endpoint http://b, but code_tool_api_endpoint=http://a; keep one of them",
-        ),
         (
             ON | {"mask_tool_use": False, "use_vllm_logprobs": True},
             "mask_tool_use=false trains on tokens that no engine has sampled, which have no logprob of one, but "
@@ -141,13 +137,11 @@ ON = {"tools": ["calculate"]}
         (ON | {"max_observation_tokens": 256}, "max_observation_tokens=256 must be below response_length=256, which"),
         (ON | {"max_tool_calls": 0}, "max_tool_calls=0 must be at least 1"),
         (ON | {"pool_size": 0}, "pool_size=0 must be at least 1"),
-        (ON | {"turn_discount": 1.5}, "turn_discount=1.5 must be in [0, 1]"),
         (ON | {"tool_timeout": 3600}, "tool_timeout=3600 must be below rollout_timeout=3600, after which the whole"),
-        (ON | {"trajectory_timeout": 9, "rollout_timeout": 8, "tool_timeout": 1, "env_reset_timeout": 1,
-               "env_acquire_timeout": 1}, "trajectory_timeout=9 must be below rollout_timeout=8"),
+        (ON | {"trajectory_timeout": 90, "rollout_timeout": 80}, "trajectory_timeout=90 must be below rollout_timeout=80"),
+        (ON | {"rollout_timeout": 60}, "rollout_timeout=60, after which the whole run ends, must be above the 60 s that an"),
+        (ON | {"tool_timeout": 1800}, "must be above the 3600 s that an environment may take to begin, twice tool_timeout=1800"),
         ({"only_reward_good_outputs": True}, "only_reward_good_outputs=true rewards only completions that have called"),
-        (ON | {"turn_scheduling": "rounds", "async_steps": 1, "use_rho_correction": True}, "turn_scheduling=rounds waits for all"),
-        (ON | {"turn_scheduling": "rounds", "pool_size": 64}, "turn_scheduling=rounds needs an environment for every"),
         (ON | {"pool_size": 3}, "pool_size=3 must be at least num_samples_per_prompt_rollout=4: the completions of a"),
         (ON | {"pool_size": 4, "eval_pass_at_k": 5}, "pool_size=4 must be at least eval_pass_at_k=5"),
         (ON | {"chat_template_name": "none"}, "tool_parser_type=auto writes what a tool answers by the chat template"),
@@ -172,14 +166,13 @@ def test_a_rule_of_tools_fires_on_its_mistake_alone(model, values, words):
         {"tools": ["python", "python"], "tool_call_names": ["a", "b"]},
         {"tools": ["python"], "code_tool_api_endpoint": "http://a", "tool_configs": ['{"endpoint": "http://a"}']},
         {"tools": [f"{__file__}:add"], "environment_factory": [f"{__file__}:Game"]},
-        ON | {"per_turn_max_tokens": 256, "max_observation_tokens": 255, "tool_timeout": 1800},
+        ON | {"per_turn_max_tokens": 256, "max_observation_tokens": 255, "tool_timeout": 1799},
         ON | {"chat_template_name": "none", "tool_parser_type": "legacy"},
         {"rollout_func": "package.module.function", "max_tool_calls": None},
-        {"rollout_func": "verifiers", "tool_configs": ['{"id": "game"}'], "env_python": sys.executable},
+        {"rollout_func": "package.module:Game", "tool_configs": ['{"id": "game"}'], "env_python": sys.executable},
         {"tools": None, "tool_call_names": None, "tool_configs": None, "pool_size": None},
         {"tool_timeout": 1e6},
-        ON | {"turn_scheduling": "free", "pool_size": 4},
-        ON | {"turn_scheduling": "rounds"},
+        ON | {"pool_size": 4},
     ],
 )
 def test_sound_settings_of_tools_are_accepted(model, values):
@@ -187,11 +180,30 @@ def test_sound_settings_of_tools_are_accepted(model, values):
     assert found_in(model, values) == []
 
 
+def test_two_endpoints_of_one_tool_are_a_contradiction():
+    """One of them would be asked, and nobody would know which."""
+    own = {"tools": ["python"], "code_tool_api_endpoint": "http://a", "tool_configs": ['{"endpoint": "http://b"}']}
+    with pytest.raises(
+        ConfigError, match="tool_configs gives python the endpoint http://b, but code_tool_api_endpoint"
+    ):
+        from_values(own)
+    note = "code_tool_api_endpoint has no effect without the tool code"
+    assert note in from_values(ON | {"code_tool_api_endpoint": "http://h"}).notes
+
+
 def test_returns_of_turns_cannot_weigh_reward_functions(model):
     """Rewards of functions belong to whole completions: a turn has none of its own."""
     values = ON | {"turn_credit": "return", "advantage_normalization_type": "gdpo"}
     (found,) = found_in(model, values, num_reward_funcs=2)
     assert found.startswith("turn_credit=return compares the rewards of turns, but advantage_normalization_type=gdpo")
+
+
+def test_returns_of_turns_are_not_beside_advantages_of_ones_own(model):
+    """The function's advantages would take the place of those of turns, and nobody would know."""
+    own = ON | {"advantage_normalization_type": "package.module:f"}
+    assert found_in(model, own) == []
+    (found,) = found_in(model, own | {"turn_credit": "return"})
+    assert found.startswith("turn_credit=return has no effect with advantage_normalization_type=package.module:f")
 
 
 def test_all_mistakes_about_tools_come_at_once(model):
@@ -202,26 +214,22 @@ def test_all_mistakes_about_tools_come_at_once(model):
             "tools": ["nowhere.py:f", "python"],
             "tool_call_names": ["x"],
             "tool_configs": ["{", "3"],
-            "search_api_endpoint": "h",
             "mask_tool_use": False,
             "use_vllm_logprobs": True,
             "max_tool_calls": 0,
         },
     )
-    assert len(found) == 7
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"max_tool_calls": 3, "pool_size": 9}, "max_tool_calls=3, pool_size=9 has no effect without tools"),
-        (ON | {"code_tool_api_endpoint": "http://h"}, "code_tool_api_endpoint=http://h has no effect without the tool py"),
-        (ON | {"turn_discount": 0.5}, "turn_discount=0.5 has no effect without turn_credit=return"),
-        ({"turn_discount": 0.5}, "turn_discount=0.5 has no effect without tools"),
         ({"rollout_func": "a:b", "max_tool_calls": 3}, "max_tool_calls=3 has no effect without tools or environment"),
         (ON | {"pool_size": 63}, "pool_size=63 is less than the 64 completions of a step, so some wait"),
         (ON | {"vllm_enable_prefix_caching": False}, "vllm_enable_prefix_caching=false makes engines read all earlier"),
-        (ON | {"pool_size": 64, "turn_credit": "return", "turn_discount": 0.5, "scored_text": "all"}, None),
+        (ON | {"pool_size": 64, "turn_credit": "return", "scored_text": "all"}, None),
         ({"preset": "seed", "async_steps": 0}, None),
     ],
 )  # fmt: skip
@@ -317,6 +325,23 @@ def test_the_caller_of_a_run_replaces_the_tools_of_the_configuration():
     assert with_tools(config, {"tools": None}) == config
     named = from_values({"tool_call_names": ["plus"]})
     assert with_tools(named, {"tools": add}).tools.specs == (ToolSpec(entry=mine("add"), call_name="plus"),)
+
+
+def test_an_address_of_a_service_is_that_of_the_callers_tools():
+    """Code would run on this machine in place of the service, without a word."""
+    url = {"code_tool_api_endpoint": "http://h/run"}
+    for tools in ({"tools": ["python"]}, {"tools": ["search", "python"]}, {}):
+        config = with_tools(from_values(tools | url), {"tools": ["python", add]})
+        assert [spec.settings for spec in config.tools.specs] == [{"endpoint": "http://h/run"}, {}]
+        assert not any("no effect" in note for note in config.notes)
+        assert sum("code_tool_api_endpoint" in note for note in config.notes) == 1
+    own = from_values({"tool_configs": ['{"timeout": 3}'], **url})
+    assert with_tools(own, {"tools": ["python"]}).tools.specs[0].settings == {"timeout": 3, "endpoint": "http://h/run"}
+    without = with_tools(from_values({"tools": ["python"], **url}), {"tools": [add]})
+    assert without.tools.tool_configs == ()
+    assert "code_tool_api_endpoint has no effect without the tool code" in without.notes
+    kept = from_values({"tools": ["python"], **url})
+    assert with_tools(kept, {"environment_factory": Game}).tools.tool_configs == kept.tools.tool_configs
 
 
 @pytest.mark.parametrize(

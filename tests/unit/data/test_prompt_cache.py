@@ -92,7 +92,6 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
     shutil.copy(a, tmp_path / "copy.jsonl")
     shutil.copytree(folder, tmp_path / "model")
     assert builds.by(lambda: run(str(tmp_path / "copy.jsonl"), "6", tokenizer=tmp_path / "model")) == 0, "same content"
-    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "the number of threads is not part of the content"
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     (own / "chat_template.jinja").write_text(TEMPLATE + "!")

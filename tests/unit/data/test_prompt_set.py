@@ -242,14 +242,15 @@ def test_threads_batches_and_the_cache_make_the_same_prompts(settings, write, to
     ]
     a, b = write("a.jsonl", data), write("b.jsonl", sums(70))
     expected = None
-    for num_proc, batch_rows, skip in (
+    for num_threads, batch_rows, skip in (
         (1, 1000, True),
         (1, 7, False),
         (1, 7, False),
         (4, 90, True),
     ):
+        monkeypatch.setattr("mgrpo.data.building._cores", lambda n=num_threads: n)
         monkeypatch.setattr("mgrpo.data.building._BATCH_ROWS", batch_rows)
-        fields = {"max_prompt_token_length": 30, "dataset_skip_cache": skip, "dataset_num_proc": num_proc}
+        fields = {"max_prompt_token_length": 30, "dataset_skip_cache": skip}
         prompts = open_data(settings(a, "0.8", b, "1.0", **fields))[0].encode(tokenizer)
         found = [(p.tokens.tolist(), p.text, p.ground_truths, p.query, p.columns) for p in everything(prompts)]
         expected = expected or (found, prompts.statistics)
@@ -285,7 +286,8 @@ def test_data_are_prepared_beside_running_threads(settings, write, tokenizer, mo
         thread.start()
     try:
         asked = rows(*[[user(str(index % 10))] for index in range(3000)])
-        train, _ = open_data(settings(write("a.jsonl", asked), "1.0", dataset_num_proc=4))
+        monkeypatch.setattr("mgrpo.data.building._cores", lambda: 4)
+        train, _ = open_data(settings(write("a.jsonl", asked), "1.0"))
         with ThreadPoolExecutor(1) as thread:
             prompts = thread.submit(train.encode, tokenizer).result(timeout=60)
     finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.offered.call_arguments import ArgumentError, coerced
+from mgrpo.environments.offered.call_arguments import ArgumentError, coerced, read_value
 
 TREE = {
     "type": "object",
@@ -88,6 +89,91 @@ def test_values_are_made_to_fit_where_their_meaning_is_plain(schema, value, expe
     """Formats such as XML hold text only; a model that wrote "3" for 3 has called the tool well."""
     found = read(schema, value)
     assert found == expected and type(found) is type(expected)
+
+
+SHARED = {"$defs": {"Count": {"type": ["integer", "null"]}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        ("3.0", {"type": "integer"}, 3),
+        ("1_000", {"type": "integer"}, "1_000"),
+        ("٣", {"type": "integer"}, "٣"),
+        ("2.", {"type": "number"}, 2.0),
+        ("12345678901234567890", {"type": "number"}, 12345678901234567890),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("True", {"type": "boolean"}, True),
+        ("0", {"type": "boolean"}, "0"),
+        ("yes", {"type": "boolean"}, "yes"),
+        (" [1, 2] ", {"type": "array"}, [1, 2]),
+        ("[1, 2] and", {"type": "array"}, "[1, 2] and"),
+        ("[1, 2]", {"type": "object"}, "[1, 2]"),
+        ("[" * 5000, {"type": "array"}, "[" * 5000),
+        ('["1", 2]', {"type": "array", "items": {"type": "integer"}}, [1, 2]),
+        ('["a", 2]', {"type": "array", "items": {"type": "integer"}}, ["a", 2]),
+        ('{"a": "1"}', {"type": "object", "properties": {"a": {"type": "number"}}}, {"a": 1}),
+        ('{"b": 1}', {"type": "object", "required": ["a"]}, {"b": 1}),
+        ("null", {"type": ["string", "null"]}, None),
+        ("None", {"type": ["string", "null"]}, "None"),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("NULL", {"type": ["integer", "null"]}, None),
+        ("null", {"type": "string"}, "null"),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("7", {"type": "integer", "nullable": True}, 7),
+        ("3", {"type": "string"}, "3"),
+        ("3", {"type": ["string", "integer"]}, 3),
+        ("03", {"type": ["string", "integer"]}, "03"),
+        ("-3", {"type": ["string", "integer"]}, -3),
+        ("+3", {"type": ["string", "integer"]}, "+3"),
+        ("0", {"type": ["integer", "string"]}, 0),
+        ("3.0", {"type": ["integer", "string"]}, "3.0"),
+        ("2.0", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "2.0"),
+        ("-0.00", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "-0.00"),
+        ("1e2", {"type": ["integer", "string"]}, "1e2"),
+        ("3.0", {"type": ["integer", "null", "string"]}, "3.0"),
+        ("3.0", {"type": ["integer", "null"]}, 3),
+        ("3.0", {"type": ["number", "string"]}, 3.0),
+        ("3", {"type": ["number", "string"]}, 3),
+        ("True", {"type": ["string", "boolean"]}, "True"),
+        ("true", {"type": ["string", "boolean"]}, True),
+        ("[1]", {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, ["1"]),
+        ("x", {"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x"),
+        ("2", {"anyOf": [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": "integer"}]}, 2),
+        ("3", {"$ref": "#/$defs/Count"}, 3),
+        ("null", {"$ref": "#/$defs/Count"}, None),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"enum": ["2", "3"]}, "2"),
+        ("3", {"enum": [1, 2]}, "3"),
+        ("true", {"const": True}, True),
+        ("all", {"anyOf": [{"type": "integer"}, {"enum": ["all"]}]}, "all"),
+        ("3", {"anyOf": [{"enum": ["all"]}, {"type": "integer"}]}, 3),
+        ("3", {"type": {}}, "3"),
+        ("3", {"anyOf": [{"$ref": "#/properties/x"}]}, "3"),
+        ("3", {}, "3"),
+        ("3", None, "3"),
+    ],
+)
+def test_the_schema_says_what_plain_text_means(text, schema, value):
+    """What does not fit stays text, or the value that it is: the tool's answer then says what was expected."""
+    own = tool(x=schema)
+    assert repr(read_value(replace(own, parameters={**own.parameters, **SHARED}), "x", text)) == repr(value)
+    assert read_value(own, "unknown", text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("1_000", {"type": "integer"}, 'expected integer, got "1_000"'),
+        ("0", {"type": "boolean"}, 'expected boolean, got "0"'),
+        ('["a", 2]', {"type": "array", "items": {"type": "integer"}}, 'x[0]: expected integer, got "a"'),
+        ('{"b": 1}', {"type": "object", "required": ["a"]}, "x: the argument a is missing"),
+        ("3", {"enum": [1, 2]}, 'expected one of [1, 2], got "3"'),
+    ],
+)
+def test_plain_text_that_does_not_fit_is_refused_with_what_was_expected(text, schema, expected):
+    assert expected in refusal(schema, read_value(tool(x=schema), "x", text))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from mgrpo.environments.environment import Call
 from mgrpo.environments.workers.environment_catalog import NAMES, Spec, built
+from tests.shipped import GAMES
 
 SOURCE = '''
 from mgrpo.environments.environment import Environment, Observation, Tool
@@ -99,6 +100,7 @@ def test_everything_that_cannot_be_built_is_named_at_once(own, tmp_path):
     """A start that fails once for each mistake costs as many starts."""
     (tmp_path / "broken.py").write_text("1 / 0")
     entries = {
+        "counter": "there is no tool counter; the repository has it as examples/game/games.py:Counter; give one of python,",
         "calculater": "there is no tool calculater; did you mean calculate? give one of python, search",
         "nowhere:f": "nowhere:f cannot be imported: there is no module nowhere; put its folder on PYTHONPATH",
         f"{tmp_path}/none.py:f": f"there is no file {tmp_path}/none.py",
@@ -147,7 +149,7 @@ def test_functions_have_their_own_names(own):
 
 def test_names_are_taken_from_the_user_first(own):
     """Rows and metrics call an environment so."""
-    specs = [Spec(entry=f"{own}:Wall"), Spec(entry=f"{own}:Wall", call_name="fence"), Spec(entry="counter")]
+    specs = [Spec(entry=f"{own}:Wall"), Spec(entry=f"{own}:Wall", call_name="fence"), Spec(entry=f"{GAMES}:Counter")]
     assert [offer.name for offer in built(specs).describe().offers] == ["wall", "fence", "counter"]
 
 
@@ -160,7 +162,7 @@ def test_a_second_name_of_a_tool_is_what_models_call_it(own, monkeypatch):
 
 def test_a_spec_survives_json():
     """It is sent to worker processes."""
-    spec = Spec(entry="counter", call_name="c", settings={"target": 3})
+    spec = Spec(entry="search", call_name="c", settings={"index": "wiki.db"})
     assert Spec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
@@ -175,7 +177,7 @@ def test_every_name_leads_somewhere(name):
 
 def test_nothing_but_the_standard_library_is_imported():
     """Every worker process would pay for it, and tools could reach it."""
-    code = "import sys; before = set(sys.modules); import mgrpo.environments.workers.environment_catalog, mgrpo.environments.tools.counter; "
+    code = "import sys; before = set(sys.modules); import mgrpo.environments.workers.environment_catalog, mgrpo.environments.tools.calculate; "
     code += "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) <= {*sys.stdlib_module_names, "mgrpo"}

@@ -58,8 +58,7 @@ def test_limits_have_their_defaults():
     defaults = dict(re.findall(r"^\| `(\w+)` \| (\d+)(?: s)? \|", section, re.MULTILINE))
     own = Tools()
     assert {name: float(value) for name, value in defaults.items() if hasattr(own, name)} == {
-        name: getattr(own, name)
-        for name in ("max_tool_calls", "tool_timeout", "env_reset_timeout", "env_acquire_timeout")
+        name: getattr(own, name) for name in ("max_tool_calls", "tool_timeout")
     }
 
 

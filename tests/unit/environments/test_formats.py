@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
 from mgrpo.data.builtin_templates import TEMPLATES
-from mgrpo.environments.environment import Call
-from mgrpo.environments.formats import Parsed, detected, families, named, xml_calls
+from mgrpo.environments.environment import Call, Tool
+from mgrpo.environments.formats import Parsed, detected, families, named
 from tests.unit.environments.format_cases import (
     ADD,
     GOOD,
@@ -291,32 +292,13 @@ def test_broken_call_is_told_to_the_model(family, text, why):
     assert parsed.content == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("3", {"type": "integer"}, 3),
-        ("3.0", {"type": "integer"}, "3.0"),
-        ("2.", {"type": "number"}, 2.0),
-        ("12345678901234567890", {"type": "number"}, 12345678901234567890),
-        ("1e999", {"type": "number"}, "1e999"),
-        ("True", {"type": "boolean"}, True),
-        ("0", {"type": "boolean"}, False),
-        ("yes", {"type": "boolean"}, "yes"),
-        (" [1, 2] ", {"type": "array"}, [1, 2]),
-        ("[1, 2] and", {"type": "array"}, "[1, 2] and"),
-        ("[1, 2]", {"type": "object"}, "[1, 2]"),
-        ("[" * 5000, {"type": "array"}, "[" * 5000),
-        ("null", {"type": ["string", "null"]}, None),
-        ("null", {"type": "string"}, "null"),
-        ("3", {"type": ["string", "integer"]}, 3),
-        ("x", {"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x"),
-        ("3", {}, "3"),
-        ("3", None, "3"),
-    ],
-)
-def test_schema_says_what_text_means(text, schema, value):
-    """What does not fit stays text: the tool's answer then says what was expected."""
-    assert repr(xml_calls.typed(text, schema)) == repr(value)
+@pytest.mark.parametrize(("depth", "is_read"), [(100, True), (101, False)])
+def test_a_value_between_tags_that_is_nested_too_deeply_stays_text(depth, is_read):
+    """It is written out again, with more frames on the stack than here."""
+    own = Tool(name="put", description="", parameters={"type": "object", "properties": {"x": {"type": "array"}}})
+    text = "[" * depth + "]" * depth
+    (call,) = named("qwen3_xml", [own]).parse(f"<function=put><parameter=x>{text}</parameter></function>").calls
+    assert call.arguments == {"x": json.loads(text) if is_read else text}
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
-import threading
-import time
 import types
 
 import pytest
 
 from mgrpo.environments.adaptors.gymnasium import Gymnasium
 from mgrpo.environments.environment import Call
-
-THIS = __name__
+from mgrpo.environments.workers.environment_catalog import Spec
+from mgrpo.environments.workers.pool import EnvironmentPool
 
 
 class Numbered:
@@ -47,21 +46,29 @@ class Doors:
         self.steps = None
 
 
+class Echo:
+    """A game of text."""
+
+    def reset(self, *, seed=None):
+        return f"start {seed}", {}
+
+    def step(self, action):
+        return f"{action}!", 0.0, False, False, {}
+
+
+DICE = """
+import random
+
+
 class Dice:
-    """A game of text that throws the dice of the whole process."""
-
-    num_inside = most_inside = 0
-
     def reset(self, *, seed=None):
         random.seed(seed)
         return f"start {random.random()}", {}
 
     def step(self, action):
-        Dice.num_inside += 1
-        Dice.most_inside = max(Dice.most_inside, Dice.num_inside)
-        time.sleep(0.001)
-        Dice.num_inside -= 1
         return f"{action} {random.random()}", 0.0, False, False, {}
+"""
+"""A game that throws the dice of the whole process."""
 
 
 class Arena:
@@ -95,7 +102,7 @@ class RawArena(Arena):
 def module(monkeypatch):
     """The games can be imported by this name."""
     found = types.ModuleType("games_of_the_test")
-    for game in (Doors, Dice, Arena, RawArena):
+    for game in (Doors, Echo, Arena, RawArena):
         setattr(found, game.__name__, game)
     found.named = lambda env_id, **options: Doors(**options)
     monkeypatch.setitem(sys.modules, "games_of_the_test", found)
@@ -184,46 +191,39 @@ def test_a_pattern_says_where_the_action_is():
     assert missing.text == "No action was found; expected a number from 5 to 7, written as <door>(.*?)</door>."
 
 
-def test_games_that_share_the_dice_of_the_process_do_not_disturb_each_other():
-    """The samples of a group must begin alike, though hundreds of games are played between their steps."""
+def test_games_that_seed_their_process_do_not_disturb_each_other_in_workers_of_their_own(tmp_path):
+    """The samples of a prompt must begin alike, and each depends on its seed alone."""
+    (tmp_path / "dice_of_the_test.py").write_text(DICE)
+    spec = Spec(entry="gymnasium", settings={"make": "dice_of_the_test:Dice"})
 
-    def game(seed, others):
-        environment = opened("Dice", is_repeatable=True)
-        shown = [environment.reset({}, seed=seed).text]
-        for _ in range(3):
-            for other in others:
-                play(other, "x")
-            random.random()
-            shown.append(play(environment, "go").text)
-        return shown
+    async def play_games():
+        pool = EnvironmentPool([spec], pool_size=3, num_workers=3, folders=[str(tmp_path)])
+        await pool.start()
+        try:
+            for _ in range(2):
+                games = [await pool.acquire({}, seed=seed, trajectory=f"0/{seed}") for seed in (1, 1, 9)]
+                shown = [[game.opening] for game in games]
+                for _ in range(3):
+                    for game, texts in zip(games, shown, strict=True):
+                        (answered,) = await game.step([Call(name="act", arguments={"text": "go"})])
+                        texts.append(answered.observation.text)
+                assert shown == [thrown(1), thrown(1), thrown(9)]
+                for game in games:
+                    await game.release()
+        finally:
+            await pool.close()
 
-    alone = game(1, [])
-    other = opened("Dice")
-    other.reset({}, seed=9)
-    random.seed(4)
-    expected = random.random()
-    random.seed(4)
-    found: list[list[str]] = []
-    threads = [threading.Thread(target=lambda: found.append(game(1, []))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    random.seed(4)
-    assert game(1, [other]) == alone
-    assert found == [alone] * 4
-    assert Dice.most_inside == 1
-    random.seed(4)
-    play(other, "x")
-    other.reset({}, seed=9)
-    assert random.random() == expected, "nor do they disturb anything else"
-    assert len(set(alone)) == 4
+    def thrown(seed):
+        dice = random.Random(seed)
+        return [f"{word} {dice.random()}" for word in ("start", "go", "go", "go")]
+
+    asyncio.run(asyncio.wait_for(play_games(), 120))
 
 
 def test_a_game_of_text_gets_the_turn_as_it_is():
-    environment = opened("Dice")
+    environment = opened("Echo")
     environment.reset({}, seed=0)
-    assert play(environment, "  go north \n").text.startswith("go north 0.")
+    assert play(environment, "  go north \n").text == "go north!"
     assert play(environment, " ").text == "No action was found; expected a text."
     environment.close()
 

@@ -329,6 +329,27 @@ def test_a_reply_that_was_compressed_is_a_failed_call():
     asyncio.run(at_service(app, use))
 
 
+def test_an_old_connection_is_not_used_again(monkeypatch):
+    """A service closes idle ones after some seconds; a call on one that is being closed would fail, and is not repeated."""
+    monkeypatch.setattr("mgrpo.environments.tools.python.KEEP_ALIVE_S", 0.05)
+    app, clients = FastAPI(), []
+
+    @app.post("/execute")
+    async def execute(request: Request) -> dict[str, object]:
+        clients.append(request.scope["client"])
+        return {"output": "42\n"}
+
+    async def use(url: str) -> None:
+        async with opened(endpoint=url) as tool:
+            await tool.reset({}, seed=0)
+            for _ in range(2):
+                await asyncio.sleep(0.3)
+                assert (await turn(tool, "1"))[0].text == "42\n"
+
+    asyncio.run(at_service(app, use))
+    assert len(set(clients)) == 3
+
+
 def test_a_service_that_fails_is_named(monkeypatch):
     """At the start an error, later a failed call."""
     monkeypatch.setattr("mgrpo.environments.tools.python._PAUSES_S", (0.0, 0.0))
@@ -364,4 +385,4 @@ def test_the_tool_is_light_to_import():
     """Every worker imports it."""
     code = "import sys, mgrpo.environments.tools.python; print(*{name.split('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "transformers", "numpy", "httpx", "fastapi", "pydantic"} & set(loaded)
+    assert not {"torch", "transformers", "numpy", "aiohttp", "fastapi", "pydantic"} & set(loaded)

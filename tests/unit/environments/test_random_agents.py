@@ -12,7 +12,6 @@ import pytest
 from mgrpo.algo.training_samples import train_samples
 from mgrpo.data.builtin_templates import TEMPLATES
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.environments.agents.recorded_tree import UntakenTurns
 from mgrpo.environments.endpoint.tree import Node
 from mgrpo.types import RolloutGroup, Score, ScoredGroup, TrainSample
 from tests.builders import prompt
@@ -58,8 +57,8 @@ def world(name: str, seed: int) -> World:
     return World(own, engine, drawn, template=template, has_tools=name != "tulu")
 
 
-def samples_of(made: World, untaken: UntakenTurns) -> list[TrainSample]:
-    trajectory = made.record.trajectory(made.end(), untaken=untaken)
+def samples_of(made: World) -> list[TrainSample]:
+    trajectory = made.record.trajectory(made.end())
     completion = trajectory.completion(text_of=made.language.text, scored_text="final", reward=1.0)
     other = trajectory.completion(text_of=made.language.text, scored_text="final", reward=0.0)
     group = RolloutGroup(prompt=prompt(), completions=(completion, other))
@@ -69,15 +68,13 @@ def samples_of(made: World, untaken: UntakenTurns) -> list[TrainSample]:
     return found[: len(found) // 2]
 
 
-def expected(made: World, untaken: str) -> set[int]:
+def expected(made: World) -> set[int]:
     """The turns that are trained, by the words of the docs."""
     nodes = made.tree.nodes
     kept = {number for number, node in nodes.items() if node.delivered}
     for number in sorted(nodes, reverse=True):
         if number in kept and (parent := nodes[number].parent) is not None:
             kept.add(parent.number)
-    if untaken == "train":
-        return kept
     has_child = {parent.number for number in kept if (parent := nodes[number].parent) is not None}
     last = max(number for number in kept if nodes[number].delivered)
     dropped = {
@@ -98,23 +95,21 @@ def test_every_trained_token_was_sampled_after_exactly_its_context(name: str, se
     origin = {
         value: (number, place) for number, one in made.samples.items() for place, value in enumerate(one.logprobs)
     }
-    choices: tuple[UntakenTurns, ...] = ("train", "drop")
-    for untaken in choices:
-        trained: list[tuple[int, int]] = []
-        for sample in samples_of(made, untaken):
-            whole = [*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]
-            first = len(sample.prompt_tokens)
-            assert sample.loss_mask.tolist() == (sample.rollout_logprobs != 0).tolist()
-            for place in np.flatnonzero(sample.loss_mask).tolist():
-                number, within = origin[float(sample.rollout_logprobs[place])]
-                one = made.samples[number]
-                assert whole[: first + place] == [*one.context, *one.tokens[:within]]
-                assert whole[first + place] == one.tokens[within]
-                trained.append((number, within))
-        assert len(trained) == len(set(trained)), "a token is trained twice"
-        assert set(trained) == {
-            (number, within) for number in expected(made, untaken) for within in range(len(made.samples[number].tokens))
-        }
+    trained: list[tuple[int, int]] = []
+    for sample in samples_of(made):
+        whole = [*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]
+        first = len(sample.prompt_tokens)
+        assert sample.loss_mask.tolist() == (sample.rollout_logprobs != 0).tolist()
+        for place in np.flatnonzero(sample.loss_mask).tolist():
+            number, within = origin[float(sample.rollout_logprobs[place])]
+            one = made.samples[number]
+            assert whole[: first + place] == [*one.context, *one.tokens[:within]]
+            assert whole[first + place] == one.tokens[within]
+            trained.append((number, within))
+    assert len(trained) == len(set(trained)), "a token is trained twice"
+    assert set(trained) == {
+        (number, within) for number in expected(made) for within in range(len(made.samples[number].tokens))
+    }
 
 
 def plain(text: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.environments.agents.recorded_tree import RecordedTree, UntakenTurns
+from mgrpo.environments.agents.recorded_tree import RecordedTree
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.types import Completion
 
@@ -49,11 +49,11 @@ def completion(trajectory: Trajectory) -> Completion:
 
 
 def branches(
-    tree: RecordedTree, delivered: set[int], untaken: UntakenTurns = "drop", prompt: list[int] | None = None
+    tree: RecordedTree, delivered: set[int], prompt: list[int] | None = None
 ) -> list[tuple[list[int], list[int], list[bool], int]]:
     """Of each branch: its context, its tokens, which of them were sampled, and its parent."""
     row = None if prompt is None else np.array(prompt, np.int32)
-    trajectory = tree.trajectory(end(delivered, len(tree._turns)), untaken=untaken, prompt=row)
+    trajectory = tree.trajectory(end(delivered, len(tree._turns)), prompt=row)
     made = completion(trajectory)
     assert made.trajectory is not None
     return [
@@ -110,16 +110,16 @@ def test_a_context_that_was_written_afresh_begins_a_branch() -> None:
 
 def test_what_nobody_has_read_is_in_no_branch() -> None:
     """A client went away: what it would have done with the turn has no reward. One that another follows was read after all."""
-    tree = grown((None, [1], [2]), (0, [3], [4]), (0, [3], [5]), (2, [6], [7]))
-    assert branches(tree, {0, 1, 3}, "train") == [
+    tree = grown((None, [1], [2]), (0, [3], [4]), (0, [9], [5]), (2, [6], [7]))
+    assert branches(tree, {0, 1, 3}) == [
         ([1], [2, 3, 4], [True, False, True], -1),
-        ([1, 2, 3], [5, 6, 7], [True, False, True], 0),
+        ([1, 2, 9], [5, 6, 7], [True, False, True], 0),
     ]
-    assert branches(tree, {0, 1}, "train") == [([1], [2, 3, 4], [True, False, True], -1)]
-    assert branches(tree, {3}, "train") == [([1], [2, 3, 5, 6, 7], [True, False, True, False, True], -1)]
+    assert branches(tree, {0, 1}) == [([1], [2, 3, 4], [True, False, True], -1)]
+    assert branches(tree, {3}) == [([1], [2, 9, 5, 6, 7], [True, False, True, False, True], -1)]
 
 
-def test_draws_that_the_agent_threw_away_are_dropped_if_wished() -> None:
+def test_draws_that_the_agent_threw_away_are_dropped() -> None:
     """Of several draws for one request one was gone on with: the reward says nothing of the others."""
     tree = grown((None, [1], [2]), (0, [3], [4]), (0, [3], [5]), (0, [9], [6]), (2, [7], [8]), (None, [1], [10]))
     every = set(range(6))
@@ -129,12 +129,11 @@ def test_draws_that_the_agent_threw_away_are_dropped_if_wished() -> None:
         ([1], [10], [True], -1),
     ]
     # Another request at the same place is no draw, and the last turn that was read counts whatever it is.
-    assert branches(tree, every, "drop") == kept
-    assert len(branches(tree, every, "train")) == 4
-    assert branches(tree, every - {5}, "drop") == kept[:2]
+    assert branches(tree, every) == kept
+    assert branches(tree, every - {5}) == kept[:2]
     # Where none was gone on with, all count.
     alike = grown((None, [1], [2]), (None, [1], [3]))
-    assert len(branches(alike, {0, 1}, "drop")) == 2
+    assert len(branches(alike, {0, 1})) == 2
 
 
 def test_nothing_that_was_read_is_a_completion_without_tokens() -> None:

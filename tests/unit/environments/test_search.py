@@ -169,6 +169,10 @@ def test_words_that_are_everywhere_are_left_out_of_queries(tmp_path, monkeypatch
     [
         ({}, "expected exactly one of them"),
         ({"index": "a", "endpoint": "b"}, "expected exactly one of them"),
+        (
+            {"endpoint": "localhost:8000/search"},
+            "endpoint='localhost:8000/search', expected an address, for example http://",
+        ),
         ({"index": "a", "num_results": 0}, "num_results=0, expected a whole number of at least 1"),
         ({"index": "a", "max_words": "9"}, "max_words='9', expected a whole number"),
         ({"index": "a", "parameters": {"x": 1}}, "an index has none"),

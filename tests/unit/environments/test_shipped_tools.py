@@ -1,4 +1,4 @@
-"""The tool calculate and the environments counter and guess_number, by hand-worked games."""
+"""The tool calculate and the games of examples/game, by hand-worked games."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 from mgrpo.environments.environment import Call
 from mgrpo.environments.tools.calculate import calculate
 from mgrpo.environments.workers.environment_catalog import Spec, built
+from tests.shipped import GAMES
+
+COUNTER, GUESS_NUMBER = f"{GAMES}:Counter", f"{GAMES}:GuessNumber"
 
 
 def played(spec, row, *moves, seed=1):
@@ -63,7 +66,7 @@ def test_calculate_tells_of_a_division_by_zero():
 def test_the_counter_rewards_a_target_that_is_reached_and_submitted():
     row = {"env_config": {"env_name": "counter", "target": 1}}
     moves = [("increment", {}), ("increment", {}), ("decrement", {}), ("submit", {}), ("increment", {})]
-    opening, answers = played(Spec(entry="counter"), row, *moves)
+    opening, answers = played(Spec(entry=COUNTER), row, *moves)
     assert opening.text == "The counter is at 0. Bring it to 1 and submit it."
     assert [answer.reward for answer in answers] == [-0.1, -0.1, -0.1, 1.0, 0.0]
     assert [answer.done for answer in answers] == [False, False, False, True, True]
@@ -75,7 +78,7 @@ def test_the_counter_rewards_a_target_that_is_reached_and_submitted():
 
 
 def test_the_counter_punishes_a_wrong_number():
-    opening, (answer,) = played(Spec(entry="counter", settings={"target": 2}), {}, ("submit", {}))
+    opening, (answer,) = played(Spec(entry=COUNTER, settings={"target": 2}), {}, ("submit", {}))
     assert "to 2" in opening.text and answer.reward == -0.5 and answer.done
     assert answer.text == "Wrong: the counter is at 0, the target was 2."
 
@@ -83,7 +86,7 @@ def test_the_counter_punishes_a_wrong_number():
 def test_guesses_are_rewarded_by_their_distance():
     row = {"env_config": [{"env_name": "guess_number", "number": 30}]}
     guesses = [("guess", {"number": number}) for number in (80, "20", 30)]
-    opening, answers = played(Spec(entry="guess_number", settings={"max_val": 101}), row, *guesses)
+    opening, answers = played(Spec(entry=GUESS_NUMBER, settings={"max_val": 101}), row, *guesses)
     assert opening.text == "The number is one from 1 to 101."
     assert [answer.text for answer in answers] == ["80 is too high.", "20 is too low.", "30 is right, after 3 guesses."]
     assert [answer.reward for answer in answers] == pytest.approx([0.5, 0.9, 1.0])
@@ -94,7 +97,7 @@ def test_guesses_are_rewarded_by_their_distance():
 def test_a_guess_far_away_is_worth_nothing():
     """A large number must neither give a large negative reward nor fail."""
     row = {"env_config": {"env_name": "guess_number", "number": 30}}
-    _, (answer,) = played(Spec(entry="guess_number"), row, ("guess", {"number": 10**400}))
+    _, (answer,) = played(Spec(entry=GUESS_NUMBER), row, ("guess", {"number": 10**400}))
     assert answer.reward == 0.0 and not answer.failed
 
 
@@ -103,7 +106,7 @@ def test_the_number_is_drawn_for_each_prompt():
 
     def secret(seed):
         guesses = [("guess", {"number": number}) for number in range(1, 101)]
-        _, answers = played(Spec(entry="guess_number"), {}, *guesses, seed=seed)
+        _, answers = played(Spec(entry=GUESS_NUMBER), {}, *guesses, seed=seed)
         return next(answer.text for answer in answers if answer.done)
 
     assert secret(1) == secret(1) and len({secret(seed) for seed in range(8)}) > 4
@@ -111,4 +114,4 @@ def test_the_number_is_drawn_for_each_prompt():
 
 def test_games_repeat():
     """Then a run with them repeats to the bit."""
-    assert built([Spec(entry=name) for name in ("calculate", "counter", "guess_number")]).describe().is_repeatable
+    assert built([Spec(entry=name) for name in ("calculate", COUNTER, GUESS_NUMBER)]).describe().is_repeatable

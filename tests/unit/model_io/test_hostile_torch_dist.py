@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import warnings
+import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +56,79 @@ def test_hostile_chunk_is_refused_and_not_executed(written, tmp_path):
     assert not mark.exists()
     torch.load(folder / "__9_0.distcp", weights_only=False)
     assert mark.exists()
+
+
+def _repacked(data: bytes, change: Callable[[zipfile.ZipInfo, bytes], bytes]) -> bytes:
+    """An archive whose entries are changed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for entry in old.infolist():
+            copy = zipfile.ZipInfo(entry.filename)
+            content = change(copy, old.read(entry))
+            new.writestr(copy, content)
+    return out.getvalue()
+
+
+def _compressed(entry: zipfile.ZipInfo, content: bytes) -> bytes:
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return content
+
+
+def _with_an_entry_twice(data: bytes, ending: str) -> bytes:
+    """An archive of torch.save with another entry of the same name and content at its end."""
+    out = io.BytesIO(data)
+    with zipfile.ZipFile(out, "a") as archive, warnings.catch_warnings(action="ignore"):
+        name = next(name for name in archive.namelist() if name.endswith(ending))
+        archive.writestr(name, archive.read(name))
+    return out.getvalue()
+
+
+ARCHIVES: dict[str, Callable[[torch.Tensor, bytes], bytes]] = {
+    "compressed": lambda tensor, data: _repacked(data, _compressed),
+    "of another byte order": lambda tensor, data: _repacked(
+        data, lambda entry, content: b"big" if entry.filename.endswith("byteorder") else content
+    ),
+    "of few values": lambda tensor, data: _repacked(
+        data, lambda entry, content: content[:-4] if "/data/" in entry.filename else content
+    ),
+    "with a large pickle": lambda tensor, data: _repacked(
+        data, lambda entry, content: content + bytes(2 << 20) if entry.filename.endswith("pkl") else content
+    ),
+    "with a damaged pickle": lambda tensor, data: _repacked(
+        data, lambda entry, content: b"\x80\x02h\x07." if entry.filename.endswith("pkl") else content
+    ),
+    "with a pickle twice": lambda tensor, data: _with_an_entry_twice(data, "data.pkl"),
+    "with its values twice": lambda tensor, data: _with_an_entry_twice(data, "data/0"),
+    "after another archive": lambda tensor, data: _saved(2 * tensor) + data,
+    "after other bytes": lambda tensor, data: b"0123456789abcdef" + data,
+    "transposed": lambda tensor, data: _saved(tensor.mT.contiguous().mT),
+    "a part of its storage": lambda tensor, data: _saved(torch.stack([tensor, tensor])[1]),
+    "two tensors": lambda tensor, data: _saved([tensor, tensor]),
+    "as before torch 1.6": lambda tensor, data: _saved(tensor, _use_new_zipfile_serialization=False),
+}
+"""Bytes in place of a chunk's archive."""
+
+
+def _saved(value: object, **options: bool) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archive_that_megatron_does_not_write_is_refused(written, tmp_path, name):
+    """Its values would be read from the wrong place, or in the wrong order."""
+    folder = written("llama")
+
+    def replace_chunk(index: Metadata) -> None:
+        place, (chunk, *_) = place_of(index, FC2), index.state_dict_metadata[FC2].chunks
+        tensor = torch.randint(256, (*chunk.sizes, 4), dtype=torch.uint8).view(torch.float32).view(chunk.sizes)
+        data = ARCHIVES[name](tensor, _saved(tensor))
+        place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(data)
+        (folder / "__9_0.distcp").write_bytes(data)
+
+    edit(folder, replace_chunk)
+    refused(tmp_path / "out", export(folder, tmp_path / "out"), "__9_0.distcp", FC2)
 
 
 def test_common_pt_and_objects_are_not_opened(model, written, tmp_path):

@@ -21,6 +21,7 @@ from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_checkpoint import write_checkpoint
 from mgrpo.model_io.megatron_view import MegatronView
 from mgrpo.model_io.model_reader import model_reader
+from mgrpo.model_io.torch_dist import TorchDistFolder, _Window, write_torch_dist
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.models.placement.boxes import Box
@@ -56,6 +57,34 @@ def test_files_are_of_bounded_size(model, tmp_path, monkeypatch):
     assert len(sizes) > 4 and max(sizes) < 2 << 16  # archives are larger than the values in them
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
     assert_same(tmp_path / "hf", model("qwen3_moe"))
+
+
+def test_regions_are_longer_than_one_read(model, tmp_path, monkeypatch):
+    """Linux reads at most 2 GiB at once, network file systems less; here 100 bytes."""
+    hf_to_megatron(model("llama"), tmp_path / "megatron", None)
+
+    def readinto(window: _Window, buffer: memoryview) -> int:
+        return read(window, memoryview(buffer)[:100])
+
+    read = _Window.readinto
+    monkeypatch.setattr(_Window, "readinto", readinto)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
+    assert_same(tmp_path / "hf", model("llama"))
+
+
+@pytest.mark.slow
+def test_region_of_more_than_2_gib_is_read(tmp_path):
+    """The first column of two long rows; the file has a hole in place of the values."""
+    whole = Box("weight", (0, 0), (2, (1 << 30) + 1))
+    headers = {"weight": (torch.bfloat16, whole.shape)}
+
+    def values() -> torch.Tensor:
+        return torch.empty(whole.shape, dtype=torch.bfloat16)
+
+    with torch.serialization.skip_data():
+        write_torch_dist(tmp_path, headers, [(whole, values)], copies={}, objects=[], common={}, file_bytes=1 << 40)
+    found = TorchDistFolder(tmp_path).read(Box("weight", (0, 0), (2, 1)))
+    assert found.tolist() == [[0], [0]]
 
 
 @pytest.mark.parametrize("chunk_mb", [8, 1024], ids=["ours", "one chunk for each matrix"])

@@ -328,7 +328,7 @@ def test_every_setting_of_the_loss_reaches_it():
         "vespo_lambda_pos": 1.5, "vespo_k_neg": 1.6, "vespo_lambda_neg": 1.7, "beta": 0.3, "kl_estimator": 1,
         "kl_bias_correction": True, "use_rho_correction": True, "rho_level": "sequence_mean", "rho_clamp_lower_bound": 0.4,
         "rho_clamp_upper_bound": 5.1, "rho_mask_level": "sequence_sum", "rho_mask_lower_bound": 0.5,
-        "rho_mask_upper_bound": 6.1, "rho_mask_tv_divergence": True, "off_policy_mask_threshold": 0.6,
+        "rho_mask_upper_bound": 6.1, "off_policy_mask_threshold": 0.6,
         "loss_denominator": "9", "local_batch_size": 3, "cispo_two_sided": True,
     }  # fmt: skip
     found = from_values(given).loss

@@ -71,6 +71,25 @@ def test_common_mistakes_are_answered_with_the_setting(word):
     assert all(name[2:] in settings() or name in ("--num_generations", "--version") for name in named), problem
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("turn_discount", "it is always 1 now"),
+        ("advantage_ddof", "use --advantage_std; population or sample"),
+        (
+            "env_reset_timeout",
+            "use --tool_timeout; an environment may take twice as long to begin, and at least 60 seconds",
+        ),
+        ("rubric_judge_model", "the environment variable RUBRIC_JUDGE_MODEL names it now"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_is_answered_with_what_took_its_place(name, advice):
+    """The list of all settings does not say where it is gone."""
+    with pytest.raises(ConfigError) as caught:
+        parse([f"--{name}", "1"])
+    assert caught.value.problems == (f"unknown setting --{name} (command line); {advice}",)
+
+
 def test_words_of_verl_are_answered_as_well():
     """Its overrides have no dashes."""
     with pytest.raises(ConfigError) as caught:

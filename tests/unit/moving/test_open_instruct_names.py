@@ -81,6 +81,15 @@ from mgrpo.moving.presets import KEPT
         ({"beaker_eval_freq": 50}, {"save_freq": 50}),
         ({"beaker_eval_freq": 50, "save_freq": 25}, {"save_freq": 25}),
         ({"kl_estimator": "kl3"}, {"kl_estimator": 2}),
+        (
+            {"rho_mask_tv_divergence": True, "rho_mask_sequence_level": True},
+            {"rho_level": "sequence_mean", "rho_mask_level": "divergence"},
+        ),
+        ({"gs_checkpoint_state_dir": "gs://b/a"}, {"checkpoint_state_dir": "gs://b/a"}),
+        (
+            {"tools": ["code", "search"], "code_tool_api_endpoint": "http://c"},
+            {"tools": ("code", "search"), "tool_configs": ('{"endpoint": "http://c"}', "{}")},
+        ),
         ({"kl_estimator": "kl1"}, {"kl_estimator": 0}),
         ({"active_fill_completions": True}, {"active_sampling": True}),
         ({"no_resample_solve_rate": 0.9}, {"no_resampling_pass_rate": 0.9}),

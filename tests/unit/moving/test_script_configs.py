@@ -22,7 +22,7 @@ VERL = {
         "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "zero_stage": 3, "num_train_epochs": 15.0, "pack_length": 1536,
         "overlong_prompt_policy": "filter", "recompute_granularity": "full", "checkpoint_state_freq": 20,
         "local_eval_every": 5, "lr_scheduler_type": "constant", "weight_decay": 0.01, "dual_clip": 3.0, "aggregation": "token",
-        "advantage_ddof": 1, "filter_zero_std_samples": False, "eval_temperature": 0.0, "exp_name": "e",
+        "advantage_std": "verl", "filter_zero_std_samples": False, "eval_temperature": 0.0, "exp_name": "e",
         "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto", "report_to": ("tensorboard", "wandb"),
         "wandb_project": "p",
     },
@@ -36,7 +36,7 @@ VERL = {
     },
     "DAPO": {
         "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
-        "pack_length": 40960, "num_mini_batches": 16, "active_sampling": True, "active_sampling_max_rounds": 10,
+        "pack_length": 40960, "num_mini_batches": 16, "active_sampling": True,
         "filter_zero_std_samples": True, "overlong_cache_length": 4096, "total_episodes": 100 * 512 * 16, "num_train_epochs": None,
         "lr_scheduler_type": "constant_with_warmup", "warm_up_steps": 10, "overlong_prompt_policy": "truncate_left",
         "eval_temperature": 1.0, "eval_top_p": 0.7, "num_learners_per_node": (8, 8), "resume": "never",
@@ -116,6 +116,19 @@ def test_what_cannot_be_done_is_refused_at_once(door, command, expected):
     for words_ in expected:
         assert sum(words_ in problem for problem in caught.value.problems) == 1, (words_, caught.value.problems)
     assert len(caught.value.problems) in (len(expected), len(expected) + 1)
+
+
+@pytest.mark.parametrize("count", [0, 2, 10])
+def test_a_number_of_batches_that_active_sampling_does_not_have_is_refused(count):
+    """With fewer, steps end there with smaller batches, which is another run."""
+    command = f"algorithm.adv_estimator=grpo algorithm.filter_groups.max_num_gen_batches={count}"
+    if count != 2:
+        assert mgrpo.GRPOConfig.from_verl(command)
+        return
+    with pytest.raises(
+        ConfigError, match=r"max_num_gen_batches=2 is refused.*: active_sampling gives up .* give 0 or 10"
+    ):
+        mgrpo.GRPOConfig.from_verl(command)
 
 
 def test_a_setting_given_beside_a_command_takes_the_place_of_what_is_refused():
@@ -246,6 +259,7 @@ VERL_REFUSED = {
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1": "engine_kwargs.vllm.seed=1 is refused (line 4)",
     "algorithm.rollout_correction.rollout_is_batch_normalize=True": "rollout_is_batch_normalize=True is refused (line 4)",
     "algorithm.use_pf_ppo=True": "algorithm.use_pf_ppo=True is refused (line 4)",
+    "actor_rollout_ref.actor.shuffle=True": "actor.shuffle=True is refused (line 4)",
     "+reward_model.reward_kwargs.scale=2": "reward_model.reward_kwargs.scale=2 is refused (line 4)",
     "trainer.resume_mode=resume_path": "trainer.resume_mode=resume_path needs trainer.resume_from_path (line 4)",
 }  # fmt: skip

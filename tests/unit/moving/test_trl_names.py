@@ -44,19 +44,19 @@ TRL_RHO = {
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
             {"scale_rewards": True},
-            {"advantage_ddof": 1, "advantage_eps": 1e-4},
+            {"advantage_std": "trl"},
         ),
         (
             {"scale_rewards": "none"},
-            {"advantage_normalization_type": "centered", "advantage_ddof": 1, "advantage_eps": 1e-4},
+            {"advantage_normalization_type": "centered", "advantage_std": "trl"},
         ),
         (
             {"scale_rewards": "batch"},
-            {"advantage_normalization_type": "batch_std", "advantage_ddof": 1, "advantage_eps": 1e-4},
+            {"advantage_normalization_type": "batch_std", "advantage_std": "trl"},
         ),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
-            {"advantage_normalization_type": "gdpo", "advantage_ddof": 1, "advantage_eps": 1e-4},
+            {"advantage_normalization_type": "gdpo", "advantage_std": "trl"},
         ),
         ({"multi_objective_aggregation": "sum_then_normalize"}, {}),
         ({"vllm_importance_sampling_correction": True}, TRL_RHO),

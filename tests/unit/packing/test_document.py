@@ -362,23 +362,21 @@ def test_shared_prompts_are_refused_where_documents_are_split():
 GROUPS = [(3, [4, 5, 6]), (2, [3, 4, 5, 6]), (5, [7, 1, 2]), (9, [8, 2]), (1, [1, 1, 1, 9]), (4, [5, 5])]
 
 
-def memberships(samples, *, epoch=0, **options) -> list[list[int]]:
+def memberships(samples, **options) -> list[list[int]]:
     """Which samples train in each of three mini-batches."""
-    defaults = {"pack_length": 64, "dp": 2, "num_mini_batches": 3, "multiple_of": 1, "share_prompts": False, "seed": 4}
-    packs = pack_step(samples, epoch=epoch, **defaults | options)
+    defaults = {"pack_length": 64, "dp": 2, "num_mini_batches": 3, "multiple_of": 1, "share_prompts": False}
+    packs = pack_step(samples, **defaults | options)
     return [sorted(int(i) for row in ranks for pack in row for i in pack.samples) for ranks in packs]
 
 
-def test_epochs_train_the_same_groups_in_other_mini_batches():
-    """Every sample once an epoch; the trainer routes each sample's old logprobs by `samples`."""
+def test_mini_batches_train_whole_groups_and_every_sample_once():
+    """The trainer routes each sample's old logprobs by `samples`."""
     samples = make_samples(GROUPS)
-    found = [memberships(samples, epoch=epoch) for epoch in range(4)]
-    for parts in found:
-        assert sorted(index for part in parts for index in part) == list(range(len(samples)))
-        for part in parts:
-            groups = {samples[index].group for index in part}
-            assert part == [index for index, sample in enumerate(samples) if sample.group in groups]
-    assert len({str(parts) for parts in found}) > 1
+    parts = memberships(samples)
+    assert sorted(index for part in parts for index in part) == list(range(len(samples)))
+    for part in parts:
+        groups = {samples[index].group for index in part}
+        assert part == [index for index, sample in enumerate(samples) if sample.group in groups]
 
 
 @pytest.mark.parametrize(
@@ -394,8 +392,7 @@ def test_epochs_train_the_same_groups_in_other_mini_batches():
 def test_mini_batches_do_not_depend_on_the_layout(layout):
     """A run that goes on with more context ranks would take other optimizer steps, and no test of one step would show it."""
     samples = make_samples(GROUPS)
-    for epoch in range(3):
-        assert memberships(samples, epoch=epoch, **layout) == memberships(samples, epoch=epoch)
+    assert memberships(samples, **layout) == memberships(samples)
 
 
 @property_test

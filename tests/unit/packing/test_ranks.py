@@ -1,9 +1,6 @@
 """Documents onto mini-batches, ranks and micro-batches: properties, hand-worked cases, and the long search."""
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mgrpo.packing import Cost, balance, mini_batches, pack
+from tests.unit.packing import long_search
 
-ROOT = Path(__file__).parents[3]
 # No deadline: a shared machine is slow now and then. No database: a test leaves no files.
 property_test = settings(database=None, deadline=None, max_examples=150)
 
@@ -21,15 +18,6 @@ COST = Cost(a=1.0, b=0.1)
 """Attention outweighs the matrices from 10 tokens on."""
 lengths_of_documents = st.lists(st.integers(1, LIMIT - LIMIT % 5), max_size=60)
 multiples = st.sampled_from([1, 2, 4, 5, 8])
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The program that compares with other trainers has their packing and the long search."""
-    spec = importlib.util.spec_from_file_location("bench_packing", ROOT / "tools" / "bench_packing.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def rounded_up(size: int, multiple_of: int) -> int:
@@ -42,15 +30,13 @@ def costliest(ranks: list[list[list[int]]], lengths: list[int], cost: Cost) -> f
 
 
 @property_test
-@given(lengths_of_documents, multiples, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
+@given(lengths_of_documents, multiples, st.integers(1, 5), st.integers(1, 4))
 def test_balanced_packs_hold_every_document_once_with_equal_counts_on_all_ranks(
-    lengths, multiple_of, dp, num_mini_batches, epoch
+    lengths, multiple_of, dp, num_mini_batches
 ):
     """Unequal numbers of micro-batches hang pipeline and data-parallel collectives; lost documents waste generation."""
     pack_length = LIMIT - LIMIT % multiple_of
-    plan = balance(
-        lengths, pack_length, dp=dp, num_mini_batches=num_mini_batches, multiple_of=multiple_of, cost=COST, epoch=epoch
-    )
+    plan = balance(lengths, pack_length, dp=dp, num_mini_batches=num_mini_batches, multiple_of=multiple_of, cost=COST)
     assert len(plan) == num_mini_batches
     seen = []
     for ranks in plan:
@@ -68,9 +54,9 @@ def test_balanced_packs_hold_every_document_once_with_equal_counts_on_all_ranks(
 
 
 @pytest.mark.parametrize("dp", [1, 8, 16, 96, 600])
-def test_no_token_is_dropped_at_any_number_of_ranks(bench, dp):
+def test_no_token_is_dropped_at_any_number_of_ranks(dp):
     """Rounding packs down to a multiple of dp loses 42 % of 512 long answers at dp=96, and a mini-batch at random."""
-    lengths = bench.long_answers(np.random.default_rng(0), 512)
+    lengths = long_search.long_answers(np.random.default_rng(0), 512)
     plan = balance(lengths, 35840, dp=dp, num_mini_batches=3)
     assert len(plan) == 3
     assert sorted(i for ranks in plan for packs in ranks for own in packs for i in own) == list(range(512))
@@ -94,10 +80,10 @@ def test_dummy_packs_only_where_documents_run_out(lengths, dp):
 @given(lengths_of_documents, st.integers(1, 6))
 # Full packs that happen to lie in order and be even; packing longest first finds worse ones that no swap mends.
 @example([10, 17, 5, 9, 15, 8], 2)
-def test_never_worse_than_next_fit(bench, lengths, dp):
+def test_never_worse_than_next_fit(lengths, dp):
     """What the peer trains with needs no search at all: to lose against it would make ours a bad bargain."""
     ours = balance(lengths, LIMIT, dp=dp, cost=COST)[0]
-    theirs = bench.consecutive(bench.next_fit(lengths, LIMIT), dp)
+    theirs = long_search.consecutive(long_search.next_fit(lengths, LIMIT), dp)
     assert len(ours[0]) <= len(theirs[0])
     if len(ours[0]) == len(theirs[0]):
         assert costliest(ours, lengths, COST) <= costliest(theirs, lengths, COST) * (1 + 1e-9)
@@ -105,12 +91,12 @@ def test_never_worse_than_next_fit(bench, lengths, dp):
 
 @pytest.mark.parametrize("dp", [8, 32, 96])
 @pytest.mark.parametrize("name", ["log-normal to 32k", "maths, mean 200", "constant 1000", "one giant, tiny"])
-def test_costliest_rank_is_within_five_percent_of_a_long_search(bench, name, dp):
+def test_costliest_rank_is_within_five_percent_of_a_long_search(name, dp):
     """All ranks wait for the costliest one at the end of every optimizer step."""
-    lengths_of, pack_length = bench.LENGTHS[name]
+    lengths_of, pack_length = long_search.LENGTHS[name]
     lengths = lengths_of(np.random.default_rng(dp), 512)
-    batch = bench.Batch(lengths=lengths, pack_length=pack_length, dp=dp, cost=Cost())
-    assert bench.gap(batch, steps=100_000, seed=1) <= 0.05
+    batch = long_search.Batch(lengths=lengths, pack_length=pack_length, dp=dp, cost=Cost())
+    assert long_search.gap(batch, steps=100_000, seed=1) <= 0.05
 
 
 @settings(property_test, max_examples=60)
@@ -125,12 +111,12 @@ def test_few_documents_are_near_the_best_of_all_assignments(lengths, dp):
     assert costliest(ours, lengths, COST) <= 1.2 * best
 
 
-def test_long_search_finds_what_was_hidden(bench):
+def test_long_search_finds_what_was_hidden():
     """A search that cannot find the known best proves nothing about the distance to it."""
     lengths = [900, 100, 800, 200, 700, 300, 600, 400]
-    batch = bench.Batch(lengths=lengths, pack_length=1000, dp=4, cost=Cost(a=1, b=0))
+    batch = long_search.Batch(lengths=lengths, pack_length=1000, dp=4, cost=Cost(a=1, b=0))
     poor = [[[0], [1, 3]], [[2], [5]], [[4], [7]], [[6], []]]
-    assert bench.long_search(batch, poor, steps=20_000, seed=0) == 1000
+    assert long_search.long_search(batch, poor, steps=20_000, seed=0) == 1000
 
 
 def test_cost_grows_with_the_square_of_the_length():
@@ -210,44 +196,22 @@ def test_ranks_without_documents_get_dummy_packs():
 
 
 @property_test
-@given(lengths_of_documents, st.integers(1, 4), st.integers(0, 3))
-def test_mini_batches_differ_by_at_most_one_document(lengths, num_mini_batches, epoch):
+@given(lengths_of_documents, st.integers(1, 4))
+def test_mini_batches_differ_by_at_most_one_document(lengths, num_mini_batches):
     """Optimizer steps of very different size: with a token mean, the tokens of the small one weigh many times as much."""
-    parts = mini_batches(lengths, num_mini_batches, epoch=epoch)
+    parts = mini_batches(lengths, num_mini_batches)
     assert len(parts) == num_mini_batches
     assert sorted(index for members in parts for index in members) == list(range(len(lengths)))
     sizes = [sum(lengths[index] for index in members) for members in parts]
     assert max(sizes) - min(sizes) <= max(lengths, default=0)
 
 
-def test_every_epoch_has_its_own_mini_batches():
-    """The same partition again is the same order of gradients again; one that is not repeatable cannot be resumed."""
-    rng = np.random.default_rng(5)
-    lengths = np.clip(rng.lognormal(np.log(7000), 0.9, 256), 64, 32768).astype(int).tolist()
-    together = []
-    for epoch in range(4):
-        parts = mini_batches(lengths, 4, epoch=epoch, seed=3)
-        assert parts == mini_batches(lengths, 4, epoch=epoch, seed=3)
-        sizes = [sum(lengths[index] for index in members) for members in parts]
-        assert max(sizes) < 1.01 * min(sizes)
-        part = np.empty(256)
-        for number, members in enumerate(parts):
-            part[members] = number
-        together.append(part[:, None] == part)
-    # Of two independent partitions into 4 a pair shares a mini-batch in both with probability 1/16.
-    for first, second in itertools.combinations(together, 2):
-        assert (first & second).mean() == pytest.approx(1 / 16, abs=0.01)
-    assert mini_batches(lengths, 4, epoch=1, seed=3) != mini_batches(lengths, 4, epoch=1, seed=4)
-    assert mini_batches(lengths, 4, epoch=0, seed=3) == mini_batches(lengths, 4, epoch=0, seed=4)
-
-
-def test_balance_trains_the_mini_batches_of_the_epoch():
-    """A shuffle that does not reach the packs changes nothing."""
+def test_balance_trains_the_mini_batches_that_are_dealt():
+    """Documents of another mini-batch would be trained by another optimizer step."""
     lengths = list(range(1, 25))
-    for epoch in range(3):
-        plan = balance(lengths, LIMIT, dp=2, num_mini_batches=3, epoch=epoch, seed=9)
-        members = [sorted(i for packs in ranks for own in packs for i in own) for ranks in plan]
-        assert members == mini_batches(lengths, 3, epoch=epoch, seed=9)
+    plan = balance(lengths, LIMIT, dp=2, num_mini_batches=3)
+    members = [sorted(i for packs in ranks for own in packs for i in own) for ranks in plan]
+    assert members == mini_batches(lengths, 3)
 
 
 def test_a_document_that_does_not_fit_is_an_error_that_names_it():

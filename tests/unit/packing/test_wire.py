@@ -30,28 +30,21 @@ PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
     PADDINGS,
     st.integers(1, 3),
     st.integers(1, 3),
-    st.integers(1, 2),
     st.booleans(),
     st.booleans(),
     teaching,
 )
-def test_packs_survive_the_wire(
-    groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns, is_cut, taught
-):
+def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, has_turns, is_cut, taught):
     """Ranks would train on each other's packs, or divide by a denominator of their own."""
     samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut, taught=taught)
     padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
     choices = {"pack_length": 36, "dp": dp, "num_mini_batches": num_mini_batches} | padding
-    plan = [
-        mini_batch
-        for epoch in range(passes)
-        for mini_batch in plan_step(samples, share_prompts=share_prompts and multiples[1] == 1, epoch=epoch, **choices)
-    ]
+    plan = plan_step(samples, share_prompts=share_prompts and multiples[1] == 1, **choices)
     index, slices = to_slices(samples, plan, **padding)
     assert len(slices) == dp
     for rank, part in enumerate(slices):
         received = from_slice(index, part.filled())
-        assert len(received) == num_mini_batches * passes
+        assert len(received) == num_mini_batches
         for mini_batch, ranks in zip(received, plan, strict=True):
             packs = [as_others(assemble(samples, documents, **padding), samples) for documents in ranks[rank]]
             assert len(mini_batch) == len(packs)

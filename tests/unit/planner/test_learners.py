@@ -64,7 +64,7 @@ def test_a_token_goes_to_a_node_once_where_dispatch_is_by_node() -> None:
     leaving = 16e9 / 8 * (2 - 2 / 2**8) / 2
     assert fast == pytest.approx(max(leaving / (0.86 * 50e9), 15e9 / 450e9))
     assert 3 < slow / fast < 4
-    asked = bytes_s("expert", layout, Parallel(moe_token_dispatcher_type="flex"), H100S, EXPERTS)
+    asked = bytes_s("expert", layout, Parallel(moe_token_dispatcher_type="deepep"), H100S, EXPERTS)
     assert asked == pytest.approx(15e9 / fast)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import math
@@ -349,6 +350,41 @@ def test_a_service_that_is_not_there_is_no_score():
     scorer.close()
 
 
+@pytest.mark.parametrize(("verifier", "test"), [(Code, ASSERTS[0]), (CodeStdio, STDIO[0])])
+def test_the_number_of_tests_is_bounded_before_the_run(verifier, test):
+    """A sandbox of this machine would have them all in memory, and answer long after the limit."""
+    with pytest.raises(ValueError, match=r"ground_truth=.* holds 10,001 tests; a program may have at most 10,000"):
+        verifier.check_label([test] * 10_001)
+    assert len(verifier.tests([test] * 10_000)) == 10_000
+
+
+def test_an_old_connection_is_not_used_again(monkeypatch):
+    """A service closes idle ones after some seconds, and a call on one that is being closed fails."""
+    monkeypatch.setattr(code, "KEEP_ALIVE_S", 0.05)
+    reply = json.dumps(answer([1, 1, 1, 1])[1]).encode()
+    asked = []
+
+    async def serve(reader, writer):
+        asked.append(0)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
+                asked[-1] += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(reply) + reply)
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            verifier = Code(Reward(code_api_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+            for pause_s in (0.3, 0.0):
+                assert await verifier.score(Answer(completion="x", ground_truth=ASSERTS)) == 1.0
+                await asyncio.sleep(pause_s)
+            await verifier.close()
+
+    asyncio.run(run())
+    assert asked == [1, 1]
+
+
 @pytest.mark.parametrize("label", [[], "[]", "assert f(1", "the sum", "eJwDAAAAAAE=", math.nan, 7, [7], None])
 def test_a_label_without_tests_is_no_score(label, service):
     """Nothing can pass it, so nothing is wrong."""
@@ -502,7 +538,7 @@ def test_a_program_that_cannot_be_sent_is_wrong(service):
 
 def test_without_an_address_programs_run_here():
     """The quickest start: no service to set up, the same verdicts."""
-    plenty = {"code_max_execution_time": 20.0, "code_sandbox_memory_mb": 256}
+    plenty = {"code_max_execution_time": 20.0}
     skip_without_namespaces()
     assert verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty) == 0.75
     in_pytests_form = "from solution import f\n\ndef test_f():\n    assert f(1) == 2"
@@ -517,5 +553,6 @@ def test_a_machine_that_cannot_isolate_is_refused_at_once(monkeypatch):
     """A run that starts without walls, or scores nothing for a week, is found out too late."""
     refusal = ValueError("this machine cannot isolate untrusted programs; code_sandbox_accept_risk=true accepts it")
     monkeypatch.setattr("mgrpo.sandbox.sandbox.Sandbox.start", lambda self: (_ for _ in ()).throw(refusal))
+    monkeypatch.setattr("mgrpo.rewards.verifiers.code.SANDBOX_MEMORY_MB", 99)  # a sandbox of its own
     with pytest.raises(ValueError, match="code_sandbox_accept_risk=true"):
-        Code(Reward(code_sandbox_memory_mb=99))
+        Code(Reward())

@@ -64,6 +64,12 @@ def group(*texts: str, criteria: Sequence[Criterion] | None = (), label: object 
     return builders.rollout_group([builders.completion(text=text, **fields) for text in texts], of)
 
 
+@pytest.fixture(autouse=True)
+def proposer(monkeypatch) -> None:
+    """Criteria are proposed by a model of its own, by whose name the scripted judge knows it."""
+    monkeypatch.setenv("RUBRIC_GENERATION_MODEL", "hosted_vllm/proposer")
+
+
 def score(groups: Sequence[RolloutGroup], script, **settings) -> tuple[list[ScoredGroup], ScriptedJudge, dict]:
     with ScriptedJudge(script) as server:
         own = Rewarder(
@@ -71,7 +77,6 @@ def score(groups: Sequence[RolloutGroup], script, **settings) -> tuple[list[Scor
                 {
                     "apply_evolving_rubric_reward": True,
                     "llm_judge_model": "hosted_vllm/judge",
-                    "rubric_generation_model": "hosted_vllm/proposer",
                     "llm_judge_base_url": server.url,
                     "verification_reward": 1.0,
                 }
@@ -283,21 +288,17 @@ def test_anything_else_is_unreadable(reply):
 def test_the_model_that_proposes_is_found_in_the_order_of_the_documentation(monkeypatch):
     """And one that cannot be asked is reported before anything starts."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("RUBRIC_GENERATION_MODEL")
 
     def model(**settings) -> str:
         settings = {"llm_judge_base_url": "http://h"} | settings
         return proposing_endpoint(from_values(settings).reward).model
 
     assert model() == "gpt-4.1" and model(llm_judge_model="a") == "a"
-    assert model(llm_judge_model="a", rubric_judge_model="b") == "b"
-    monkeypatch.setenv("RUBRIC_GENERATION_MODEL", "c")
-    assert model(rubric_judge_model="b") == "c"
-    assert model(rubric_judge_model="b", rubric_generation_model="d") == "d"
-    own = {
-        "rubric_judge_model": "hosted_vllm/j",
-        "llm_judge_base_url": "http://h",
-        "rubric_generation_model": "azure/d",
-    }
+    monkeypatch.setenv("RUBRIC_JUDGE_MODEL", "hosted_vllm/b")
+    assert model(llm_judge_model="a") == "b"
+    monkeypatch.setenv("RUBRIC_GENERATION_MODEL", "azure/d")
+    own = {"llm_judge_base_url": "http://h"}
     assert problems(from_values(own).reward, ["rubric"]) == []
     (found,) = problems(from_values(own | {"apply_evolving_rubric_reward": True}).reward, ["rubric"])
-    assert found == "rubric_generation_model=azure/d needs a key: set AZURE_API_KEY in the environment"
+    assert found == "RUBRIC_GENERATION_MODEL=azure/d needs a key: set AZURE_API_KEY in the environment"

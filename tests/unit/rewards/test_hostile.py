@@ -105,7 +105,7 @@ def test_no_program_breaks_out(name: str, marker: str) -> None:
     tests = ["assert False"] if name == "code" else [{"input": "", "output": "the right answer"}]
     texts = {key: f"```python\n{program}\n```" for key, program in PROGRAMS.items()}
     with nothing_left(marker):
-        scorer = Scorer(Reward(code_max_execution_time=0.5, code_sandbox_memory_mb=256), [name])
+        scorer = Scorer(Reward(code_max_execution_time=0.5), [name])
         try:
             scores = scorer.verify_many([item(name, text, tests) for text in texts.values()])
             assert dict(zip(texts, scores, strict=True)) == dict.fromkeys(texts, 0.0)

@@ -402,8 +402,7 @@ def test_rubrics_find_their_judge_in_the_order_of_the_documentation(monkeypatch)
     assert rubric_endpoint(Reward(llm_judge_model="a", **base)).model == "a"
     monkeypatch.setenv("RUBRIC_JUDGE_MODEL", "b")
     assert rubric_endpoint(Reward(llm_judge_model="a", **base)).model == "b"
-    assert rubric_endpoint(Reward(llm_judge_model="a", rubric_judge_model="c", **base)).model == "c"
-    assert judge_endpoint(Reward(llm_judge_model="a", rubric_judge_model="c", **base)).model == "a"
+    assert judge_endpoint(Reward(llm_judge_model="a", **base)).model == "a"
     assert "OPENAI_API_KEY" in problems(Reward(), ["rubric"])[0] and problems(Reward(**base), ["rubric"]) == []
     assert find("rubric").problems(Reward()) == problems(Reward(), ["rubric"])
 

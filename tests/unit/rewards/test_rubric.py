@@ -33,7 +33,7 @@ def score(
     label: object, script=by_description, *, completion: str = "an answer", **settings
 ) -> tuple[float, ScriptedJudge]:
     with ScriptedJudge(script) as server:
-        config = {"rubric_judge_model": "hosted_vllm/judge", "llm_judge_base_url": server.url} | settings
+        config = {"llm_judge_model": "hosted_vllm/judge", "llm_judge_base_url": server.url} | settings
         verifier = find("rubric")(Reward(**config))
         verifier.client.backoff_s = 0.01
 
@@ -122,7 +122,7 @@ def test_the_judge_sees_question_criterion_and_final_answer_of_one_criterion_at_
 def test_a_label_that_is_no_rubric_is_an_error_and_nobody_is_asked(label):
     """A mistake in the data must not look like a wrong answer, and must not cost requests."""
     with ScriptedJudge(says('{"score": 2}')) as server:
-        config = Reward(rubric_judge_model="hosted_vllm/judge", llm_judge_base_url=server.url)
+        config = Reward(llm_judge_model="hosted_vllm/judge", llm_judge_base_url=server.url)
         with pytest.raises(ValueError, match="ground_truth"):
             asyncio.run(find("rubric")(config).score(Answer(completion="a", ground_truth=label)))
     assert not server.requests

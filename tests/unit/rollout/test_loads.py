@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mgrpo.rollout.engines.loads import Loads
 from mgrpo.rollout.engines.urgency_queue import UrgencyQueue
-from tools.bench_control_plane import ScannedLoads
+
+
+class ScannedLoads(Loads[Any]):
+    """Looks at every engine for every group, and sorts those that are busy for every answer."""
+
+    def _idlest(self, samples: int) -> int | None:
+        having_room = [n for n in self._engines if self._has_room(self.by_engine[n], samples)]
+        if not having_room:
+            return None
+        return min(having_room, key=lambda number: (self.by_engine[number].cost, number))
+
+    def is_busy(self, engine: int) -> bool:
+        return engine in self.busy()
 
 
 def request(draw: random.Random) -> SimpleNamespace:

@@ -8,7 +8,19 @@ from math import ceil
 import pytest
 
 from mgrpo.rollout.stream import Stream
-from tools.bench_control_plane import SortedStream
+
+
+def sorted_choice(own: Stream) -> list[int] | None:
+    """The groups of the next step, by sorting all that are out."""
+    chosen = sorted(own.born)[: own.group_count]
+    if own.is_ordered:
+        return chosen if len(chosen) == own.group_count and own.finished.issuperset(chosen) else None
+    oldest_first = sorted(own.finished, key=lambda number: (own.born[number], number))
+    chosen = sorted(oldest_first[: own.group_count])
+    births = sorted(own.born[number] for number in own.born.keys() - set(chosen))
+    in_time = all(born + own.bound >= own.steps + 1 + place // own.group_count for place, born in enumerate(births))
+    can_go = in_time or own.finished.issuperset(own.born)
+    return chosen if len(chosen) == own.group_count and can_go else None
 
 
 def stream(**settings) -> Stream:
@@ -42,7 +54,7 @@ class History:
                 own.admit(own.room)
             self.most_out = max(self.most_out, len(own.born))
             chosen = own.choose()
-            assert chosen == SortedStream.choose(own)
+            assert chosen == sorted_choice(own)
             if chosen is not None:
                 self.ages.append([own.steps - own.born[number] for number in chosen])
                 self.steps.append(chosen)

@@ -66,14 +66,6 @@ def test_every_completion_is_trained_on_once(num_mini_batches: int, share_prompt
     assert [tuple(sample.tokens.tolist()) for sample in own.samples] == expected
 
 
-def test_epochs_that_are_reshuffled_have_packs_of_their_own() -> None:
-    """The slices hold the packs of every pass; the lengths, from which metrics are made, are those of one."""
-    own = batch(4, num_epochs=3, reshuffle_mini_batches=True, num_mini_batches=2)
-    expected = responses(batch(4))
-    assert responses(own) == sorted(expected * 3)
-    assert own.lengths is not None and own.lengths.responses == sum(map(len, expected))
-
-
 def test_dropped_groups_count_as_sampled_and_are_not_trained_on() -> None:
     """Without any the run would end: it takes an empty batch for "every prompt is solved"."""
     assert batch(3, 2).num_sampled == 5

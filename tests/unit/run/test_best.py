@@ -43,8 +43,8 @@ def pointer(folder: Path) -> dict:
 )
 def test_the_best_is_the_first_of_the_greatest_or_of_the_least(tmp_path, values, greater, least) -> None:
     """A NaN that compares false with everything would stay the best for ever, or never be replaced."""
-    for is_greater, expected in ((True, greater), (False, least)):
-        best = BestExport(tmp_path / str(is_greater), replace(ON, greater_is_better=is_greater))
+    for metric, expected in (("eval/scores", greater), ("-eval/scores", least)):
+        best = BestExport(tmp_path / metric, replace(ON, metric_for_best_model=metric))
         for number, value in enumerate(values, start=1):
             export(best, number, value)
         assert (best.best and best.best.step) == expected
@@ -117,7 +117,11 @@ def test_a_resumed_run_does_not_point_to_an_export_that_was_deleted(tmp_path) ->
 
 @pytest.mark.parametrize(
     "settings",
-    [replace(ON, metric_for_best_model="eval/stop_rate"), replace(ON, greater_is_better=False), Checkpoint()],
+    [
+        replace(ON, metric_for_best_model="eval/stop_rate"),
+        replace(ON, metric_for_best_model="-eval/scores"),
+        Checkpoint(),
+    ],
 )
 def test_a_run_that_compares_something_else_begins_anew(tmp_path, settings) -> None:
     """Values of two metrics cannot be compared, and a pointer that nothing updates would mislead."""

@@ -13,7 +13,7 @@ from mgrpo.data.mixture import open_data
 from mgrpo.models.family import shape_of
 from mgrpo.models.hf_config import read_hf_config
 from mgrpo.moving import from_values
-from mgrpo.run.inputs.continuing import adapter_record, changes, find_state, present_form, resume_problems
+from mgrpo.run.inputs.continuing import Continued, adapter_record, changes, find_state, present_form, resume_problems
 from mgrpo.run.report.reporter import Reporter
 from tests.unit.checkpoint.states import make_values, save
 from tests.unit.run.producing import producer
@@ -161,6 +161,70 @@ def test_settings_that_changed_are_listed(folder, shape):
         "step_4 was saved with other settings: total_episodes 640 -> 320, num_unique_prompts_rollout 16 -> 8, "
         "reward_weights nothing -> 2.0, learning_rate 2e-05 -> 1e-05"
     )
+
+
+EARLIER = {
+    "advantage_ddof": 0, "advantage_eps": 1e-8, "rho_mask_tv_divergence": False, "moe_flex_dispatcher_backend": "deepep",
+    "code_tool_api_endpoint": None, "search_api_endpoint": None, "reshuffle_mini_batches": False, "turn_discount": 1.0,
+    "distillation_clip": None, "distillation_temperature": None, "distillation_jsd_beta": 0.5, "active_sampling_max_rounds": 10,
+    "env_reset_timeout": 60.0, "env_acquire_timeout": 60.0, "turn_scheduling": "auto", "sampling_conflict": "override",
+    "untaken_turns": "drop", "rubric_judge_model": None, "rubric_generation_model": None, "code_sandbox_memory_mb": 1024,
+    "profile_ranks": [0], "overlap_grad_reduce": True,
+}  # fmt: skip
+"""Settings that earlier versions saved, at their defaults then."""
+NOW = {
+    "advantage_std": "verl", "use_rho_correction": True, "rho_mask_level": "divergence", "rho_mask_upper_bound": 0.1,
+    "moe_token_dispatcher_type": "hybridep", "tools": ["python", "search"],
+    "tool_configs": ['{"timeout": 3, "endpoint": "http://a"}', '{"index": "b"}'],
+}  # fmt: skip
+
+
+def changed_since(folder, earlier, **settings):
+    """The notes of a run that continues a state with settings of an earlier version."""
+    own = config(folder, **settings)
+    saved = flat(own) | EARLIER | earlier
+    del saved["advantage_std"]
+    return list(changes(own, Continued(path="step_2", step=2, state={"config": json.loads(json.dumps(saved))})))
+
+
+def test_settings_of_earlier_versions_that_mean_the_same_have_not_changed(tmp_path, monkeypatch):
+    """A note on what is as it was makes the next one unread."""
+    monkeypatch.setenv("RUBRIC_JUDGE_MODEL", "judge")
+    assert changed_since(tmp_path, {}) == []
+    for std, ddof, eps in (("sample", 1, 1e-8), ("verl", 1, 1e-6), ("trl", 1, 1e-4)):
+        assert changed_since(tmp_path, {"advantage_ddof": ddof, "advantage_eps": eps}, advantage_std=std) == []
+    earlier = {
+        "advantage_ddof": 1, "advantage_eps": 1e-6, "rho_mask_tv_divergence": True, "rho_mask_level": "token",
+        "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep",
+        "code_tool_api_endpoint": "http://a", "tool_configs": ['{"timeout": 3}', '{"index": "b"}'],
+        "rubric_judge_model": "judge", "distillation_temperature": 1.0, "profile_ranks": [0, 1], "overlap_grad_reduce": False,
+    }  # fmt: skip
+    assert changed_since(tmp_path, earlier, **NOW) == []
+    program = {"rollout_func": "a:b", "tool_configs": ['{"n": 1}']}
+    assert changed_since(tmp_path, {"code_tool_api_endpoint": "http://a"}, **program) == []
+
+
+def test_settings_of_earlier_versions_that_the_run_does_not_keep_are_listed(tmp_path, monkeypatch):
+    """The run goes on otherwise than it began, and its user has changed nothing."""
+    monkeypatch.delenv("RUBRIC_JUDGE_MODEL", raising=False)
+    earlier = {
+        "advantage_ddof": 1, "advantage_eps": 1e-6, "rho_mask_tv_divergence": True, "reshuffle_mini_batches": True,
+        "turn_discount": 0.5, "distillation_clip": 1.0, "distillation_temperature": 2.0, "distillation_jsd_beta": 0.1,
+        "active_sampling_max_rounds": 3, "env_reset_timeout": 600.0, "untaken_turns": "train", "rubric_judge_model": "judge",
+    }  # fmt: skip
+    (sentence,) = changed_since(tmp_path, earlier)
+    gone = {
+        "active_sampling_max_rounds 3 -> 10", "distillation_clip 1 -> none", "distillation_jsd_beta 0.1 -> 0.5",
+        "distillation_temperature 2 -> 1", "env_reset_timeout 600 -> 60", "reshuffle_mini_batches true -> false",
+        "rubric_judge_model judge -> none", "turn_discount 0.5 -> 1", "untaken_turns train -> drop",
+    }  # fmt: skip
+    assert set(sentence.removeprefix("step_2 was saved with other settings: ").split(", ")) == {
+        "advantage_std verl -> population",
+        "rho_mask_level divergence -> token",
+        *(f"{each} (no longer a setting)" for each in gone),
+    }
+    (sentence,) = changed_since(tmp_path, {"advantage_eps": 1e-5})
+    assert sentence.endswith("advantage_std with ddof 0 and eps 1e-05 -> population")
 
 
 def test_states_without_the_newer_entries_go_on(folder, shape):

@@ -37,7 +37,7 @@ def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkey
     started = []
     monkeypatch.setattr(launch, "check_run", lambda config, **kwargs: (config, None))
     monkeypatch.setattr(launch, "_start", lambda config, *rest: started.append(config))
-    for settings in ({}, {"checkpoint_state_dir": str(tmp_path / "a")}, {"gs_checkpoint_state_dir": "gs://bucket/run"}):
+    for settings in ({}, {"checkpoint_state_dir": str(tmp_path / "a")}, {"checkpoint_state_dir": "gs://bucket/run"}):
         real = with_checkpoint(config, **settings)
         launch.try_out(real)
         root = state_root(started[-1])

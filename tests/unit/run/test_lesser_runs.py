@@ -13,7 +13,7 @@ CHANGED_FOR_EVALUATION = {
     *("total_episodes", "num_train_epochs", "output_dir", "dataset_mixer_list", "dataset_mixer_list_splits"),
     *("async_steps", "max_staleness", "inflight_updates", "save_traces"),
     *("vllm_mode", "vllm_num_engines", "vllm_server_base_url", "vllm_server_timeout"),
-    *("apply_evolving_rubric_reward", "rubric_generation_model", "max_active_rubrics"),
+    *("apply_evolving_rubric_reward", "max_active_rubrics"),
     "cache_evolving_rubric_data_dir",
 }
 CHANGED_FOR_ONE_STEP = {
@@ -23,11 +23,11 @@ CHANGED_FOR_ONE_STEP = {
 KEPT_IN_BOTH = {
     *("vllm_enable_expert_parallel", "vllm_data_parallel_size"),
     *("vllm_speculative_method", "vllm_num_speculative_tokens"),
-    *("exp_name", "seed", "backend_timeout", "learner_timeout", "profile_steps", "profile_ranks"),
+    *("exp_name", "seed", "backend_timeout", "learner_timeout", "profile_steps"),
     *("cache_dataset_only", "dataset_mixer_eval_list", "dataset_mixer_eval_list_splits", "ground_truths_key"),
     *("sft_messages_key", "max_prompt_token_length", "overlong_prompt_policy", "tokenizer_name_or_path"),
     *("chat_template_name", "chat_template_kwargs", "add_bos", "system_prompt_override_file", "shuffle_dataset"),
-    *("dataset_local_cache_dir", "dataset_skip_cache", "dataset_num_proc", "num_unique_prompts_rollout"),
+    *("dataset_local_cache_dir", "dataset_skip_cache", "num_unique_prompts_rollout"),
     *("num_samples_per_prompt_rollout", "response_length", "temperature", "top_k", "top_p", "min_p"),
     *("vllm_guided_decoding_regex", "inflight_kv", "stop_strings", "eval_pass_at_k", "eval_temperature"),
     *("eval_top_p", "eval_response_length", "rollouts_save_path", "rollout_timeout", "vllm_tensor_parallel_size"),
@@ -39,11 +39,11 @@ KEPT_IN_BOTH = {
     *("apply_verifiable_reward", "verification_reward", "apply_r1_style_format_reward"),
     *("r1_style_format_reward", "additive_format_reward", "non_stop_penalty", "non_stop_penalty_value"),
     *("remap_verifier", "verifier_weights", "reward_funcs", "reward_funcs_timeout", "reward_model_gpu"),
-    *("reward_model_threads", "verifier_modules", "max_length_verifier_max_length", "code_api_url"),
+    *("verifier_modules", "max_length_verifier_max_length", "code_api_url"),
     *("code_max_execution_time", "code_pass_rate_reward_threshold", "code_apply_perf_penalty"),
-    *("code_sandbox_memory_mb", "code_sandbox_accept_risk", "llm_judge_model", "llm_judge_base_url"),
+    *("code_sandbox_accept_risk", "llm_judge_model", "llm_judge_base_url"),
     *("llm_judge_max_tokens", "llm_judge_max_context_length", "llm_judge_temperature", "llm_judge_timeout"),
-    *("rubric_judge_model", "remote_verifier_concurrency", "verifier_memory_mb", "verifier_timeout"),
+    *("remote_verifier_concurrency", "verifier_memory_mb", "verifier_timeout"),
     "verifier_workers",
 }
 KEPT_FOR_EVALUATION = KEPT_IN_BOTH | {"local_eval_every", "reward_weights", "overlong_cache_length"}
@@ -53,15 +53,13 @@ KEPT_FOR_ONE_STEP = (
     | {
         *("log_ref_kl", "alpha", "ref_policy_update_freq", "use_vllm_logprobs", "advantage_normalization_type"),
         *(
-            "advantage_ddof",
-            "advantage_eps",
+            "advantage_std",
             "reward_weights",
-            "active_sampling_max_rounds",
             "active_sampling_oversample",
         ),
         *("replay_buffer_size", "no_resampling_pass_rate", "mask_truncated_completions", "overlong_cache_length"),
         *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
-        *("entropy_coef_delta", "entropy_target", "num_epochs", "num_mini_batches", "reshuffle_mini_batches"),
+        *("entropy_coef_delta", "entropy_target", "num_epochs", "num_mini_batches"),
     }
 )
 WHOLE = {"agent", "model", "adapter", "tools", "hub"}

@@ -193,6 +193,7 @@ def test_row_tools_are_shown_without_tools_of_the_run_only(model: Path, tmp_path
     assert problems == [] and made is not None and made.train is not None
     assert made.train.prompt((0, 0)).text.startswith("(add)<|im_start|>user")
     _, problems = read_inputs(
-        from_values({**values, "dataset_local_cache_dir": str(tmp_path / "cache"), "tools": ["counter"]}), dataset=[row]
+        from_values({**values, "dataset_local_cache_dir": str(tmp_path / "cache"), "tools": ["calculate"]}),
+        dataset=[row],
     )
     assert "is not a list of names" in " ".join(problems)

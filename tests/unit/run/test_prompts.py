@@ -11,6 +11,7 @@ import pytest
 from mgrpo.moving import from_values
 from mgrpo.run.inputs.prompts import make_prompts
 from mgrpo.run.inputs.reading import read_inputs
+from tests.shipped import GAMES
 
 MODEL = Path(__file__).parents[3] / "examples" / "calculator" / "model"
 NAMES = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
@@ -79,7 +80,7 @@ def test_without_tools_a_column_of_their_name_is_like_any_other(shown: Callable[
 def test_a_template_that_is_told_of_no_tools_shows_none(shown: Callable[..., list[str]]) -> None:
     """A system message of the rows describes them."""
     rows = {"tools": ["increment"]}, {"tools": None}
-    assert shown(*rows, tools=["counter"], pass_tools_to_chat_template=False) == ["", ""]
+    assert shown(*rows, tools=[f"{GAMES}:Counter"], pass_tools_to_chat_template=False) == ["", ""]
 
 
 def test_prompts_tell_of_the_tools_that_a_row_may_call_and_of_no_other(
@@ -94,7 +95,7 @@ def test_prompts_tell_of_the_tools_that_a_row_may_call_and_of_no_other(
         ({"tools": []}, ""),
         ({}, f"{game}(look)"),
     ]
-    found = shown(*(row for row, _ in rows), tools=["counter", f"{tools_file}:look"])
+    found = shown(*(row for row, _ in rows), tools=[f"{GAMES}:Counter", f"{tools_file}:look"])
     assert found == [expected for _, expected in rows]
 
 

@@ -151,27 +151,18 @@ def test_a_turn_ends_where_a_call_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "values", "is_repeatable", "in_rounds"),
+    ("values", "is_repeatable", "in_rounds"),
     [
-        ("auto", {}, True, True),
-        ("auto", {}, False, False),
-        ("auto", {"async_steps": 1}, True, False),
-        ("auto", {"active_sampling_oversample": 0.5}, True, False),
-        ("auto", {"pool_size": 6}, True, False),
-        ("free", {}, True, False),
-        ("rounds", {}, False, True),
+        ({}, True, True),
+        ({}, False, False),
+        ({"async_steps": 1}, True, False),
+        ({"active_sampling_oversample": 0.5}, True, False),
+        ({"pool_size": 6}, True, False),
     ],
 )
-def test_turns_go_in_rounds_where_that_repeats(
-    how: str, values: dict[str, Any], is_repeatable: bool, in_rounds: bool
-) -> None:
+def test_turns_go_in_rounds_where_that_repeats(values: dict[str, Any], is_repeatable: bool, in_rounds: bool) -> None:
     """In rounds with too few environments, those that have one wait for those that wait for one."""
-    own = {
-        "turn_scheduling": how,
-        "num_unique_prompts_rollout": 3,
-        "num_samples_per_prompt_rollout": 2,
-        "async_steps": 0,
-    }
+    own = {"num_unique_prompts_rollout": 3, "num_samples_per_prompt_rollout": 2, "async_steps": 0}
     config = from_values(ON | own | values)
     assert toolset(offer("a", "a", is_repeatable=is_repeatable)).plays_in_rounds(config) is in_rounds
 
@@ -194,7 +185,6 @@ def test_that_a_run_cannot_be_repeated_is_said_with_what_can_be_done() -> None:
     (found,) = about(config, python)
     assert found.startswith("python may answer equal calls differently, so this run cannot be repeated to the bit")
     assert "is_repeatable" not in found, "it has no such setting"
-    assert about(from_values(ON | {"turn_scheduling": "rounds"}), python) == []
     own = offer("twice", "twice", entry="a.py:twice", is_repeatable=False)
     (found,) = about(config, toolset(own, *python.description.offers, specs=(Spec(entry="a.py:twice"),)))
     assert found.startswith("twice and python may") and found.endswith("set is_repeatable to true in its tool_configs")

@@ -212,7 +212,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path.cwd() / "tools"), str(Path.cwd())]
 for path in sorted(Path("tools").glob("gpu_*.py")):
     importlib.import_module(path.stem)
-import bench_ops, mgrpo.policy.model, mgrpo.run.train.trainer
+import tools.bench_cases.ops, mgrpo.policy.model, mgrpo.run.train.trainer
 files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
 print([file for file in files if file.startswith(sys.argv[1]) and file.endswith(".py") and "/.venv/" not in file])
 """

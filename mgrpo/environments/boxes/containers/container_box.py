@@ -1,9 +1,10 @@
 """Boxes that are containers, by the command line of docker or podman.
 
-A container's first process reads what its owner holds open, and ends with it: after a kill -9 of the owner the program `docker run
---rm` sees the end of its input, and the container goes. What outlives even that has a label, and goes at the next start.
+A container's first process reads a pipe that its owner holds open, and ends with it: after a kill -9 of the owner the program
+`docker run --rm` reads the end of its input, and the container is removed. Containers that outlive even that have a label, and
+are removed at the next start.
 
-Few storage drivers limit what is written, so that its size is asked for from time to time; volumes of an image do not count.
+Few storage drivers limit written bytes, so that their size is polled; volumes of an image do not count.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ LABEL = "mgrpo.owner"
 _PREFIX = "mgrpo-container-"
 _MOUNT = "/run/mgrpo"
 _PORT = 47123
-"""Of the forwarder, in a container's own network."""
+"""Port of the forwarder, in a container's network."""
 _FOLDER = "/tmp/box"
-"""Where the image has no working folder; any user may make this one."""
+"""Working folder if the image has none; any user may create this one."""
 _SIZE_EVERY_S = 5.0
-"""How often the size of what was written is asked for: less than a hundredth of a core each."""
+"""Seconds between reads of the written size, each of which takes less than a hundredth of a core."""
 _ASK_S = 30.0
 _FILE_LIMIT_S = 60.0
 _ABSENT, _NOT_REGULAR = 44, 45
 _REMOVE = ("rm", "--force", "--volumes")
-"""The second: volumes that an image declares stay otherwise."""
+"""With --volumes, since volumes that an image declares stay otherwise."""
 _LONGEST_IMAGE = 512
 _IMAGE = re.compile(
     r"(\[[0-9a-fA-F:]+\](:[0-9]+)?/|[a-zA-Z0-9][\w.-]*:[0-9]+/)?"
@@ -58,7 +59,7 @@ _IMAGE = re.compile(
 )
 """The grammar of docker's references. Podman would read others as files of this machine: dir:/, docker-archive:/."""
 _OWNER = re.compile(r"(\w[\w.-]*) ([^/]+)/([^/]+/[0-9]{1,10}/\w+)")
-"""A container's id and its label: the machine, and what names the owner there."""
+"""A container's id and its label: the machine, and the owner's name on it."""
 _PYTHON = """
 for python in python3 python; do command -v $python >/dev/null && exec $python -I -S -c "$0" "$@"; done
 echo "it has no python3, which a box needs" >&2; exit 127
@@ -111,7 +112,7 @@ async def remove_orphans(program: str) -> int:
     found = await ContainerCommand.run([program, "ps", "-a", "-q", "--filter", f"label={LABEL}"], limit_s=_ASK_S)
     if not (containers := found.stdout.decode(errors="replace").split()):
         return 0
-    # One that is gone by now is an error, after which the others have been told all the same.
+    # A container that is gone by now is an error, but the others are printed all the same.
     form = '{{.Id}} {{index .Config.Labels "' + LABEL + '"}}'
     listed = await ContainerCommand.run([program, "inspect", "--format", form, *containers], limit_s=_ASK_S)
     left = []
@@ -147,7 +148,7 @@ class ContainerBox:
         self._closing: asyncio.Task[None] | None = None
 
     async def start_container(self) -> None:
-        """Raises as `open_container`."""
+        """Start a container; raises as `open_container`."""
         os.mkdir(os.path.dirname(self._socket), mode=0o755)
         self._relay = Relay(_listen(self._socket))
         image = self._bounds.image
@@ -222,7 +223,7 @@ class ContainerBox:
         return done.stdout
 
     async def url_for(self, url: str) -> str:
-        """With a network of its own as well, where the endpoint may listen at this machine's loopback only."""
+        """The URL through the relay, also with a network: the endpoint may listen only at this machine's loopback."""
         address = address_of(url)
         self._check()
         assert self._relay is not None
@@ -233,7 +234,7 @@ class ContainerBox:
         return moved(url, "127.0.0.1", _PORT)
 
     async def end_processes(self) -> None:
-        """A process that the container's user may not end loses the box. The first one stays."""
+        """End all processes but the first. One that the container's user may not end loses the box."""
         self._is_forwarding = False
         await self._tell("all")
 
@@ -252,7 +253,7 @@ class ContainerBox:
         await asyncio.shield(self._closing)
 
     async def _watch_size(self) -> None:
-        """End the box once more has been written than may be."""
+        """End the box once its written bytes exceed the limit."""
         while True:
             await asyncio.sleep(_SIZE_EVERY_S)
             with contextlib.suppress(OSError, BoxError):
@@ -330,15 +331,15 @@ class ContainerBox:
         return ContainerProcess(self, command, number)
 
     def why_ended(self, said: str) -> str:
-        """Its own reason, or what a command has said at its end."""
+        """The box's reason, with a command's last output unless the box was closed."""
         return self._why if self._closing is not None else f"{self._why}: {said}"
 
     async def kill(self, number: str) -> None:
-        """Kill the process whose number is in this file; BoxLost where that fails."""
+        """Kill the process whose number is in this file; BoxLost if that fails."""
         await self._tell(f"one {number}")
 
     async def _tell(self, words: str) -> None:
-        """Have the first process kill others, see its file."""
+        """Send the first process an order to kill others, see its file."""
         self._check()
         assert self._first is not None and self._first.process.stdin is not None
         self._number += 1
@@ -371,7 +372,7 @@ class ContainerProcess:
 
     @property
     def said(self) -> bytes:
-        """What it has printed so far."""
+        """Its output so far."""
         return self.command.said
 
     async def wait(self, timeout_s: float | None = None) -> Done:
@@ -406,7 +407,7 @@ class ContainerProcess:
 
 
 def _listen(path: str) -> socket.socket:
-    """A Unix socket; the name may be longer than the kernel takes at once."""
+    """A listening Unix socket; its path may exceed the kernel's limit."""
     folder = os.open(os.path.dirname(path), os.O_PATH)
     try:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -419,18 +420,18 @@ def _listen(path: str) -> socket.socket:
 
 
 def _text(module: str) -> str:
-    """Of a program that runs within."""
+    """Source of a program for the container."""
     return Path(__file__).with_name(f"{module}.py").read_text()
 
 
 def _said(done: Done) -> str:
     text = (done.stderr or done.stdout).decode(errors="replace").strip()[-500:]
-    # An image's programs may write what a terminal obeys.
+    # An image's programs may write control characters for the terminal.
     return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 def _machine() -> str:
-    """Where a process's number means it: containers that share a daemon may share their name as well."""
+    """Host name and PID namespace of process ids: containers that share a daemon may share their name as well."""
     return socket.gethostname() + os.readlink("/proc/self/ns/pid")
 
 
@@ -439,7 +440,7 @@ def _boot() -> str:
 
 
 def _began(pid: str) -> str:
-    """When the process began, in the kernel's ticks: another one of the same number began later."""
+    """Start time of a process in the kernel's ticks, which differs for another process with the same id."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,4 +1,4 @@
-"""A run of the program docker or podman, whose outputs are kept as far as they may be long."""
+"""A run of the program docker or podman, with the last part of its outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ContainerCommand:
         max_bytes: int,
         mark: bytes = b"",
     ) -> ContainerCommand:
-        """`mark`: see `Captured`; of the first output."""
+        """`mark`: see `Captured`; for the first output."""
         pipes = [os.pipe() for _ in range(1 if is_one else 2)]
         with contextlib.ExitStack() as given:
             for _, theirs in pipes:
@@ -59,7 +59,7 @@ class ContainerCommand:
 
     @classmethod
     async def run(cls, argv: Sequence[str], *, limit_s: float | None) -> Done:
-        """BoxError after the limit."""
+        """Run to the end; BoxError after the limit."""
         command = await cls.start(argv, max_bytes=2**16)
         try:
             return await command.wait(limit_s)
@@ -80,7 +80,7 @@ class ContainerCommand:
         return self._outputs[0].is_marked
 
     async def wait(self, limit_s: float | None) -> Done:
-        """TimeoutError after the limit: it goes on."""
+        """Wait for its end; TimeoutError after the limit, without ending it."""
         async with asyncio.timeout(limit_s):
             status = await self.process.wait()
         texts = await asyncio.gather(*(output.finish(_GRACE_S) for output in self._outputs))
@@ -90,7 +90,7 @@ class ContainerCommand:
         return Done(status=status, stdout=texts[0], stderr=(*texts, b"")[1], truncated=truncated)
 
     async def end(self, grace_s: float) -> None:
-        """Kill it, where it has not ended in this time."""
+        """Kill it unless it ends in this time."""
         try:
             async with asyncio.timeout(grace_s):
                 await self.process.wait()

@@ -1,9 +1,9 @@
-"""Runs as the first process of a container, by whatever Python its image has: ends with its owner, and kills what it is told to.
+"""First process of a container, in the image's Python: ends with its owner, and kills processes on request.
 
-Standard library only, one file, Python 3.6 and later; its text is given to the interpreter with the working folder, which it makes
-before it says "ready". A line is "all ..." or "one PATH ...", of a file with the number of a process; it is repeated once that is
-dead. Where an agent has used up the container's processes, the daemon can start no command any more, so that this one has to do it.
-An agent may be the same user, and must not write that line itself: /proc/1/fd and ptrace are closed by being undumpable.
+Standard library only, one file, Python 3.6 and later; its text is given to the interpreter with the working folder, which it
+creates before it prints "ready". A request is a line "all ..." or "one PATH ...", of a file with the number of a process; it is
+echoed once that is dead. This process kills because the daemon cannot start commands once an agent has used up all processes.
+An agent may be the same user, and must not echo that line itself: being undumpable closes /proc/1/fd and ptrace.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ PR_SET_DUMPABLE = 4
 
 
 def kill_all():
-    """What this user may not kill keeps it here."""
+    """Kill all other processes; loops while one remains that this user may not kill."""
     while True:
         os.kill(-1, signal.SIGKILL)  # OSError: none is left
         time.sleep(PAUSE_S)
@@ -48,7 +48,7 @@ def kill_one(path):
 
 
 def close_to_others():
-    """Against all who lack CAP_SYS_PTRACE, as root in a container does."""
+    """Close this process to all without CAP_SYS_PTRACE, which root in a container lacks."""
     try:
         import ctypes
 
@@ -62,7 +62,7 @@ def close_to_others():
 def main(folder):
     close_to_others()
     os.makedirs(folder, exist_ok=True)
-    # Whoever ignores SIGCHLD has no zombies, which would count against the limit of processes.
+    # With SIGCHLD ignored there are no zombies, which would count against the limit of processes.
     for name in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)
     print("ready", flush=True)

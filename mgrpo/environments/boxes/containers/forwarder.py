@@ -1,4 +1,4 @@
-"""Runs in a container without network, by whatever Python its image has: passes 127.0.0.1:PORT on to a Unix socket that is mounted.
+"""Forwarder in a container without network, in the image's Python: from 127.0.0.1:PORT to a mounted Unix socket.
 
 Standard library only, one file, Python 3.6 and later; its text is given to the interpreter: `python3 - SOCKET PORT`, then "ready".
 """
@@ -42,7 +42,7 @@ def main(path, port):
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))
     listening.listen(128)
-    # asyncio and others set this only on sockets that know their protocol.
+    # asyncio and others set this only on sockets with an explicit protocol.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     print("ready", flush=True)
     while True:

@@ -1,1 +1,1 @@
-"""Boxes of this machine: a keeper's process each, the walls that it raises, and what may be left of it."""
+"""Boxes of this machine: a keeper process each, its walls, and its leftovers."""

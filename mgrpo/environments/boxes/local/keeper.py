@@ -1,7 +1,7 @@
-"""The process that keeps a box: it raises the walls, starts what is asked for, and ends everything with the box. Standard library only.
+"""The process that keeps a box: raises the walls, starts commands, and ends everything with the box. Standard library only.
 
 Within walls it is the first process of a PID namespace, and the kernel ends all others with it; without, it adopts and kills them.
-It ends when its owner closes their connection, however that ends. Packets are small: what is long comes in files in memory.
+It ends when its owner closes their connection, however that ends. Packets are small: long content comes in files in memory.
 
     owner -> keeper   {"ask": "run" | "put" | "get", "id"} and descriptors: the job (JSON), stdin, stdout, stderr
                       {"ask": "kill", "id"} / {"ask": "end"}: everything
@@ -43,7 +43,7 @@ _CHUNK = 2**20
 _NOT_STARTED = 127
 _OPEN_FILES = 1024
 _BYTES_A_FILE = 8192
-"""A box may have a file for every so many bytes of its quota."""
+"""Bytes of a box's quota per allowed file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class KeeperSetup:
     is_image: bool
     network: bool
     program_ids: tuple[int, int]
-    """The first user id for what runs in the box, and the number of ids."""
+    """The first user id for the box's programs, and the number of ids."""
     memory_bytes: int
     disk_bytes: int
     max_processes: int
@@ -112,13 +112,13 @@ def main(text: str) -> None:
 
 
 def _program_id(setup: KeeperSetup) -> int:
-    """In a user namespace of its own one id is as good as another; without, boxes should not share one."""
+    """The user id for the box's programs: random without a user namespace, where boxes should not share one."""
     first, count = setup.program_ids
     return first if setup.walls == "user" else first + int.from_bytes(os.urandom(4), "little") % count
 
 
 def _raise_walls(setup: KeeperSetup, program_id: int) -> socket.socket | None:
-    """Returns the socket that listens at 127.0.0.1 within the walls, for the owner to accept on; None with the machine's network."""
+    """Raise the walls; returns their socket at 127.0.0.1, for the owner to accept on; None with the machine's network."""
     if setup.walls == "user":
         enter_user_namespace(range(program_id, program_id + 1))
     own = linux.CLONE_NEWNS | linux.CLONE_NEWUTS | linux.CLONE_NEWIPC | linux.CLONE_NEWPID
@@ -141,7 +141,7 @@ def _raise_walls(setup: KeeperSetup, program_id: int) -> socket.socket | None:
 
 
 def _go_on_as_first(owner: socket.socket) -> None:
-    """Go on in a child, the first process of the new PID namespace; this one ends as it does, and it with this one."""
+    """Continue in a child, the first process of the new PID namespace; each of the two ends with the other."""
     child = os.fork()
     if child:
         owner.close()
@@ -153,7 +153,7 @@ def _go_on_as_first(owner: socket.socket) -> None:
 
 
 class _Keeper:
-    """Its children return from no frame of this object: they execute a command or exit."""
+    """The keeper's loop. Forked children return from no frame of this object: they execute a command or exit."""
 
     def __init__(self, setup: KeeperSetup, program_id: int, owner: socket.socket) -> None:
         self._setup, self._program_id, self._owner = setup, program_id, owner
@@ -163,13 +163,13 @@ class _Keeper:
             with contextlib.suppress(OSError, AttributeError):
                 self._filter = filter_program(internet=True)
         self._commands: dict[int, int] = {}
-        """The number that the owner gave to each process that runs."""
+        """The owner's number of each running process."""
         self._why = ""
         counts_sockets = self._has_walls and not setup.network and os.path.exists("/proc/self")
         self._socket_bytes = socket_bytes() if counts_sockets else 0
 
     def serve(self) -> None:
-        """Until the owner closes the connection."""
+        """Serve until the owner closes the connection."""
         woken, wake = os.pipe()
         for end in (woken, wake):
             os.set_blocking(end, False)
@@ -225,7 +225,7 @@ class _Keeper:
                     os.close(descriptor)
 
     def _become(self, kind: str, descriptors: list[int]) -> NoReturn:
-        """In a forked child: do the job with the rights of what runs in the box."""
+        """Do the job in a forked child, with the rights of the box's programs."""
         status = _NOT_STARTED
         try:
             os.setsid()
@@ -254,7 +254,7 @@ class _Keeper:
         os._exit(status)
 
     def _reap(self, options: int) -> None:
-        """Take note of what has ended, adopted processes included."""
+        """Reap ended processes, also adopted ones, and report the ends of commands."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, options)
@@ -282,11 +282,11 @@ class _Keeper:
             self._reap(os.WNOHANG)
 
     def _left(self) -> bool:
-        """Whether anything runs that no command stands for."""
+        """True while any process remains."""
         return bool(children(os.getpid())) if not self._has_walls else bool(others())
 
     def _enforce(self) -> None:
-        """End everything when all together take more than they may."""
+        """End all processes if together they exceed a limit."""
         processes = others() if self._has_walls else _descendants(os.getpid())
         if len(processes) > self._setup.max_processes:
             self._why = f"the box had more than {self._setup.max_processes} processes"
@@ -301,7 +301,7 @@ class _Keeper:
 
 
 def _limit(setup: KeeperSetup) -> None:
-    """Limits of each process; the keeper sees to their sums."""
+    """Set the limits of each process; the keeper enforces those of their sums."""
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_DATA, setup.memory_bytes),

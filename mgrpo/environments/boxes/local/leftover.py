@@ -1,6 +1,6 @@
-"""What a box without walls may leave when its keeper is killed: its folder, and processes. The next start of any box removes both.
+"""Leftovers of a box without walls whose keeper was killed: its folder and processes. The next start of any box removes both.
 
-The folder of a box is locked by its keeper as long as that lives, and named in the environment of all that runs in the box.
+The folder of a box is locked by its keeper as long as that lives, and named in the environment of the box's processes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mgrpo.sandbox.supervision import remove_folder
 _PREFIX = "mgrpo-box-"
 _MARK = "MGRPO_BOX"
 _YOUNG_S = 60.0
-"""A folder may not be locked yet."""
+"""Age in seconds below which a folder may not be locked yet."""
 
 
 def make_folder() -> str:
-    """A new box's empty working folder, inside a folder of its own that only this user can enter."""
+    """Create a box's empty working folder, inside a new folder that only this user can enter."""
     import tempfile  # which a keeper does not need
 
     folder = os.path.join(tempfile.mkdtemp(prefix=_PREFIX), "work")
@@ -31,19 +31,19 @@ def make_folder() -> str:
 
 
 def mark(folder: str) -> dict[str, str]:
-    """The variable by which what runs in the box is found."""
+    """The variable that marks the box's processes."""
     return {_MARK: folder}
 
 
 def lock(folder: str) -> int:
-    """Held by the keeper until it ends; the descriptor must go to none of its children."""
+    """Lock a box's folder until the keeper ends; no child may inherit the descriptor."""
     descriptor = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def clear(outer: str) -> None:
-    """End and remove what the keeper of a box has not; nothing where it has ended in order."""
+    """End and remove the leftovers of a box; no-op if its keeper removed them."""
     if os.path.isdir(outer):
         _end_processes(os.path.join(outer, "work"))
         remove_folder(outer)

@@ -1,6 +1,6 @@
-"""Boxes of this machine, each with a keeper's process: behind walls, or without ("none": a folder and processes of its own).
+"""Boxes of this machine, each with a keeper process: behind walls, or without ("none": a separate folder and processes).
 
-Without walls a command may do whatever this user may; what it starts and its folder are removed all the same.
+Without walls a command has all rights of this user; its processes and its folder are removed all the same.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mgrpo.sandbox.walled import PROGRAM_IDS
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[4])
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from mgrpo.environments.boxes.local import keeper; keeper.main(sys.argv[2])"
 _GRACE_S = 0.2
-"""For output that comes after the end of a command: what it has left running may hold the pipes open."""
+"""Seconds for output after the end of a command: processes that it left may hold the pipes open."""
 _FILE_LIMIT_S = 60.0
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ACCEPT = (
     "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined --security-opt apparmor=unconfined), "
-    "or set agent_box=docker or the URL of a box server; or agent_box=none, which accepts that the agent can do whatever this user can"
+    "or set agent_box=docker; or agent_box=none, which accepts that the agent can do whatever this user can"
 )
 
 
@@ -50,12 +50,10 @@ async def open_local(bounds: Bounds, *, walls: Sequence[str] | None = None) -> L
     """A box behind the first of these walls that this machine has; by default a user namespace's, then root's.
 
     Raises:
-        ValueError: the machine has none of them, or what is to be shown cannot be, or cores are to be held back.
+        ValueError: the machine has none of them, a path cannot be shown, or `Bounds.cpus` is set.
     """
     if bounds.cpus is not None:
-        raise ValueError(
-            "agent_cpus holds back containers alone; set agent_box=docker, podman or the URL of a box server, or leave it out"
-        )
+        raise ValueError("agent_cpus holds back containers alone; set agent_box=docker or podman, or leave it out")
     reasons = []
     for kind in walls or (("user", "root") if os.geteuid() == 0 else ("user",)):
         try:
@@ -255,7 +253,7 @@ class LocalBox:
                     end.set_result(answer)
 
     def _lose(self) -> None:
-        """The box has ended, or is to end: with the connection the keeper loses its owner."""
+        """Mark the box as ended and close the connection, with which the keeper ends."""
         if self._is_lost:
             return
         self._is_lost = True
@@ -329,7 +327,7 @@ def _checked(done: Done, path: str) -> Done:
 
 
 def _environment(folder: str, bounds: Bounds, *, has_walls: bool) -> dict[str, str]:
-    """No variable of this process. Without an image, `python` is this interpreter."""
+    """Variables of every command, none of this process. Without an image, `python` is this interpreter."""
     own = os.path.dirname(sys.executable)
     path = (
         _SYSTEM_PATH if bounds.image else f"{own}:{_SYSTEM_PATH if has_walls else os.environ.get('PATH', _SYSTEM_PATH)}"
@@ -344,7 +342,7 @@ def _environment(folder: str, bounds: Bounds, *, has_walls: bool) -> dict[str, s
 
 
 async def _ended(process: subprocess.Popen, limit_s: float) -> bool:
-    """Wait for the end of a process; False where it takes longer."""
+    """Wait for the end of a process; False if it takes longer."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     if process.poll() is not None:

@@ -1,7 +1,7 @@
-"""What is seen within a box's walls: this machine's system or an image's folder, read-only, and two folders to write to.
+"""The file system within a box's walls: this machine's system or an image's folder, read-only, and two folders to write to.
 
-Everything that is written, in the working folder, /tmp and /dev/shm, lies in one file system in memory, whose size is the quota;
-the kernel frees it with the box.
+All written files, in the working folder, /tmp and /dev/shm, lie in one file system in memory, whose size is the quota; the
+kernel frees it with the box.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SKELETON = "mode=755,size=4m"
 
 
 def of_machine(readable: Sequence[str], *, network: bool) -> dict[str, str]:
-    """Names within the walls, and what they show: the system, this interpreter, and `readable`.
+    """Paths within the walls and their sources: the system, this interpreter, and `readable`.
 
     Raises:
         ValueError: a readable path is one that the walls themselves fill.
@@ -46,10 +46,10 @@ def of_machine(readable: Sequence[str], *, network: bool) -> dict[str, str]:
 
 
 def of_image(image: str, readable: Sequence[str]) -> dict[str, str]:
-    """Likewise with the content of a folder as the root.
+    """Paths within the walls and their sources, with the content of a folder as the root.
 
     Raises:
-        ValueError: the folder is none, or a readable path would have to be made in it.
+        ValueError: it is no folder, or a readable path would have to be made in it.
     """
     if not os.path.isdir(image):
         raise ValueError(f"agent_image={image!r} is not a folder; agent_box=local needs one that becomes the root")
@@ -72,9 +72,9 @@ def _showable(path: str) -> str:
 
 
 def enter_box(shown: Mapping[str, str], *, program_id: int, disk_bytes: int, max_files: int, names: bool) -> None:
-    """In mount and network namespaces of its own: leave the file system for what is shown.
+    """Replace the file system by the shown paths, in new mount and network namespaces.
 
-    `names`: whether to make the files that name the users and this host, which an image has.
+    `names`: True to create the files that name the users and this host, which an image has.
     """
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     # Opened first, because the new root may cover one of them; only links at the top stay links.
@@ -101,8 +101,7 @@ def enter_box(shown: Mapping[str, str], *, program_id: int, disk_bytes: int, max
 
 
 def mounted(shown: Collection[str], links: Collection[str]) -> list[str]:
-    """The names that are mounted. What lies behind one of the links at the top is shown under its real name, and what is in another
-    one with that."""
+    """The paths to mount, without those behind a link at the top, which have a real name, and those within another path."""
     return list(outermost([name for name in shown if f"/{name.split('/')[1]}" not in links]))
 
 

@@ -1,1 +1,1 @@
-"""Mathematical answers in a text: the place where one stands, what it states, and whether that is a label's value."""
+"""Mathematical answers in a text: the place of one, the value that it states, and the comparison of that value with a label."""

@@ -47,7 +47,7 @@ class AssertTest:
 
 @functools.lru_cache(maxsize=4096)
 def read_test(source: str) -> AssertTest:
-    """A test as it is to be run. A text that is not Python is returned as it is."""
+    """A test in the form in which it runs. A text that is not Python is returned as it is."""
     for text in (source, textwrap.dedent(source.removeprefix("\ufeff"))):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             return _read(text, ast.parse(text).body)
@@ -72,7 +72,7 @@ def _read(source: str, body: list[ast.stmt]) -> AssertTest:
 
 
 def _without_runners(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements without those that run a file's tests, and without what uses the results of these."""
+    """The statements without those that run a file's tests, and without those that use the results of these."""
     runners, kept = set(_RUNNERS), []
     for node in body:
         used = _names(node) | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
@@ -250,7 +250,7 @@ def _can_be_unfolded(body: Sequence[ast.stmt], functions: Sequence[_Function]) -
 
 
 def _free(node: ast.stmt, functions: Sequence[_Function]) -> set[str]:
-    """The names of a statement, without what a test function binds for itself."""
+    """The names of a statement, without those that a test function binds itself."""
     own = [_bound(ast.Module(function.body, [])) for function in functions if function is node]
     return _names(node).difference(*own)
 

@@ -1,8 +1,8 @@
-"""Whether the sentence around a value takes it back: "it is not 42", "42 is wrong", "I do not think the answer is 42".
+"""Denials of a value in the sentence around it: "it is not 42", "42 is wrong", "I do not think the answer is 42".
 
 Only words that are tied to the value count: "it is not 41 but 42" and "the values that x cannot take are 1 and 2" state theirs.
-A verdict or a choice (no, false, C) is usually what such words are about, "it is not possible: no" and "C is false", so that fewer
-of them deny it. A few words on either side are looked at.
+A verdict or a choice (no, false, C) is usually the subject of such words, "it is not possible: no" and "C is false", so that fewer
+of them deny it. A few words on either side are read.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _ADVERBS = _words(
     "clearly simply obviously certainly definitely actually really also quite just plainly of course therefore"
 )
 _NONE = _words("no none nothing")
-# "The wrong number is 42" names what was looked for, "the wrong answer is 42" denies it.
+# "The wrong number is 42" names the number sought, "the wrong answer is 42" denies it.
 _DESCRIBED = _words("number value total sum")
 _NOT_DENYING_BEFORE_NOT = _words("if why or whether")
 
 
 def is_denied(text: str, start: int, end: int) -> bool:
-    """Whether the words around `text[start:end]` deny it, or ask whether it is right."""
+    """True if the words around `text[start:end]` deny it, or question it."""
     after = text[end : end + _LONGEST_WINDOW].lower().replace("’", "'")
     if _QUESTION.match(after):
         return True
@@ -77,7 +77,7 @@ def _negates(word: str) -> bool:
 
 
 def _is_denied_before(words: list[str]) -> bool:
-    """Whether the last words of a clause, which a value follows, deny it."""
+    """True if the last words of a clause, which a value follows, deny it."""
     for place in reversed(range(len(words))):
         word, earlier, later = words[place], words[:place], words[place + 1 :]
         last = earlier[-1] if earlier else ""
@@ -98,7 +98,7 @@ def _is_denied_before(words: list[str]) -> bool:
 
 
 def _is_about_others(earlier: list[str], denial: str, later: list[str]) -> bool:
-    """Whether a denial belongs to a description: "the one that is not a solution is", "a number not equal to it is", "x cannot be"."""
+    """True if a denial belongs to a description: "the one that is not a solution is", "a number not equal to it is", "x cannot be"."""
     last = earlier[-1] if earlier else ""
     if denial in ("cannot", "can't") and len(last) == 1 and last != "i":
         return True
@@ -110,7 +110,7 @@ def _is_about_others(earlier: list[str], denial: str, later: list[str]) -> bool:
 
 
 def _is_denied_after(words: list[str], *, wrong: frozenset[str], right: frozenset[str]) -> bool:
-    """Whether the first words of a clause, which follow a value, deny it, as "is wrong" and "is not right" do."""
+    """True if the first words of a clause, which follow a value, deny it, as "is wrong" and "is not right" do."""
     words = [word for word in words[:10] if word not in _ADVERBS]
     while words and words[0] in ("but", "which", "that", "this", "it"):
         words = words[1:]

@@ -1,7 +1,7 @@
-"""Values of symbolic expressions in floating point, to tell quickly that two cannot be equal.
+"""Values of symbolic expressions in floating point, to find quickly that two cannot be equal.
 
 sympy works exactly, and so needs hours for `9^{9^9}` and seconds to see that two polynomials differ. Here every symbol gets a
-fixed value, and what cannot be estimated is None: an estimate refutes equality and never proves it.
+fixed value, and None stands for a value that cannot be estimated: an estimate refutes equality and never proves it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def estimate(expression: Any) -> Estimate | None:
 
 
 def certainly_differ(a: Estimate, b: Estimate) -> bool:
-    """Whether values so estimated differ by more than any rounding of decimals that counts as equal."""
+    """True if values so estimated differ by more than any rounding of decimals that counts as equal."""
     if math.isinf(a.value) or math.isinf(b.value):
         return a.value != b.value
     tolerance = 1e-5 + 1e-9 * max(abs(a.value), abs(b.value)) + a.error + b.error

@@ -1,4 +1,4 @@
-r"""Whether two LaTeX expressions have the same value, by math-verify, and without the time that hostile ones would cost.
+r"""Comparison of two LaTeX expressions by value, by math-verify, without the time that hostile ones would cost.
 
 math-verify reads the expressions and sympy compares them. Both need minutes or more for some texts of a few characters, which
 no right answer resembles: towers of powers, factorials of millions, brackets twenty deep. These count as unequal without being
@@ -45,10 +45,10 @@ _BRACKET = re.compile(r"[({\[\])}]")
 # A term, even where math-verify would take the letter for a unit: 4c is not 4.
 _TERM = re.compile(r"[-+]?[0-9.]+[a-zA-Z]")
 
-# A power of e, beside which i is no variable.
+# A power of e, next to which i is not a variable.
 _EULER = re.compile(r"e\s*\^.*?(?<![a-zA-Z\\])i")
 
-# What math-verify drops before it reads, so that "1$E9999" is 1E9999.
+# Text that math-verify drops before it reads, so that "1$E9999" is 1E9999.
 _DROPPED = re.compile(r"\\[!$]|[$\"'\s]")
 _COMMAND_OR_SIGN = re.compile(r"\\[a-zA-Z]+|[^0-9A-Za-z.+-]")
 _LARGE_EXPONENT = re.compile(r"[0-9.]E[-+]?[0-9]{4}")
@@ -71,7 +71,7 @@ class _Reading(NamedTuple):
 
 
 def is_same_value(answer: str, label: str) -> bool:
-    """Whether math-verify finds the expressions equal. The answer may be hostile, the label is trusted."""
+    """True if math-verify finds the expressions equal. The answer may be hostile, the label is trusted."""
     return len(answer) <= len(label) + _MARGIN and _is_same_short_value(answer, label)
 
 
@@ -176,7 +176,7 @@ def _small_numbers(expression: Any) -> list[Estimate] | None:
 
 
 def _are_unequal(label: _Reading, answer: _Reading) -> bool:
-    """Whether expressions that are not written alike surely differ, or are too large to find out."""
+    """True if expressions that are not written alike surely differ, or are too large to compare."""
     if label.is_too_large or answer.is_too_large:
         return True
     # A symbol equals a product of symbols that spell its name.
@@ -192,7 +192,7 @@ def _read(text: str) -> _Reading:
     import math_verify
 
     with _silence():
-        # The box as a whole or nothing: otherwise the last number of what cannot be read would be the value.
+        # The box as a whole or nothing: otherwise the last number of unreadable text would be the value.
         values = math_verify.parse(text, [_box_only()], extraction_mode="first_match", parsing_timeout=None)
     return _reading_of(values)
 
@@ -234,7 +234,7 @@ def _read_label(label: str) -> _Reading:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Without math-verify's warning that its time limits are off, and without Python's and sympy's warnings about the texts."""
+    """Suppress math-verify's warning that its time limits are off, and Python's and sympy's warnings about the texts."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -63,7 +63,7 @@ _STRIPPED = (
 
 
 def minerva_form(answer: str) -> str:
-    """Minerva's normal form: what follows the last "=", without spaces, units, text commands and dollar signs."""
+    """Minerva's normal form: the text after the last "=", without spaces, units, text commands and dollar signs."""
     text = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)
@@ -77,7 +77,7 @@ def minerva_form(answer: str) -> str:
 
 
 def is_same_string(answer: str, label: str) -> bool:
-    """Whether Hendrycks' normal forms agree; if one of them does not exist, whether the texts do."""
+    """True if the texts or their Hendrycks normal forms are equal."""
     if answer == label:
         return True
     answer_form = _hendrycks_form(answer)

@@ -1,6 +1,6 @@
 r"""The place where a mathematical text states its answer: in its boxes or tags, else after "answer is", in its last formula, or at its end.
 
-Exactly one place is read. Texts are what a model wrote, so every search here is linear in their length, whatever they hold.
+Exactly one place is read. Texts are written by a model, so every search here is linear in their length.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_BOX_DEPTH = 3
 # Words that a label may have and still be an answer.
 _MOST_WORDS = 10
 _MAX_PARTS = 50
-# Characters between two parts of one answer, and words around one that say how it is meant.
+# Characters between two parts of one answer, and words around one that qualify it.
 _LONGEST_JOINT = 60
 _LONGEST_WINDOW = 60
 _NUM_WORDS = 4
@@ -96,7 +96,7 @@ def boxed_answer(text: str, *, depth: int = 0) -> str | None:
 
 
 def _answer_in_boxes(text: str) -> str | None:
-    """As `boxed_answer`; "" where the words around the boxes deny them."""
+    """Contents as of `boxed_answer`; "" where the words around the boxes deny them."""
     spans = boxes(text)
     if not spans:
         return None
@@ -286,7 +286,7 @@ def _joined(spans: list[Span]) -> Span:
 
 
 def _is_joint(between: str) -> bool:
-    """Whether the text between two parts makes one answer of them: nothing, a comma, "and", "or", with a few words or a name."""
+    """True if the text between two parts makes one answer of them: nothing, a comma, "and", "or", with a few words or a name."""
     if len(between) > _LONGEST_JOINT:
         return False
     between = _SPACING.sub(" ", between)
@@ -309,7 +309,7 @@ def _in_its_words(text: str, span: Span) -> str:
     for word in _WORD.findall(before)[-_NUM_WORDS:]:
         if word.lower() in _STEPS:
             leading = []
-        elif word.lower() in _COPULAS:  # what is compared before it is the subject: "the least value is 5"
+        elif word.lower() in _COPULAS:  # a comparison before it is of the subject: "the least value is 5"
             leading = [earlier for earlier in leading if not compares(earlier.lower())]
         else:
             leading.append(word)

@@ -1,6 +1,6 @@
 """The program in a completion: one of its fenced blocks, or the whole text where it holds no complete one.
 
-Texts are what a model wrote, and this runs in the trainer's process: they are searched line by line and never parsed.
+Texts are written by a model, and this runs in the trainer's process: they are searched line by line and never parsed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _RUN = re.compile(r"`{3,}|^[ \t]*~{3,}")
 _WORD_OF_INFO = re.compile(r"[\s{.]*([\w.+#-]*)")
 _PYTHON = re.compile(r"i?py(?:thon)?(?:[23](?:\.\d+)?)?", re.IGNORECASE)
 _INDENT = re.compile(r"[ \t]*")
-# At the first column only: methods are not what tests call.
+# At the first column only: tests call no methods by their name alone.
 _DEFINED = re.compile(
     r"^(?:(?:async[ \t]+)?def|class)[ \t]+(?P<name>\w+)|^(?P<variable>\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
 )
@@ -37,8 +37,8 @@ class _Opening(NamedTuple):
 def extract_program(text: str, called: Set[str] = frozenset()) -> str:
     """The program of a text; "" where all of its blocks are of other languages.
 
-    Of the blocks that say that they are Python, and those that say nothing and look like a program, it is the last that
-    defines most of the names in `called`, else the last.
+    Candidates are blocks marked as Python, and unmarked ones that look like a program; without any, all unmarked ones.
+    The last of those that define the most names of `called` is chosen.
     """
     blocks = _blocks(text)
     if not blocks:
@@ -65,7 +65,7 @@ def _defined(program: str) -> set[str]:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """The complete blocks of a text; what stands between two fences of one line is a block as well."""
+    """The complete blocks of a text; text between two fences of one line is a block as well."""
     blocks: list[_Block] = []
     opening: _Opening | None = None
     lines: list[str] = []

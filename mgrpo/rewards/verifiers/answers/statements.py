@@ -35,7 +35,7 @@ _FUNCTIONS = _words(
     "sqrt sin cos tan cot sec csc log exp arcsin arccos arctan sinh cosh tanh gcd lcm min max mod det deg abs"
 )
 
-# Private characters, for what a word becomes.
+# Private characters that replace words.
 _WORDS, _JOIN, _NOTHING = "\ue000", "\ue001", "\ue002"
 _TEXT = re.compile(
     r"\\(?P<command>text(?:bf|it|rm|normal|sf)?|mbox|mathrm|mathbf|mathit)\s*\{(?P<text>[^{}]*)\}"
@@ -110,21 +110,21 @@ class Statement(NamedTuple):
     """The text before the first "=" of a chain: x, or f(3), or a + b; "" without."""
     value: str
     is_relation: bool
-    """Whether it is an inequality, a membership or the like."""
+    """True for an inequality, a membership and other relations except equality."""
 
 
 def is_withdrawn(words: Iterable[str]) -> bool:
-    """Whether words in lower case take back the value beside them, or make it uncertain."""
+    """True if words in lower case withdraw the value next to them, or make it uncertain."""
     return not _WITHDRAWING.isdisjoint(words)
 
 
 def compares(word: str) -> bool:
-    """Whether a word in lower case withdraws a value beside it only: of what stands before "is" it describes the subject."""
+    """True if a word in lower case withdraws only a value next to it: before "is" it describes the subject."""
     return word in _COMPARING
 
 
 def read(text: str) -> Statement | None:
-    """The value that a text states; None if it states none, or several that are no list, or withdraws it."""
+    """The value that a text states; None if it states none, or several that are not a list, or withdraws it."""
     text = _without_words(_plain(text))
     if _NOTHING in text:
         return None
@@ -154,13 +154,13 @@ def num_words(text: str) -> int:
 
 
 def has_words(text: str) -> bool:
-    """Whether there are words outside text commands."""
+    """True if there are words outside text commands."""
     text = _WORD.sub(_bare_word, _plain(text))
     return any(sign in text for sign in (_WORDS, _JOIN, _NOTHING))
 
 
 def spelling(text: str) -> str:
-    """The text without what only shapes it: spaces, dollar signs, text commands, sizes of brackets, and case in words."""
+    """The text without its formatting: spaces, dollar signs, text commands, sizes of brackets, and case in words."""
     text = _TEXT.sub(lambda match: match["text"] + (match["power"] or ""), _plain(text))
     text = _stripped(_SPACE.sub("", text))
     if len(text) == 3 and text[0] == "(" and text[2] == ")":

@@ -47,7 +47,7 @@ def multiplied(text: str) -> str:
 
 
 def multiplies(word: str) -> bool:
-    """Whether a word in lower case multiplies what stands before it."""
+    """True if a word in lower case multiplies the number before it."""
     return word in _MULTIPLYING
 
 

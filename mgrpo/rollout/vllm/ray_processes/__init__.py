@@ -1,1 +1,1 @@
-"""Ray's processes on a machine: how they start, who watches them, and who ends them when nobody else does."""
+"""Ray's processes on a machine: their start, monitoring and end."""

@@ -1,4 +1,4 @@
-"""The surroundings of a private Ray cluster: its folder, the reaper that removes it, and a watch over Ray's daemons."""
+"""Environment of a private Ray cluster: its folder, the reaper that removes it, and the monitoring of Ray's daemons."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mgrpo.rollout.vllm.printed import last_error, tail
 from mgrpo.rollout.vllm.ray_processes.reaper import LIMIT_S, MARK, processes_of
 
 DAEMONS = ("raylet", "gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Processes without which Ray cannot go on; without a watch the engines would be blamed, after minutes."""
+"""Processes without which Ray cannot continue; unmonitored, their end would appear as failures of engines, after minutes."""
 COMM_CHARACTERS = 15
-"""Length to which the kernel cuts a process's name."""
+"""Length to which the kernel truncates a process's name."""
 POLL_S = 0.5
 STOPPED_S = 30.0
-"""A daemon that is stopped (SIGSTOP) for this long counts as failed."""
+"""Seconds after which a stopped (SIGSTOP) daemon counts as failed."""
 
 
 class ClusterKeeper:
-    """The surroundings of one cluster, on rank 0. Always `close` it."""
+    """Folder, reaper and monitoring of one cluster. Always `close` it."""
 
     def __init__(self) -> None:
         # Ray opens its own folder to all users, so it lies inside one that only rank 0's user can enter. Paths of Unix sockets are
@@ -34,19 +34,19 @@ class ClusterKeeper:
         self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
         self.ray_folder = f"{self.folder}/ray"
         self.scratch = f"{self.folder}/tmp"
-        """For TMPDIR of the cluster's processes, whose sockets would stay in /tmp when they are killed."""
+        """TMPDIR of the cluster's processes, whose sockets would otherwise stay in /tmp when they are killed."""
         os.mkdir(self.scratch, 0o700)
         self.mark = {MARK: self.folder}
-        """The environment by which the reaper knows the cluster's processes."""
+        """Environment that marks the cluster's processes for the reaper."""
         self.daemons: dict[int, str] = {}
-        """The names of the daemons that are watched, by process id."""
+        """Names of the monitored daemons, by process id."""
         self._stopped: dict[int, float] = {}
         self._closed = threading.Event()
         self._reaper = self._start_reaper()
         self._thread: threading.Thread | None = None
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Begin to watch the daemons that run now, and the reaper, which is replaced when it dies.
+        """Begin to monitor the daemons that run now, and the reaper, which is replaced if it dies.
 
         Args:
             on_failure: called at most once, from a thread, with the reason.
@@ -60,7 +60,7 @@ class ClusterKeeper:
         self._thread.start()
 
     def failure(self) -> str | None:
-        """The reason why Ray itself cannot go on, if it cannot."""
+        """Reason why Ray itself cannot continue; None: it can."""
         for pid, name in self.daemons.items():
             state = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
             if state in ("", "Z"):
@@ -73,11 +73,11 @@ class ClusterKeeper:
 
     @property
     def processes(self) -> set[int]:
-        """The reaper and the daemons that are watched."""
+        """The reaper and the monitored daemons."""
         return {self._reaper.pid, *self.daemons}
 
     def keep_logs(self, kept: Path) -> str:
-        """Copy the last output of Ray's processes that is only in Ray's folder to `kept`. The clause of `last_error`."""
+        """Copy the last output of Ray's processes from Ray's folder to `kept`; returns the clause of `last_error`."""
         logs = Path(self.ray_folder).glob("session_latest/logs/worker-*.*")
         for log in sorted(logs, key=lambda log: log.lstat().st_mtime):
             text = tail(log)
@@ -88,7 +88,7 @@ class ClusterKeeper:
         return last_error(kept)
 
     def close(self) -> None:
-        """Let the reaper end the processes that are left, and remove the folder."""
+        """Make the reaper end the remaining processes and remove the folder."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * POLL_S + 1)
@@ -115,7 +115,7 @@ class ClusterKeeper:
 
 
 def _how(pid: int) -> str:
-    """The ending of a child of this process, in words, without taking its status from Ray."""
+    """The end of a child of this process in words; its status stays available to Ray."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,7 +1,7 @@
-"""The part of an engine on one of its nodes: some copies of its attention, each with a core of its own.
+"""The part of an engine on one of its nodes: some copies of its attention, each with an engine core of its own.
 
-The `EngineActor`, on the engine's first node, has vLLM's front end and that node's part. On each other node an `EnginePart` has no front
-end, which vLLM calls headless; its cores connect to the first node.
+The `EngineActor`, on the engine's first node, has vLLM's front end and that node's part. On each other node an `EnginePart` is headless,
+in vLLM's term: its cores connect to the first node.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PLACES = (
     *("data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address"),
     *("data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
 )
-"""Arguments of vLLM that say where an engine's copies of attention are."""
+"""Arguments of vLLM for the places of an engine's copies of attention."""
 
 
 def begin_parts(
     args: dict[str, Any], snapshots: Sequence[HubSnapshot], *, log: Path | None, interfaces: Mapping[str, str] | None
 ) -> list[Any]:
-    """Begin to start the parts on the engine's other nodes, and let `args` be those of this node's part.
+    """Begin to start the parts on the engine's other nodes, and change `args` into those of this node's part.
 
     Returns:
-        Ray's references of their ends, which are the engine's end; empty for an engine on one node.
+        Ray's references to their ends, each of which ends the engine; empty for an engine on one node.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -59,10 +59,10 @@ class EnginePart:
     """The actor of a node after the first."""
 
     def serve(self, args: dict[str, Any], snapshots: Sequence[HubSnapshot], **others: Any) -> str:
-        """Hold engine cores until one of them ends; returns which.
+        """Run engine cores until one of them ends; returns its name.
 
         Args:
-            args: `data_parallel_start_rank` is the first of their numbers.
+            args: `data_parallel_start_rank` is the number of the first core.
         """
         prepare(args, snapshots, **others)
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -91,13 +91,13 @@ class EnginePart:
 def prepare(
     args: dict[str, Any], snapshots: Sequence[HubSnapshot], *, log: Path | None, interfaces: Mapping[str, str] | None
 ) -> None:
-    """Make this process ready for vLLM, and let `args` name this node's folders; see `EngineActor.start`."""
+    """Prepare this process for vLLM, and replace folders in `args` by this node's; see `EngineActor.start`."""
     if log is not None:
         print_into(log)
     if interfaces is not None:
         _choose_interfaces(interfaces, spans_nodes=args.get("distributed_executor_backend") == "ray")
     if not os.environ.get("OMP_NUM_THREADS", "1"):
-        # The environment that Ray is asked for can set a variable, but not remove it.
+        # Ray's runtime environment can set a variable, but not remove it.
         del os.environ["OMP_NUM_THREADS"]
     own = {str(snapshot.folder): snapshot for snapshot in snapshots}
     for key in ("model", "tokenizer"):
@@ -113,10 +113,10 @@ def prepare(
 
 
 def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
-    """Set the variables of the network interfaces; those of this node's own environment, that of `ray start`, stay."""
+    """Set the variables of the network interfaces, unless this node's environment (that of `ray start`) has them."""
     import ray
 
-    # vLLM hands variables of NCCL's to workers on other nodes, whose interfaces may have other names.
+    # vLLM passes NCCL's variables to workers on other nodes, whose interfaces may have other names.
     own = {} if spans_nodes else own_interfaces(ray.util.get_node_ip_address())
     for name, value in {**own, **chosen}.items():
         os.environ.setdefault(name, value)

@@ -1,7 +1,6 @@
 """One machine's part of a Ray cluster of several: `mgrpo launch` starts it on every node that serves engines, and on node 0.
 
-Ray's processes are the node's own: they are found and ended by its folder, never by Ray's name, and do not outlive the process
-that makes the node.
+Ray's processes are found and ended by the node's folder, never by Ray's name, and do not outlive the process that makes the node.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ RAY_ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     "RAY_worker_niceness": "0",
 }
-"""The environment of Ray's processes. Ray reads some of these variables when it is imported."""
+"""Environment of Ray's processes. Ray reads some of these variables at its import."""
 CONNECT_S = 5.0
-"""Seconds that another machine may take to answer."""
+"""Seconds for another machine to answer."""
 OBJECT_STORE_BYTES = 256 << 20
 NODE_SHARE = 0.01
-"""Of the resource `learners_node`, for an engine: a node has room for a hundred."""
+"""Amount of the resource `learners_node` for an engine: a node has room for a hundred."""
 START_S = 120.0
 
 
 def address_problems(address: str | None) -> list[str]:
-    """A sentence if no Ray cluster answers at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
+    """Problem if no Ray cluster answers at `HOST:PORT`; Ray itself would try for minutes. Other forms are not checked."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return []
@@ -53,7 +52,7 @@ def address_problems(address: str | None) -> list[str]:
 
 
 def learners_node(number: int) -> str:
-    """Ray's resource that the node with this number of the learners has, and no other one."""
+    """Ray's resource that only the learners' node with this number has."""
     return f"mgrpo_learners_{number}"
 
 
@@ -71,13 +70,13 @@ class RayNode:
         token: str,
         learners: int | None = None,
     ) -> None:
-        """Start it, and return when it runs.
+        """Start Ray, and return when it runs.
 
         Args:
-            address: this machine's.
+            address: address of this machine.
             head: `HOST:PORT` of the cluster.
             gpus: ids of the GPUs that engines may use.
-            num_cpus: the number that Ray may count.
+            num_cpus: CPUs for Ray to count.
             learners: the number of the node among those whose learners share their devices with engines.
         Raises:
             RuntimeError: with Ray's last output.
@@ -91,7 +90,7 @@ class RayNode:
             raise
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Have a thread call `on_failure`, at most once, with the reason why Ray cannot go on."""
+        """Monitor Ray in a thread, which calls `on_failure`, at most once, with the reason why Ray cannot continue."""
         self.keeper.watch(on_failure)
 
     def keep_logs(self, folder: Path) -> str:
@@ -100,11 +99,11 @@ class RayNode:
 
     @property
     def processes(self) -> set[int]:
-        """Children of this process that no other code may wait for."""
+        """Children of this process that other code must not reap."""
         return self.keeper.processes
 
     def close(self) -> None:
-        """End all its processes."""
+        """End all of Ray's processes on this node."""
         for pid in self.keeper.daemons:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

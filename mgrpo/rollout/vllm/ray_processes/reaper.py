@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 
 MARK = "MGRPO_CLUSTER"
-"""Variable in the environment of every process of a cluster, which all that they start inherit: its folder."""
+"""Variable with the cluster's folder in the environment of its processes, which their children inherit."""
 GRACE_S = 2.0
 LIMIT_S = 30.0
 
 
 def processes_of(folder: str) -> list[int]:
-    """Processes that were started with the folder's mark, or write into the folder; those that only read there do not count.
+    """Processes that were started with the folder's mark, or write into the folder; mere readers do not count.
 
-    Ray's agents rename themselves, which overwrites their environment, but they have a log open. Not this process and its
-    parent: after a clean end rank 0 may go on, with a log still open.
+    Ray's agents rename themselves, which overwrites their environment, but they have a log open. Excludes this process and its
+    parent: after a clean end rank 0 may continue, with a log still open.
     """
     mark, spared = f"\0{MARK}={folder}\0".encode(), {os.getpid(), os.getppid()}
     return [
@@ -36,9 +36,9 @@ def processes_of(folder: str) -> list[int]:
 
 
 def end_engine(pid: int) -> None:
-    """Kill an engine's actor on this machine that Ray has been asked to end, if it has not after `GRACE_S` seconds.
+    """Kill an engine's actor on this machine `GRACE_S` seconds after Ray's request to end, unless it has ended.
 
-    An actor that dies before Ray knows why is a failure to Ray, which it prints.
+    Ray reports and prints the death of an actor as a failure if it comes before its own request.
     """
     deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def _is_writable(fdinfo: str) -> bool:
 
 
 def _environment(process: Path) -> bytes:
-    """The environment with which the process was started."""
+    """Environment at the start of a process."""
     try:
         return (process / "environ").read_bytes()
     except OSError:
@@ -71,7 +71,7 @@ def _environment(process: Path) -> bytes:
 
 
 def main() -> None:
-    """Wait for the end of input, then kill the processes that are left."""
+    """Wait for the end of input, then kill the remaining processes and remove the folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = sys.argv[1]
     sys.stdin.buffer.read()

@@ -1,1 +1,1 @@
-"""Engines that are vLLM servers which others have started, over HTTP."""
+"""Engines that are vLLM servers, started by others and reached over HTTP."""

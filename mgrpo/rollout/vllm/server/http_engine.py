@@ -1,4 +1,4 @@
-"""An `Engine` that is a vLLM server, which others have started and which goes on when the run ends."""
+"""An `Engine` that is a vLLM server, started by others, which keeps running after the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class HttpEngine(Caller):
     """The caller's end of one server; its calls run in a thread of their own.
 
-    When the server has died, every call fails. The server may come back: another HttpEngine waits for it, and then needs weights.
+    Once the server has died, every call fails. The server may return: another HttpEngine waits for it, and then needs weights.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class HttpEngine(Caller):
     ) -> None:
         """
         Args:
-            url: the server's, without a path: `http://HOST:PORT`.
+            url: address of the server without a path: `http://HOST:PORT`.
             before: the run's earlier engine on this server, which has failed.
-            make: its calls.
+            make: builds its calls.
         """
         self.url = url
         self.turns = itertools.count()
         self.refusal: str | None = None
-        """The reason why the server must not be called again."""
+        """Reason why the server must not be called again."""
         self.lock = threading.Lock()
-        """Held while a call begins or the engine is closed."""
+        """Held while a call begins, and during `close`."""
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name=f"server {url}", daemon=True)
         self.thread.start()
@@ -64,7 +64,7 @@ class HttpEngine(Caller):
         return self._begin(self.calls.ping())
 
     def close(self) -> None:
-        """Give the server back, see `ServerCalls.leave`; calls without an answer fail."""
+        """Release the server, see `ServerCalls.leave`; unanswered calls fail."""
         with self.lock:
             if self.refusal is not None:
                 return
@@ -99,7 +99,7 @@ class HttpEngine(Caller):
         return refused
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a call; every error is an EngineError that names the server."""
+        """Await a call; every error becomes an EngineError that names the server."""
         try:
             return await work
         except asyncio.CancelledError as err:

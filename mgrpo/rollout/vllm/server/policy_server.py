@@ -1,7 +1,6 @@
-"""The calls of a vLLM server that samples from the policy: it takes over weights, pauses, and is asked for completions.
+"""The calls of a vLLM server that samples from the policy: weight updates, pauses and requests for completions.
 
-A server answers a prompt once, when all its completions have ended. Only this side knows which prompts it has queued, and when it
-pauses.
+A server answers a prompt once, when all its completions have ended. Queued prompts and pauses are tracked on this side.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from mgrpo.rollout.vllm.server.server_facts import config_problems
 
 ABORT_EVERY_S = 0.05
 POSITION_BYTES = 1024
-"""More than an answer has for a position of a completion, and again for each candidate and each 64 tokens of a mask there."""
+"""Upper bound of an answer's bytes for a position of a completion, and for each candidate and each 64 tokens of a mask there."""
 
 
 class PolicyServer(ServerCalls):
-    """One server of the policy, which goes on when the run ends."""
+    """One server of the policy, which keeps running after the run."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.name = f"mgrpo-{secrets.token_hex(8)}"
-        """Begins the names of the run's requests and cached prompts; an earlier run has had the same numbers."""
+        """Prefix of the names of the run's requests and cached prompts; an earlier run has used the same numbers."""
         self.aborted: set[str] = set()
         self.has_joined = False
         self.mixtures: Mixtures | None = None
-        """Where experts are, if the server says which it has chosen."""
+        """MoE layers, if the server returns routed experts."""
         self.longest = 0
-        """Tokens of a prompt and a completion, at most."""
+        """Most tokens of a prompt and a completion together."""
         self.place: dict[str, Any] = {}
-        """Where the run meets its engines, once it has asked the server to join."""
+        """Host and port of the run's store, once the server was invited to join."""
 
     async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
-        """See `ServerCalls.start`; then pause it. It may still be joined to `before`."""
+        """See `ServerCalls.start`; then pause the server. It may still be in the transfer of `before`."""
         if isinstance(before, PolicyServer):
             self.place = before.place
         await super().start(config, before=before)
@@ -67,12 +66,12 @@ class PolicyServer(ServerCalls):
         problems = config_problems(info, config) + await self._generate_problems()
         if not problems:
             problems = await self._plugin_problems(shape)
-        # An earlier run has left it paused, because its last update failed or it was killed: see `leave`.
+        # Paused by an earlier run whose last update failed, or which was killed: see `leave`.
         self.is_stale = not problems and await self._is_paused()
         return problems
 
     async def _generate_problems(self) -> list[str]:
-        """A sentence unless the server takes and gives tokens; it refuses a request without tokens only for that reason."""
+        """Problem unless the server accepts and returns tokens: it must refuse a request without tokens for that reason only."""
         try:
             await self.connection.post("/inference/v1/generate")
         except ServerRefusal as err:
@@ -90,7 +89,7 @@ class PolicyServer(ServerCalls):
         return answer["is_paused"]
 
     async def _plugin_problems(self, shape: ModelShape) -> list[str]:
-        """A sentence unless the plugin is there, serves no other run, and has the run's model."""
+        """Problem unless the plugin is installed, serves no other run, and has the run's model."""
         try:
             await self._init({"model": asdict(shape), **self.place}, is_trial=True)
         except ServerRefusal as err:
@@ -108,11 +107,11 @@ class PolicyServer(ServerCalls):
         self.has_joined = True
 
     async def leave(self) -> None:
-        """Give the server back: it samples with the weights that it has, and the next run may join it.
+        """Release the server: it samples with its present weights, and the next run may join it.
 
-        After an update that has failed it stays paused, because its weights are of no version.
+        After a failed update it stays paused, because its weights have no version.
         """
-        # Do not wait for an answer that is missing: the next run finds that this one has gone.
+        # Do not wait for a missing answer: the next run detects that this one has ended.
         with contextlib.suppress(EngineError, asyncio.TimeoutError):
             await asyncio.wait_for(self._give_back(), LEAVE_S)
         await self.connection.close()
@@ -139,7 +138,7 @@ class PolicyServer(ServerCalls):
         except ServerRefusal as err:
             if "already active" not in err.message:
                 raise
-            # An earlier run has ended without a word, in the middle of one.
+            # An earlier run was killed during an update.
             await self.connection.post("/finish_weight_update")
             await self.connection.post("/start_weight_update")
         await self.connection.post("/update_weights", {"update_info": info})
@@ -148,15 +147,15 @@ class PolicyServer(ServerCalls):
 
     async def _abort(self, requests: Sequence[str]) -> None:
         self.aborted.update(requests)
-        # Repeated, because the server does not know requests that are still on their way to it.
+        # Repeated, because requests that are still on their way cannot be aborted.
         while left := self.aborted.intersection(self.requests.values()):
-            # The server puts its own prefix before the names that it is given.
+            # The server prefixes the names of requests.
             names = [f"generate-tokens-{request}" for request in left]
             await self.connection.post("/abort_requests", {"request_ids": names})
             await asyncio.sleep(ABORT_EVERY_S)
 
     async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
-        # The server may have a tokenizer although no stop strings are looked for, and would end at its eos as well.
+        # The server may have a tokenizer even without stop strings, and would also end at its eos.
         settings = sampling_settings(batch.sampling, num_logprobs=self.num_logprobs)
         settings["ignore_eos"] = batch.sampling.regex is None
         prompts_of = zip(batch.numbers.tolist(), prompts, salts(batch), own_settings(batch), strict=True)
@@ -198,7 +197,7 @@ class PolicyServer(ServerCalls):
         self.aborted.discard(request)
         choices = read_answer(answer, expected, version=self.version, is_aborted=is_aborted)
         if is_aborted:
-            # Nobody reads it, and vLLM has not said all of it.
+            # The result is discarded, and vLLM's output is incomplete.
             return flattened(number, choices, [choice.sampled() for choice in choices])
         kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
         routes = None
@@ -207,7 +206,7 @@ class PolicyServer(ServerCalls):
         return flattened(number, choices, [choice.sampled() for choice in choices], kept, routes)
 
     def _most_bytes(self, expected: ExpectedAnswer) -> int:
-        """Of an answer, which has no end where the server is none."""
+        """Most bytes of an answer: an impostor's could be endless."""
         entries = 1 + self.num_logprobs + (expected.vocab // 64 if self.has_masks else 0)
         most = POSITION_BYTES * entries * expected.num_samples * expected.max_tokens
         if self.mixtures is not None:

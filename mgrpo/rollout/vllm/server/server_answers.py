@@ -1,4 +1,4 @@
-"""A vLLM server's answer to a prompt, which is compared with the expected: another program made it, on another machine."""
+"""A vLLM server's answer to a prompt, checked as untrusted input: it comes from another program on another machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
 from mgrpo.types import KeptTokens, Routes
 
 LEAST_LOGPROB = -9999.0
-"""The server's number for a log-probability that is not finite."""
+"""The server's value for a log-probability that is not finite."""
 MOST_LOGPROB = 1e-4
-"""Above 0 by no more than rounding errors."""
+"""Greatest accepted log-probability: 0, and rounding errors."""
 ENDINGS = ("stop", "length", "repetition")
-"""The finish reasons of whole completions."""
+"""Finish reasons of complete completions."""
 BROKEN_OFF = ("abort", "error")
-"""Those of others: an operator or the run has aborted them, or the server's engine starts anew."""
+"""Finish reasons of incomplete ones: an operator or the run has aborted them, or the server's engine restarts."""
 
 
 class Candidate(msgspec.Struct):
@@ -75,10 +75,10 @@ class ServerChoice(msgspec.Struct):
         return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in self.content]
 
     def routes(self, mixtures: Mixtures, prompt: int) -> Routes:
-        """The experts that were chosen for its tokens and those of the prompt, of which there are so many.
+        """Routed experts of its tokens and of the prompt's, whose number is `prompt`.
 
         Raises:
-            WrongAnswerError: they are not those of these tokens in this model.
+            WrongAnswerError: they do not fit these tokens or this model.
         """
         try:
             found = None
@@ -93,7 +93,7 @@ class ServerChoice(msgspec.Struct):
             ) from err
 
     def kept(self, *, has_masks: bool = False) -> KeptTokens:
-        """The sets that the tokens were sampled from, from masks or log-probabilities."""
+        """Sampling masks of the tokens, from the server's masks or from log-probabilities."""
         if has_masks:
             return masked_tokens(self.token_ids, self.sampling_mask)
         shape = len(self.content), max((len(token.top_logprobs) for token in self.content), default=0)
@@ -117,24 +117,24 @@ _DECODER = msgspec.json.Decoder(ServerAnswer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAnswer:
-    """What an answer must fit."""
+    """Bounds that an answer must fit."""
 
     num_samples: int
     max_tokens: int
     vocab: int
     oldest_version: int
-    """The version of the weights when the prompt was sent, which is UNSYNCED before any were."""
+    """Version of the weights when the prompt was sent; UNSYNCED before the first sync."""
 
 
 def read_answer(answer: bytes, expected: ExpectedAnswer, *, version: int, is_aborted: bool) -> list[ServerChoice]:
-    """The completions, sample by sample.
+    """Parse and check an answer; returns the completions, sample by sample.
 
     Args:
-        version: that of the engine's weights now.
-        is_aborted: whether the run has ended the request.
+        version: present version of the engine's weights.
+        is_aborted: True if the run has ended the request.
     Raises:
-        EngineError: it cannot be read, or the server has broken a completion off.
-        WrongAnswerError: they are not what can have been sampled.
+        EngineError: the answer cannot be read, or the server has aborted a completion.
+        WrongAnswerError: the completions cannot have been sampled for this request.
     """
     try:
         choices = sorted(_DECODER.decode(answer).choices, key=lambda choice: choice.index)
@@ -151,7 +151,7 @@ def read_answer(answer: bytes, expected: ExpectedAnswer, *, version: int, is_abo
 
 
 def _problems(choices: list[ServerChoice], expected: ExpectedAnswer, version: int) -> Iterator[str]:
-    """What does not fit, in words that follow "has"."""
+    """Problems of the completions, in words that follow "has"."""
     if len(choices) != expected.num_samples:
         yield f"{len(choices)} completion{'s' * (len(choices) != 1)} instead of {expected.num_samples}"
         return
@@ -184,7 +184,7 @@ def _value_problems(choice: ServerChoice, expected: ExpectedAnswer) -> Iterator[
 
 
 def _version_problems(choice: ServerChoice, expected: ExpectedAnswer, version: int) -> Iterator[str]:
-    """Before the run has sent weights, labels are those of whoever has used the server before, and nothing is trained on."""
+    """Problems of the version labels. Before the first sync labels are those of an earlier user, and no completion is trained on."""
     if expected.oldest_version == UNSYNCED:
         return
     spans = choice.weight_versions or []

@@ -1,4 +1,4 @@
-"""The calls of an engine that is a vLLM server, over its HTTP endpoints: what those of all servers have in common."""
+"""Base of the calls of an engine that is a vLLM server, over its HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mgrpo.rollout.vllm.calls import EngineCalls
 from mgrpo.rollout.vllm.server.server_connection import TOKEN, ServerConnection, ServerRefusal
 
 REQUESTS = 512
-"""Prompts that a server is given at once, each over a connection of its own: several times as many as it samples at once."""
+"""Most prompts in a server at a time, each over a connection of its own: several times as many as it samples at once."""
 RETRY_S = 1.0
 RETURN_S = 5.0
-"""Seconds before a server that has failed is asked again."""
+"""Seconds before a failed server is tried again."""
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 LEAVE_S = 10.0
@@ -27,7 +27,7 @@ class ServerError(EngineError):
     """The server cannot serve this run.
 
     Args:
-        problems: all of them, one sentence each.
+        problems: one sentence each.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -36,12 +36,12 @@ class ServerError(EngineError):
 
 
 class ServerCalls(EngineCalls):
-    """One server, which goes on when the run ends. What it is asked, and how it is looked at before, differs with what it is for."""
+    """One server, which keeps running after the run. Requests and checks differ by its purpose, see the subclasses."""
 
     setting = "vllm_server_base_url"
-    """That names the server."""
+    """Setting with the server's address."""
     token = TOKEN
-    """The variable with the token of every request."""
+    """Variable with the token of every request."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -49,24 +49,24 @@ class ServerCalls(EngineCalls):
         self.connection = ServerConnection(url, token=self.token)
         self.room = asyncio.Semaphore(REQUESTS)
         self.vocab = 0
-        """Tokens that an answer may hold."""
+        """Size of the vocabulary; an answer's token ids are below."""
         self.health_timeout_s = HEALTH_TIMEOUT_S
         self.dead: EngineError | None = None
         self.watching: asyncio.Task[None] | None = None
 
     @property
     def place_of_url(self) -> str:
-        """The server, at the beginning of a sentence about it."""
+        """The server's setting and address, for the beginning of a sentence."""
         return f"{self.setting}={self.url}"
 
     async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
-        """Wait for the server, and make sure that it can serve the run.
+        """Wait for the server, and check that it can serve the run.
 
         Args:
             before: the calls of this run's earlier engine on the server, which has failed.
 
         Raises:
-            ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
+            ServerError: the server does not answer within `vllm_server_timeout` seconds, or cannot serve the run.
         """
         self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
         if before is not None:
@@ -84,10 +84,10 @@ class ServerCalls(EngineCalls):
 
     @abstractmethod
     async def _problems(self, config: Config) -> list[str]:
-        """Sentences about why the server cannot serve the run."""
+        """Problems that keep the server from serving the run."""
 
     async def leave(self) -> None:
-        """Give the server back."""
+        """Release the server."""
         await self.connection.close()
 
     async def _wait(self, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class ServerCalls(EngineCalls):
         await self.connection.get("/health", timeout_s=self.health_timeout_s)
 
     async def _watch(self) -> None:
-        """Notice when the server no longer answers."""
+        """Poll the server's health, and set `dead` once it no longer answers."""
         while self.dead is None:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
@@ -139,7 +139,7 @@ class ServerCalls(EngineCalls):
         return self.dead
 
     def _answer(self, err: ServerRefusal) -> str:
-        """A clause about an answer that a vLLM server would not give, with the remedy."""
+        """Clause with the remedy for an answer that a vLLM server would not give."""
         if err.status in (401, 403):
             return f"the server refuses the request ({err}); set {self.token} in the environment to its token"
         return f"what answers there is not a vLLM server, or a proxy lets too little through ({err})"

@@ -14,20 +14,20 @@ from mgrpo.processes.reply_bodies import PLAIN, plain_body
 from mgrpo.rollout.engine import EngineError
 
 TOKEN = "MGRPO_VLLM_SERVER_TOKEN"
-"""The variable with the token of every request: vLLM's --api-key, or that of a proxy in front of it."""
+"""Variable with the token of every request: vLLM's --api-key, or that of a proxy in front of it."""
 KEEP_ALIVE_S = 2.0
-"""Seconds for which an idle connection is used again. vLLM closes it after 5 s, and a request at that moment would be lost."""
+"""Seconds in which an idle connection is reused. vLLM closes it after 5 s, and a request at that moment would be lost."""
 CONNECT_S = 30.0
 ANSWER_S = 30.0
-"""Seconds for an answer as long as the run has not said how long its weights take."""
+"""Least time limit of an answer in seconds; servers of the policy use `weight_sync_timeout` if that is longer."""
 ANSWER_BYTES = 16 << 20
-"""Most bytes of an answer that holds no tokens."""
+"""Most bytes of an answer without tokens."""
 SILENCE_S = 60
-"""Seconds of waiting for an answer before the system checks that the other end is still there."""
+"""Seconds without data before the system checks that the other end is still there (TCP keep-alive)."""
 
 
 OF_THE_REQUEST = (400, 413, 422)
-"""Statuses with which a server refuses a request for what is in it, as every other would."""
+"""Statuses that refuse a request for its content, as every server would."""
 
 
 class ServerRefusal(EngineError):
@@ -39,12 +39,12 @@ class ServerRefusal(EngineError):
 
 
 class ServerConnection:
-    """A server's endpoints. Make it in the event loop that uses it; always `close` it."""
+    """A server's endpoints. Create it in the event loop that uses it; always `close` it."""
 
     def __init__(self, url: str, *, token: str = TOKEN) -> None:
         """
         Args:
-            token: the name of the variable that holds it.
+            token: name of the variable with the token.
         """
         self.url = url.rstrip("/")
         self.limit_s = ANSWER_S
@@ -57,7 +57,7 @@ class ServerConnection:
         )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """The answer, from JSON; None where it is empty. Raises the errors of `post`."""
+        """The answer, parsed from JSON; None: empty. Raises the errors of `post`."""
         body = await self._ask("GET", path, timeout_s=timeout_s or self.limit_s)
         try:
             return json.loads(body) if body else None
@@ -69,12 +69,12 @@ class ServerConnection:
 
         Raises:
             ServerRefusal: the answer is an error.
-            EngineError: there is none, it is too long, or compressed.
+            EngineError: there is no answer, or it is too long or compressed.
         """
         return await self._ask("POST", path, timeout_s=self.limit_s, json=body or {})
 
     async def sample(self, path: str, body: Mapping[str, Any], *, most_bytes: int) -> bytes:
-        """The server's answer to a prompt, which comes when all completions have ended. Raises the errors of `post`."""
+        """The server's answer to a prompt, which arrives when all completions have ended. Raises the errors of `post`."""
         return await self._ask("POST", path, timeout_s=None, most_bytes=most_bytes, json=body)
 
     async def _ask(
@@ -103,7 +103,7 @@ class ServerConnection:
 
 
 def _socket(address: Any) -> socket.socket:
-    """A socket that notices when the other end has gone silently, or a router in between has forgotten the connection."""
+    """A socket with keep-alive, which detects a dead peer, or a router in between that has dropped the connection."""
     family, kind, protocol = address[:3]
     made = socket.socket(family=family, type=kind, proto=protocol)
     made.setblocking(False)
@@ -120,7 +120,7 @@ def _shown(text: str | bytes) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The server's own text of an error, without the words that vLLM puts around it."""
+    """The server's error text, without vLLM's wrapping."""
     text = body[: 1 << 16].decode(errors="replace").strip()
     try:
         found = json.loads(text)

@@ -1,4 +1,4 @@
-"""The demands on a server that serves a run: the arguments that it was started with, and its address."""
+"""Checks of a server for a run: the arguments that it was started with, and its address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextSample(NamedTuple):
 
 
 def config_problems(info: Mapping[str, Any], config: Config) -> list[str]:
-    """Sentences about the server's arguments that the run cannot use.
+    """Problems of the server's arguments for the run.
 
     Args:
         info: the answer to `/server_info?config_format=json`.
@@ -129,7 +129,7 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _drafts(found: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Sentences about speculative decoding."""
+    """Problems of speculative decoding."""
     drafts = found["speculative_config"]
     if drafts is None:
         return
@@ -146,7 +146,7 @@ def _drafts(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Sentences about the precision of logits, keys and values."""
+    """Problems of the precision of logits, keys and values."""
     overrides, dtype = found["model_config"]["hf_overrides"], config.model.model_dtype
     head = overrides.get("head_dtype") if isinstance(overrides, dict) else None
     if head in (None, "model"):
@@ -172,7 +172,7 @@ def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def address_problems(config: Config) -> list[str]:
-    """Sentences about mistakes in the servers' addresses; nothing is sent to them."""
+    """Problems of the servers' addresses; sends them nothing."""
     allow_public = config.engine.vllm_server_allow_public
     policy, teachers = config.engine.vllm_server_base_url, config.distillation.teacher_server_base_url
     return [
@@ -204,7 +204,7 @@ _READ_IN_PUBLIC = (
 def _address_problems(url: str, token: str, in_public: str | None) -> Iterator[str]:
     """
     Args:
-        in_public: what is wrong with a public address; None: nothing.
+        in_public: the problem of a public address; None: public addresses are allowed.
     """
     try:
         parts = urlsplit(url)
@@ -233,7 +233,7 @@ def _addresses(host: str) -> list[Address]:
 
 
 def meeting_host(config: Config) -> str | None:
-    """This machine's address on the way to the servers; None where all of them are on it.
+    """This machine's address for the servers; None: all of them run on this machine.
 
     Raises:
         OSError: the servers cannot be reached from here.

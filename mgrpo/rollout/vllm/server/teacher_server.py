@@ -1,7 +1,7 @@
 """The calls of a vLLM server that is a teacher: any server that was started with the teacher's model.
 
-It is asked through the completions of OpenAI's API for the log-probabilities of a prompt, and for one token, which no one reads. Its
-answers are compared with the questions: another program made them, on another machine.
+Requests go to OpenAI's completions API, for the log-probabilities of a prompt and one token, which is discarded. Answers are checked
+against the requests as untrusted input.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mgrpo.rollout.vllm.server.server_facts import TextSample
 
 COMPLETIONS = "/v1/completions"
 CANDIDATE_BYTES = 512
-"""More than an answer has for a candidate: its id, numbers, and text."""
+"""Upper bound of an answer's bytes for a candidate: its id, numbers, and text."""
 MOST_MASS = 1 + 1e-3
-"""The likeliest tokens' probabilities add up to at most 1, and rounding errors."""
+"""Greatest accepted sum of the likeliest tokens' probabilities: 1, and rounding errors."""
 NOT_A_NUMBER = "JSON compliant"
-"""In the words of an answer that would hold one, and that the server therefore cannot write."""
+"""Part of the server's error message when an answer would contain NaN or infinity."""
 TEMPORARY = (408, 429, 500, 502, 503, 504)
-"""Statuses of a server, or a proxy before it, that will answer later."""
+"""Statuses of a server, or a proxy in front of it, that will answer later."""
 
 
 class PromptCandidate(msgspec.Struct):
@@ -43,7 +43,7 @@ Candidates = dict[int, PromptCandidate]
 
 
 class PromptChoice(msgspec.Struct):
-    """What an answer says of the prompt."""
+    """The prompt's log-probabilities in an answer."""
 
     prompt_logprobs: list[Candidates | None] | None = None
 
@@ -65,7 +65,7 @@ _DECODER = msgspec.json.Decoder(TeacherAnswer)
 
 
 class TeacherServer(ServerCalls):
-    """One server of a teacher, which goes on when the run ends."""
+    """One server of a teacher, which keeps running after the run."""
 
     setting = "teacher_server_base_url"
     token = "MGRPO_TEACHER_SERVER_TOKEN"
@@ -73,17 +73,17 @@ class TeacherServer(ServerCalls):
     def __init__(self, url: str, *, sample: TextSample | None = None) -> None:
         """
         Args:
-            sample: it must have the same tokens there, if the server has a tokenizer.
+            sample: a text that must have the same tokens on the server, if it has a tokenizer.
         """
         super().__init__(url)
         self.sample = sample
         self.model = ""
-        """The teacher's, by the name that both sides use."""
+        """Name of the teacher's model, for both sides."""
         self.most_tokens = 0
-        """Of a sequence that it reads."""
+        """Most tokens of a sequence."""
 
     async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
-        """See `ServerCalls.start`. It must still be of the model that `before` was, and read what that has read."""
+        """See `ServerCalls.start`. The server must still have the model of `before`, and accept sequences as long."""
         if isinstance(before, TeacherServer):
             self.model, self.most_tokens = before.model, before.most_tokens
         await super().start(config, before=before)
@@ -98,7 +98,7 @@ class TeacherServer(ServerCalls):
                 f"the server's model is {_listed(lengths)}, and teacher_model_name_or_path names {_listed(wanted)}; start it with "
                 "--served-model-name, or correct the name"
             ]
-        # vLLM wants to sample a token after the sequence.
+        # vLLM samples a token after the sequence.
         least, own = max(self.most_tokens, config.max_model_length) + 1, lengths[self.model]
         if own < least:
             return [
@@ -109,7 +109,7 @@ class TeacherServer(ServerCalls):
         return await self._trial_problems(config.distillation.num_likeliest) or await self._tokenizer_problems()
 
     async def _trial_problems(self, num_likeliest: int) -> list[str]:
-        """Sentences about the answer to a question with the last token of the policy's vocabulary."""
+        """Problems of the answer to a request with the last token of the policy's vocabulary."""
         tokens = [0, self.vocab - 1]
         try:
             answer = await self.connection.post(COMPLETIONS, self._question(tokens, num_likeliest))
@@ -133,7 +133,7 @@ class TeacherServer(ServerCalls):
         return []
 
     async def _tokenizer_problems(self) -> list[str]:
-        """A sentence if the server's tokens of the sample are others."""
+        """Problem if the server's tokens of the sample differ."""
         if self.sample is None:
             return []
         body = {"model": self.model, "prompt": self.sample.text, "add_special_tokens": False}
@@ -185,7 +185,7 @@ class TeacherServer(ServerCalls):
         return _group(number, read_teacher_answer(answer, tokens, start, num_likeliest))
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
-        """Not for a teacher: its weights stay as they are."""
+        """Not supported: a teacher's weights do not change."""
         raise NotImplementedError("a teacher's weights stay as they are")
 
     async def _update(self, info: dict[str, Any]) -> None:
@@ -195,20 +195,20 @@ class TeacherServer(ServerCalls):
         raise NotImplementedError("questions to a teacher are short")
 
     async def _stop(self, *, clear_cache: bool) -> None:
-        """It serves others as well."""
+        """No-op: the server also serves others."""
 
     async def _go_on(self) -> None:
-        """It was never stopped."""
+        """No-op: the server is never stopped."""
 
 
 def read_teacher_answer(
     answer: bytes, tokens: Sequence[int], start: int, num_likeliest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the tokens from `start` on their own log-probabilities, and the likeliest tokens with theirs; see `of_prompt`.
+    """Log-probabilities of the tokens from `start` on, and the likeliest tokens with theirs; see `of_prompt`.
 
     Raises:
-        EngineError: it cannot be read.
-        WrongAnswerError: it is not about these tokens, or no log-probabilities are in it.
+        EngineError: the answer cannot be read.
+        WrongAnswerError: it does not fit these tokens, or has no log-probabilities.
     """
     try:
         choices = _DECODER.decode(answer).choices
@@ -230,7 +230,7 @@ def read_teacher_answer(
 
 
 def _problems(found: Sequence[Candidates | None], tokens: Sequence[int], num_likeliest: int) -> Iterator[str]:
-    """What does not fit, in words that follow "has"."""
+    """Problems of the answer, in words that follow "has"."""
     if len(found) != len(tokens):
         yield f"log-probabilities of {len(found)} tokens instead of {len(tokens)}"
         return
@@ -256,7 +256,7 @@ def _group(number: int, answer: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Co
 
 
 def _nothing(count: int, num_likeliest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The result of `read_teacher_answer` where a teacher says nothing."""
+    """An empty result of `read_teacher_answer`, for missing log-probabilities."""
     shape = count, num_likeliest
     return np.full(count, np.nan), np.full(shape, -1), np.full(shape, np.nan)
 

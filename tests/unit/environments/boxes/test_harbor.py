@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.environments.boxes import harbor, harbor_check
+from mgrpo.environments.boxes import harbor
 from tests.unit.environments.boxes.task_folders import COMPARE, task_folder
 
 # Another root, in which everything can be written and which is gone afterwards.
@@ -47,6 +48,11 @@ def _judged(tmp_path: Path, test: str, said: str) -> tuple[int, dict | None, str
     return done.returncode, json.loads(result.read_text()) if result.exists() else None, done.stdout + done.stderr
 
 
+def test_an_old_python_reads_the_check():
+    """An image has its own, which need not be this one's version."""
+    ast.parse(harbor.check_program(), feature_version=(3, 6))
+
+
 @pytest.mark.parametrize(("said", "reward"), [("Hello\n", 1.0), ("Goodbye\n", 0.0)])
 def test_the_tests_decide(tmp_path, said, reward):
     """They come to /tests, and their word is in reward.txt."""
@@ -70,7 +76,7 @@ def test_several_numbers_are_metrics_of_which_one_is_the_reward(tmp_path):
 def test_no_verdict_is_no_score(tmp_path, test):
     """Tests that break are not the agent's failure."""
     status, result, printed = _judged(tmp_path, test, "Hello\n")
-    assert (status, result) == (harbor_check.UNJUDGED, None) and "no verdict" in printed
+    assert (status, result) == (harbor.UNJUDGED, None) and "no verdict" in printed
 
 
 def test_the_agent_is_not_told_the_tests(tmp_path, capsys):
@@ -129,7 +135,7 @@ def test_harbor_reads_the_same_from_a_folder(tmp_path):
         assert row["ground_truth"]["env"] == read.config.verifier.env
         assert row["ground_truth"]["timeout_s"] == min(read.config.verifier.timeout_sec, 300)
         assert row["image"] == read.config.environment.docker_image or row["image"] == f"harbor-{folder.name}"
-    assert (str(places.tests_dir), str(places.verifier_dir)) == (harbor_check.TESTS, harbor_check.LOGS)
+    assert (str(places.tests_dir), str(places.verifier_dir)) == (harbor.TESTS, harbor.LOGS)
     assert [places.reward_json_path.name, places.reward_text_path.name] == ["reward.json", "reward.txt"]
 
 

@@ -373,14 +373,6 @@ asyncio.run(main())
     )
 
 
-def test_unknown_kinds_are_named():
-    """A misspelt word must not become a box without walls."""
-    with pytest.raises(
-        ValueError, match="agent_box='lokal' is unknown; expected one of: local, none, docker, podman, http"
-    ):
-        asyncio.run(open_box("lokal", SMALL))
-
-
 def test_a_box_that_does_not_open_in_time_leaves_nothing(tmp_path, monkeypatch):
     """Opening has a limit of its own, which a slow disk or a full machine reaches."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

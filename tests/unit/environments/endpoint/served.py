@@ -103,7 +103,7 @@ class Counting:
 class Served:
     """The endpoint and the learner's side of it, in a thread. `close` it."""
 
-    def __init__(self, folder: Path, *, conflict: str = "override", **limits: Any) -> None:
+    def __init__(self, folder: Path, **limits: Any) -> None:
         self.tokenizer = make_tokenizer()
         self.sample: Callable[[Sequence[int], Mapping[str, Any]], tuple[list[int], str]] = Counting(self.tokenizer)
         self.delay_s = 0.0
@@ -120,7 +120,7 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         spec = language_of(folder, self.tokenizer)
-        self.url = self.run(self._start(spec, conflict, limits))
+        self.url = self.run(self._start(spec, limits))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_S)
@@ -175,7 +175,7 @@ class Served:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._link.end()
 
-    async def _start(self, spec: LanguageSpec, conflict: str, limits: Mapping[str, Any]) -> str:
+    async def _start(self, spec: LanguageSpec, limits: Mapping[str, Any]) -> str:
         self._link = Link(Child("mgrpo.environments.endpoint.process", max_line_bytes=1 << 28), lambda why: None)
         question = {
             "ask": "load",
@@ -185,7 +185,6 @@ class Served:
             "public_url": None,
             "number": 7,
             "limits": limits,
-            "sampling_conflict": conflict,
             "worker_key": "the run's",
         }
         answer = await self._link.ask(question, WAIT_S)

@@ -28,7 +28,8 @@ class Served:
     link: Link
     learner: Learner
     url: str = ""
-    direct: str = ""
+    listens: str = ""
+    """Its own address, also behind a public one."""
     delay_s: float = 0.0
     """How long an answer takes."""
 
@@ -52,7 +53,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def endpoints(folder: Path, *, num: int = 1, children: Any = None, **load: Any) -> AsyncIterator[list[Served]]:
-    """So many, which know each other.
+    """So many.
 
     Args:
         folder: for the tokenizer.
@@ -66,7 +67,6 @@ async def endpoints(folder: Path, *, num: int = 1, children: Any = None, **load:
         "port": 0,
         "public_url": None,
         "limits": LIMITS,
-        "sampling_conflict": "override",
         "worker_key": None,
     }
     children = children or [Child(PROGRAM, max_line_bytes=1 << 26) for _ in range(num)]
@@ -78,13 +78,9 @@ async def endpoints(folder: Path, *, num: int = 1, children: Any = None, **load:
         for number, link in enumerate(links):
             served = Served(link, learner)
             answer = await served.ask("load", number=number, **given | load)
-            served.url, served.direct = answer["url"], answer["direct"]
+            served.url, served.listens = answer["url"], f"http://127.0.0.1:{answer['port']}"
             found.append(served)
             tasks.append(asyncio.create_task(served.answer_wishes()))
-        if len(found) > 1:
-            urls = {str(number): served.direct for number, served in enumerate(found)}
-            for served in found:
-                await served.ask("peers", urls=urls)
         yield found
     finally:
         for task in tasks:

@@ -285,20 +285,6 @@ def test_settings_of_sampling_are_the_runs_and_others_are_counted(served: Served
     assert served.end(session)["counts"]["overridden"] == {"temperature": 1, "top_p": 1, "seed": 1}
 
 
-def test_a_run_may_refuse_other_settings(tmp_path: Any) -> None:
-    served = Served(tmp_path, conflict="refuse")
-    try:
-        session = served.open()
-        create = client_of(session).chat.completions.create
-        with pytest.raises(openai.BadRequestError, match=r"sampled with 0\.7") as refused:
-            asyncio.run(create(model="policy", messages=ASKED, temperature=0))
-        assert refused.value.param == "temperature"
-        asyncio.run(client_of(session).chat.completions.create(model="policy", messages=ASKED, temperature=0.7))
-        assert served.end(session)["counts"]["refused"] == {"invalid_value": 1}
-    finally:
-        served.close()
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

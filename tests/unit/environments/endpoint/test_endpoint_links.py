@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 
+import aiohttp
 import openai
 import pytest
 
@@ -41,10 +42,10 @@ class Run:
         session = await self.endpoints.open(ROOM | {"sampling": {}, "task": None, "trajectory": "t"}, sample)
         return session
 
-    async def call(self, session, url):
-        """A turn of a session, by some endpoint's address."""
+    async def call(self, session):
+        """A turn of a session."""
         async with openai.AsyncOpenAI(
-            base_url=f"{url}/s/{session.id}/v1", api_key=session.api_key, max_retries=0
+            base_url=f"{session.base_url}/v1", api_key=session.api_key, max_retries=0
         ) as client:
             await client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
 
@@ -78,10 +79,9 @@ def test_one_that_joins_serves_with_the_others_and_is_let_go(tmp_path):
                 sessions = [await run.open() for _ in range(3)]
                 assert sorted(session.id.partition("-")[0] for session in sessions) == ["0", "1", "2"]
                 for session in sessions:
-                    for url in run.endpoints.urls:
-                        await run.call(session, url)
+                    await run.call(session)
                 ends = [await session.end() for session in sessions]
-                assert [[turn["delivered"] for turn in end["turns"]] for end in ends] == [[True] * 3] * 3
+                assert [[turn["delivered"] for turn in end["turns"]] for end in ends] == [[True]] * 3
 
                 sessions = [await run.open() for _ in range(3)]
                 process.kill()
@@ -97,25 +97,51 @@ def test_one_that_joins_serves_with_the_others_and_is_let_go(tmp_path):
     asyncio.run(check())
 
 
-def test_one_that_dies_is_started_again_and_known_to_the_others(tmp_path):
-    """A call by any address must find the sessions of the process that has taken its place."""
+def test_with_workers_one_that_nobody_asks_is_given_nothing(tmp_path):
+    """A worker has fixed addresses: tasks of an endpoint that joins later would wait until they are lost."""
+
+    async def ask(client, url):
+        async with client.get(f"{url}/tasks/next?wait_s=0", headers={"x-api-key": "k"}) as answer:
+            assert (answer.status, await answer.json()) == (200, {"task": None})
+
+    async def check():
+        async with running(tmp_path, worker_key="k") as run, aiohttp.ClientSession() as client:
+            one, other = run.endpoints._all
+            assert sorted([(await run.open()).id[:2] for _ in range(2)]) == ["0-", "1-"]
+            async with client.get(f"{one.url}/tasks/next", headers={"x-api-key": "wrong"}) as answer:
+                assert answer.status == 401
+            assert not one.is_asked
+            await ask(client, other.url)
+            await until(lambda: other.is_asked)
+            assert [(await run.open()).id[:2] for _ in range(3)] == ["1-"] * 3
+            os.kill(other._link.pid, signal.SIGKILL)
+            await until(lambda: not other.is_serving)
+            assert (await run.open()).id.startswith("1-"), "its address is the same when it is started again"
+            await ask(client, one.url)
+            await until(lambda: one.is_asked)
+            assert {(await run.open()).id[:2] for _ in range(2)} == {"0-", "1-"}
+
+    asyncio.run(check())
+
+
+def test_one_that_dies_is_started_again_where_it_was(tmp_path):
+    """A balancer, a firewall and workers know its address."""
 
     async def check():
         async with running(tmp_path) as run:
             sessions = [await run.open() for _ in range(2)]
             dead = next(endpoint for endpoint in run.endpoints._all if endpoint.number == 1)
-            old = dead.direct
+            old = dead.url
             os.kill(dead._link.pid, signal.SIGKILL)
             await until(lambda: not dead.is_serving)
             await until(lambda: dead.is_serving)
-            assert dead.direct == old
+            assert dead.url == old
             assert [session.lost.done() for session in sessions] == [
                 session.id.startswith("1-") for session in sessions
             ]
             session = await run.open()
             assert session.id.startswith("1-")
-            other = next(endpoint for endpoint in run.endpoints._all if endpoint.number == 0)
-            await run.call(session, other.direct)
+            await run.call(session)
             assert len((await session.end())["turns"]) == 1
 
     asyncio.run(check())

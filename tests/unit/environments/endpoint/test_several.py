@@ -1,17 +1,14 @@
-"""Several endpoints of one run, of which one has joined from elsewhere: any of them may get a call."""
+"""Several endpoints of one run, of which one may have joined from elsewhere: each has sessions of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import socket
 import subprocess
 import sys
 
-import httpx
 import openai
 import pytest
 
@@ -45,137 +42,77 @@ def start(address, token, *flags):
     return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def through(other, session):
-    """The same session, by the address of another endpoint."""
-    return session | {"base_url": f"{other.direct}/s/{session['session']}"}
-
-
-async def count(clients):
-    """A conversation of which each call goes to the next of these clients."""
-    messages = list(ASKED)
-    for client in clients:
-        completion = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
-        message = completion.choices[0].message
-        messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
-        if not message.tool_calls:
-            return
-        for call in message.tool_calls:
-            answer = str(json.loads(call.function.arguments)["x"] + 1)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
-
-
 def client_of(session, **options):
     return openai.AsyncOpenAI(
         base_url=f"{session['base_url']}/v1", api_key=session["api_key"], **{"max_retries": 0} | options
     )
 
 
-def test_any_endpoint_may_get_the_calls_of_a_session(tmp_path):
-    """A balancer sends each call where it likes; the tokens are those of a run with one endpoint."""
+def test_each_endpoint_serves_its_own_sessions(tmp_path):
+    """The tokens are those of a run with one endpoint, by each API, also where an endpoint has joined from elsewhere."""
 
     async def check():
         async with joined() as (distant, _):
             children = [Child(PROGRAM, max_line_bytes=1 << 26) for _ in range(2)]
             async with endpoints(tmp_path, children=[*children, distant]) as served:
-                learner = served[0].learner
-                session = await served[0].open()
-                await run("chat", session)
-                expected = learner.branches(session["session"], await served[0].ask("end", session=session["session"]))
+                learner, expected = served[0].learner, None
                 for number, own in enumerate(served):
-                    session = await own.open()
-                    assert session["session"].startswith(f"{number}-")
-                    async with contextlib.AsyncExitStack() as stack:
-                        clients = [
-                            await stack.enter_async_context(client_of(through(other, session))) for other in served
-                        ]
-                        await count(itertools.cycle(clients))
-                    end = await own.ask("end", session=session["session"])
-                    assert learner.branches(session["session"], end) == expected
-                apis = [api for api in APIS if api.endswith("-stream") and not api.startswith("chat")]
-                for api, (own, other) in zip(apis, itertools.permutations(served, 2), strict=False):
-                    session = await own.open()
-                    await run(api, through(other, session))
-                    end = await own.ask("end", session=session["session"])
-                    assert learner.branches(session["session"], end) == expected, api
+                    for api in {"chat", "messages-stream", "responses-stream"}.intersection(APIS):
+                        session = await own.open()
+                        assert session["base_url"] == f"{own.url}/s/{session['session']}"
+                        assert session["session"].startswith(f"{number}-")
+                        await run(api, session)
+                        end = await own.ask("end", session=session["session"])
+                        branches = learner.branches(session["session"], end)
+                        expected = expected or branches
+                        assert branches == expected, (number, api)
 
     asyncio.run(check())
 
 
-def test_errors_and_ends_pass_through(tmp_path):
-    """An agent must see the same errors by any address; a client that went away has not got its turn."""
+def test_a_call_at_another_endpoint_says_where_it_belongs(tmp_path):
+    """A balancer that goes by something else than the path would look like a session that has ended."""
 
     async def check():
-        async with endpoints(tmp_path, num=2) as (one, other):
-            session = await other.open(max_model_length=60)
-            far = through(one, session)
-            async with client_of(far) as client:
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await client.chat.completions.create(
-                        model="policy", messages=[{"role": "user", "content": "x" * 500}]
-                    )
-                assert caught.value.code == "context_length_exceeded"
-            async with client_of(far | {"api_key": "wrong"}) as client:
-                with pytest.raises(openai.AuthenticationError):
-                    await client.chat.completions.create(model="policy", messages=ASKED)
-            unknown = far | {"base_url": far["base_url"][:-1] + "_"}
-            async with client_of(unknown) as client:
-                with pytest.raises(openai.AuthenticationError):
-                    await client.chat.completions.create(model="policy", messages=ASKED)
-            end = await other.ask("end", session=session["session"])
-            assert end["counts"]["refused"] == {"context_length_exceeded": 1, "401": 1} and not end["turns"]
-
+        async with endpoints(tmp_path, num=2, public_url="http://agents.example:8000") as (one, other):
             session = await other.open()
-            other.link.end()
-            async with client_of(through(one, session)) as client:
-                with pytest.raises(openai.InternalServerError) as failed:
-                    await client.chat.completions.create(model="policy", messages=ASKED)
-                assert failed.value.status_code == 503
+            assert session["base_url"] == f"http://agents.example:8000/s/{session['session']}"
+            for key in (session["api_key"], "wrong"):
+                strayed = session | {"base_url": f"{one.listens}/s/{session['session']}", "api_key": key}
+                async with client_of(strayed) as client:
+                    with pytest.raises(
+                        openai.APIStatusError, match=r"send paths that begin with /s/1- to that one"
+                    ) as said:
+                        await client.chat.completions.create(model="policy", messages=ASKED)
+                assert (said.value.status_code, said.value.code) == (421, "wrong_endpoint")
+            async with client_of(session | {"base_url": f"{other.listens}/s/{session['session']}"}) as client:
+                await client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+            end = await other.ask("end", session=session["session"])
+            assert len(end["turns"]) == 1 and not end["counts"]["refused"]
 
     asyncio.run(check())
 
 
-def test_a_retry_by_another_address_is_the_same_call(tmp_path):
-    """A balancer may send a retry elsewhere: nothing is sampled twice."""
-
-    async def check():
-        async with endpoints(tmp_path, num=2) as (one, other):
-            session = await other.open()
-            other.delay_s = 1.0
-            asked = {"model": "policy", "messages": ASKED, "tools": [ADD]}
-            async with client_of(through(one, session), timeout=0.5) as client:
-                with pytest.raises(openai.APITimeoutError):
-                    await client.chat.completions.create(**asked)
-            async with client_of(session) as client:
-                await client.chat.completions.create(**asked, extra_headers={"x-stainless-retry-count": "1"})
-            end = await other.ask("end", session=session["session"])
-            assert len(other.learner.engine.log) == 1 and end["counts"]["retries"] == 1
-            assert [turn["delivered"] for turn in end["turns"]] == [True]
-
-    asyncio.run(check())
-
-
-def test_a_worker_that_reaches_one_endpoint_gets_the_tasks_of_all(tmp_path):
-    """A worker keeps its connection, so that a balancer sends each of its questions to the same endpoint."""
+def test_a_worker_that_knows_all_endpoints_plays_the_tasks_of_all(tmp_path):
+    """Each gives its own tasks; one that has ended keeps no worker from the others."""
 
     async def check():
         async with endpoints(tmp_path, num=3, worker_key="the run's") as served:
-            sessions = {(await each.open(task={"x": 1}))["base_url"] for each in served}
-            async with httpx.AsyncClient(base_url=served[0].direct, timeout=60) as client:
-
-                async def taken():
-                    answer = await client.get("/tasks/next", headers={"authorization": "Bearer the run's"})
-                    return answer.json()["task"]
-
-                found = {(await taken())["base_url"] for _ in served}
-                assert found == sessions
-                assert (await client.get("/tasks/next", headers={"authorization": "Bearer x"})).status_code == 401
-                # Whoever has gone keeps no task from being given out.
-                served[1].link.end()
-                served[2].link.end()
-                asked = [asyncio.create_task(taken()) for _ in range(3)]
-                session = await served[0].open(task={"x": 2})
-                found = [each["base_url"] for each in await asyncio.gather(*asked) if each is not None]
-                assert found == [session["base_url"]]
+            sessions = [await each.open(task={"x": 1}, deadline_s=600.0) for each in served]
+            words = [sys.executable, "-m", "mgrpo", "agent-worker", "--agent", "true", "--agent_box", "none"]
+            for each in served:
+                words += ["--url", each.url]
+            variables = {**os.environ, "MGRPO_WORKER_KEY": "the run's"}
+            with subprocess.Popen([*words, "--at_once", "1"], env=variables) as worker:
+                try:
+                    for each, session in zip(served, sessions, strict=True):
+                        found = await each.ask("wait", session=session["session"])
+                        assert (found["status"], found["left"]["ended"]) == ("ended", "ended")
+                    served[0].link.end()
+                    session = await served[2].open(task={"x": 2}, deadline_s=600.0)
+                    assert (await served[2].ask("wait", session=session["session"]))["status"] == "ended"
+                finally:
+                    worker.kill()
 
     asyncio.run(check())
 

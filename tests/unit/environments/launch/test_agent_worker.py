@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
@@ -162,7 +164,7 @@ def test_a_worker_that_says_that_it_is_alive_keeps_its_task() -> None:
 
     async def check() -> None:
         lost: list[tuple[str, str]] = []
-        tasks = Tasks("key", begin=lambda name: None, lose=lambda *how: lost.append(how), silence_s=60.0)
+        tasks = Tasks("key", url="", begin=lambda name: None, lose=lambda *how: lost.append(how), silence_s=60.0)
         for name in ("kept", "quiet", "plain"):
             tasks.add(name, {"row": {}})
             assert await tasks.next("key") == (name, {"row": {}})
@@ -257,7 +259,7 @@ TASK = {
 def test_a_task_that_cannot_be_played_is_named(change: dict[str, Any], named: str) -> None:
     """A run of another version, or what answers in its place, must not end a worker or have it take task after task."""
     task = {name: value for name, value in (TASK | change).items() if value is not ...}
-    with pytest.raises((ValueError, httpx.InvalidURL), match=named):
+    with pytest.raises(ValueError, match=named):
         asyncio.run(next_task(json.dumps({"task": task}).encode()))
 
 
@@ -280,18 +282,92 @@ def test_a_task_is_taken_as_it_is() -> None:
     assert asyncio.run(next_task(b'{"task": null}')) is None
 
 
-async def next_task(data: bytes) -> Any:
-    """The task that a worker takes of an endpoint with this answer."""
+@pytest.mark.parametrize(
+    ("head", "named"),
+    [
+        (
+            b"302 Found\r\nLocation: http://login.example/",
+            "it answered 302, Location 'http://login.example/'; expected 200",
+        ),
+        (b"204 No Content", "it answered 204; expected 200"),
+        (b"421 Misdirected Request", "it answered 421; expected 200"),
+    ],
+)
+def test_another_status_is_named(head: bytes, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        asyncio.run(next_task(b"", head))
+
+
+def test_an_endpoint_that_does_not_answer_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """However often the others do."""
+
+    async def check() -> None:
+        worker = AgentWorker(["http://a", "http://b"], RUN_KEY, {})
+        answers: list[str] = []
+
+        async def next_of(client: Any, url: str) -> None:
+            answers.append(url)
+            if len(answers) > 12:
+                raise asyncio.CancelledError
+            if url == "http://b" and len(answers) != 8:
+                raise ValueError("nothing there")
+
+        worker._next = next_of  # type: ignore[method-assign]
+        with contextlib.suppress(asyncio.CancelledError):
+            await worker._play_all(None, None, 0)  # type: ignore[arg-type]
+
+    asyncio.run(check())
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("no task from http://b (ValueError" in line for line in said), "again after an answer"
+
+
+def test_calls_at_another_endpoint_end_a_task_and_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A balancer that does not choose by the path."""
+    refusal = json.dumps({"error": {"message": "send paths that begin with /s/1- to that one"}}).encode()
+
+    async def check() -> None:
+        worker = AgentWorker(["http://a"], RUN_KEY, {})
+        async with answering(refusal, b"421 Misdirected Request") as url, aiohttp.ClientSession() as client:
+            for _ in range(2):
+                async with asyncio.timeout(LONG_S):
+                    await worker._while_wanted(client, TASK | {"base_url": f"{url}/s/1-2"})
+
+    asyncio.run(check())
+    said = capsys.readouterr().err
+    assert (
+        said.count("send paths that begin with /s/1- to that one") == said.count("\n") == 1
+        and "/s/1-2 answered 421" in said
+    )
+
+
+@pytest.mark.parametrize(("wait", "status"), [("0", 200), ("0.5", 200), ("-1", 400), ("nan", 400), ("soon", 400)])
+def test_a_worker_says_how_long_it_waits(served: Served, wait: str, status: int) -> None:
+    """One of several endpoints must not hold a slot for which another has a task."""
+    begun = time.monotonic()
+    answer = httpx.get(f"{served.url}/tasks/next?alive=1&wait_s={wait}", headers={"x-api-key": RUN_KEY})
+    assert answer.status_code == status and time.monotonic() - begun < 5
+    assert status != 200 or answer.json() == {"task": None}
+
+
+@contextlib.asynccontextmanager
+async def answering(data: bytes, head: bytes = b"200 OK") -> AsyncIterator[str]:
+    """The address of a server with this answer to everything."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        length = b"" if head.startswith(b"204") else b"Content-Length: %d\r\n" % len(data)
+        writer.write(b"HTTP/1.1 " + head + b"\r\nConnection: close\r\n" + length + b"\r\n" + data)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, httpx.AsyncClient() as client:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def next_task(data: bytes, head: bytes = b"200 OK") -> Any:
+    """The task that a worker takes of an endpoint with this answer."""
+    async with answering(data, head) as url, aiohttp.ClientSession() as client:
         return await AgentWorker([url], RUN_KEY, {})._next(client, url)
 
 

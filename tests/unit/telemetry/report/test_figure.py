@@ -10,7 +10,7 @@ import pytest
 
 from mgrpo.telemetry.recorded import read_records
 from mgrpo.telemetry.report.charts import num_large
-from mgrpo.telemetry.report.course import MAX_PLACES, Course, metric_points, running_mean
+from mgrpo.telemetry.report.course import MAX_PLACES, Course, centred_mean, metric_points
 from mgrpo.telemetry.report.figure import PICTURE, Series, Sheet, reward_svg
 from mgrpo.telemetry.report.frame import UNDER_TITLE, Frame, log_ticks, number, ticks
 from tests.unit.telemetry.report.runs import step_line
@@ -44,11 +44,12 @@ def test_a_long_run_keeps_means_and_extremes():
     assert curve.low == [1.0] * MAX_PLACES
 
 
-def test_the_bold_line_is_the_mean_of_the_steps_before():
-    """A mean that looks ahead would show learning before it happened; a schedule is not noise."""
+def test_the_bold_line_is_the_mean_of_the_steps_around():
+    """A mean of the steps before lags behind what it shows; a schedule is not noise."""
     of = course([0.0] * 20 + [1.0] * 20)
     smooth = of.curve("m").smooth
-    assert smooth[19] == 0.0 and smooth[20] == 0.25 and smooth[23] == 1.0
+    # Five steps each.
+    assert smooth[16:24] == [0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
     assert of.curve("m", is_smoothed=False).smooth == []
 
 
@@ -138,10 +139,10 @@ def test_no_row_of_charts_has_an_empty_place():
     assert [num_large(total, least=0) for total in range(1, 10)] == [1, 2, 0, 4, 2, 0, 4, 2, 0]
 
 
-def test_the_running_mean_looks_back_only():
-    """A mean that looks ahead would show learning before it happened."""
-    assert running_mean([0.0, 2.0, 4.0, 6.0], 2) == [0.0, 1.0, 3.0, 5.0]
-    assert running_mean([3.0], 5) == [3.0]
+def test_the_centred_mean_is_of_the_values_that_exist():
+    """Both ends of a run have fewer values around them."""
+    assert centred_mean([0.0, 3.0, 6.0, 3.0], 3) == [1.5, 3.0, 4.0, 4.5]
+    assert centred_mean([3.0], 5) == [3.0]
 
 
 def reward_lines(rewards, evaluations=()) -> list[dict]:
@@ -165,7 +166,7 @@ def test_the_curve_of_the_reward_is_a_picture_of_its_own():
     )
     thin, bold = root.findall(f"{namespace}polyline")
     assert (thin.get("class"), bold.get("class")) == ("faint s0", "line s0")
-    # From the left edge of the frame to its right edge; the mean of the last 6 steps ends at 57.5 / 60.
+    # From the left edge of the frame to its right edge; the mean of 7 steps, of which 4 exist at the end, is 58.5 / 60.
     frame = Frame.around([(0.0, 1.0)], 0, 60, size=PICTURE, top=UNDER_TITLE)
     for line in (thin, bold):
         xs = [float(point.split(",")[0]) for point in line.attrib["points"].split()]
@@ -176,8 +177,8 @@ def test_the_curve_of_the_reward_is_a_picture_of_its_own():
     ]
     top, bottom = float(thin.attrib["points"].split(",")[-1]), float(bold.attrib["points"].split(",")[-1])
     assert top == frame.top
-    assert bottom == pytest.approx(frame.top + (frame.bottom - frame.top) * (1 - 57.5 / 60), abs=0.1)
-    assert "of the last 6 steps (bold), on held-out prompts (dots)" in "".join(root.itertext())
+    assert bottom == pytest.approx(frame.top + (frame.bottom - frame.top) * (1 - 58.5 / 60), abs=0.1)
+    assert "smoothed over 7 steps (bold), on held-out prompts (dots)" in "".join(root.itertext())
 
 
 @pytest.mark.parametrize(
