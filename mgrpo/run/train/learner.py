@@ -133,7 +133,9 @@ class Learner:
         """Train on the packs of training step `step`, and move the models that follow the policy if that is due after it.
 
         Args:
-            index, own: see `Batch`: the index of the packs, equal on all ranks, and this rank's slice.
+            index: of the packs, equal on all ranks, see `Batch`.
+            own: this rank's slice of the packs.
+            step: training step, from 1.
         """
         results = self._optimize(index, own)
         metrics = self._reduce(results, beside=algo.MetricSums(self._routing(), backend.peak_memory()))
