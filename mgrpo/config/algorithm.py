@@ -13,6 +13,8 @@ NamedEstimator = Literal[
     "standard", "centered", "batch_std", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
 ]
 NAMED_ESTIMATORS: tuple[str, ...] = get_args(NamedEstimator)
+STANDARD_DEVIATIONS = {"population": (0, 1e-8), "sample": (1, 1e-8), "verl": (1, 1e-6), "trl": (1, 1e-4)}
+"""`advantage_std` as (delta degrees of freedom, addend)."""
 BY_NAME = Needs("a named advantage_normalization_type", lambda is_own_estimator: not is_own_estimator)
 MOVING_REFERENCE = Needs("ref_policy_update_freq", lambda ref_policy_update_freq: ref_policy_update_freq is not None)
 ADAPTIVE = Needs("use_adaptive_entropy=true", lambda use_adaptive_entropy: use_adaptive_entropy)
@@ -75,12 +77,12 @@ class Algorithm:
     @property
     def advantage_ddof(self) -> int:
         """Delta degrees of freedom: the variance is divided by the number of rewards minus this."""
-        return 0 if self.advantage_std == "population" else 1
+        return STANDARD_DEVIATIONS[self.advantage_std][0]
 
     @property
     def advantage_eps(self) -> float:
         """Addend of the standard deviation."""
-        return {"verl": 1e-6, "trl": 1e-4}.get(self.advantage_std, 1e-8)
+        return STANDARD_DEVIATIONS[self.advantage_std][1]
 
     @property
     def is_own_estimator(self) -> bool:

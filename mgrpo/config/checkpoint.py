@@ -108,7 +108,7 @@ class Checkpoint:
 
     @property
     def greater_is_better(self) -> bool:
-        """Whether its greatest value is the best one, and not its least."""
+        """True if the greatest value of the metric is the best; false: the least."""
         return not self.metric_for_best_model.startswith("-")
 
 

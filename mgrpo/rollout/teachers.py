@@ -131,7 +131,7 @@ class Teachers:
         self.queues = [queues[teacher.fleet] for teacher in teachers]
 
     def listen(self, failed: Callable[[Exception], None]) -> None:
-        """Call `failed` in the teachers' thread once requests will not be answered any more."""
+        """Call `failed` in the teachers' thread once requests can no longer be answered."""
 
         def begin() -> None:
             self._listener = failed

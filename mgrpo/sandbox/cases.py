@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 MAX_BYTES = 256 * 2**20
 """Largest unpacked size of the tests of one program."""
+MAX_TESTS = 10_000
+"""Most tests of one program."""
 _MARK = object()
 
 

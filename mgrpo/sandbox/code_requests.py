@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from mgrpo.processes.lifetime import die_with_parent
-from mgrpo.sandbox.cases import StdioTest, assert_tests, stdio_tests
+from mgrpo.sandbox.cases import MAX_TESTS, StdioTest, assert_tests, stdio_tests
 
-MAX_TESTS = 10_000
 _LONGEST_LIMIT_S = 300.0
 _NUM_READERS = 2
 _READER_BYTES = 4 * 2**30

@@ -90,7 +90,7 @@ class Session:
         )
 
     async def refuse(self, number: int, why: str) -> None:
-        """Refuse an agent's request: nothing will be sampled any more."""
+        """Refuse an agent's request and all later ones: sampling has ended."""
         await self._tell(number, {"error": why, "is_over": True})
 
     async def end(self) -> Message:

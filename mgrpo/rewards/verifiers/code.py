@@ -22,7 +22,7 @@ from mgrpo.processes.reply_bodies import KEEP_ALIVE_S, PLAIN, plain_body
 from mgrpo.rewards.verifier import Answer, RemoteVerifier, after_thinking, shown
 from mgrpo.rewards.verifiers.answers.asserts import read_test
 from mgrpo.rewards.verifiers.answers.programs import extract_program, has_block
-from mgrpo.sandbox.cases import assert_tests, stdio_tests
+from mgrpo.sandbox.cases import MAX_TESTS, assert_tests, stdio_tests
 from mgrpo.sandbox.local import borrow_sandbox, give_back_sandbox
 from mgrpo.sandbox.sandbox import Sandbox, Verdicts, client_limit_s
 from mgrpo.sandbox.walled import SandboxError
@@ -39,8 +39,6 @@ _COMPRESSED = re.compile(r"\s*[A-Za-z0-9+/]+=*\s*")
 # A compressed label of more characters may take a second to read; one of a hundred tests takes a millisecond.
 _LONGEST_LOOKED_AT = 2**14
 _MOST_LOOKED_AT = 100
-# As many as `mgrpo code-server` takes in a request.
-_MOST_TESTS = 10_000
 _CONNECTIONS = 100
 _CONNECT_S = 10.0
 # A test's result and runtime in a reply, with white space; and the other contents of one.
@@ -108,9 +106,9 @@ class Code(RemoteVerifier):
         tests = cls._tests(label)
         if not tests:
             raise ValueError(f"ground_truth={shown(label)} holds no test; a program can neither pass nor fail")
-        if len(tests) > _MOST_TESTS:
+        if len(tests) > MAX_TESTS:
             raise ValueError(
-                f"ground_truth={shown(label)} holds {len(tests):,} tests; a program may have at most {_MOST_TESTS:,}"
+                f"ground_truth={shown(label)} holds {len(tests):,} tests; a program may have at most {MAX_TESTS:,}"
             )
         return tests
 

@@ -15,6 +15,7 @@ from mgrpo.checkpoint.folder import is_near, resumable, split_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.stored import Stored
 from mgrpo.config import Config
+from mgrpo.config.algorithm import STANDARD_DEVIATIONS
 from mgrpo.config.annotations import NO_ENTRIES
 from mgrpo.config.derived import state_root
 from mgrpo.config.fields import flat, settings, shown
@@ -27,7 +28,7 @@ from mgrpo.models.shape import ModelShape
 PLACES = ("output_dir", "dataset_local_cache_dir")
 """Settings outside the checkpoint section that name folders."""
 AFRESH = "or start afresh with --resume never"
-STD_NAMES = {(0, 1e-8): "population", (1, 1e-8): "sample", (1, 1e-6): "verl", (1, 1e-4): "trl"}
+STD_NAMES = {numbers: name for name, numbers in STANDARD_DEVIATIONS.items()}
 """`advantage_std` by the settings advantage_ddof and advantage_eps of earlier versions."""
 CONSTANTS: Mapping[str, object] = {
     "active_sampling_max_rounds": 10,

@@ -4,7 +4,7 @@ The owner holds a flock on the file and touches it every few seconds. A dead own
 the kernel has released the flock; a lock of another machine, whose flock may be invisible, counts as abandoned once it has
 not been touched for `ABANDONED_S`. Taking a lock waits that long, so that a job restarted on another node continues by itself.
 
-`filelock` keeps less: its soft locks leave a dead owner's file for ever on file systems that cannot exchange two names
+`filelock` keeps less: its soft locks keep a dead owner's file on file systems that cannot exchange two names
 (NFS, SMB) and an empty one everywhere, take a live owner's on another machine of the same host name, and don't notice a
 folder that was renamed.
 """
